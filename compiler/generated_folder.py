@@ -109,7 +109,7 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
+        with _locked(folder):
             return _write(folder, files, force)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -123,12 +123,12 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
     owned = _owned(folder)
     folders = sorted({parent for name in files for parent in (folder / name).parents if parent.is_relative_to(folder)})
     if links := [inner for inner in folders if inner != folder and inner.is_symlink()]:
-        raise HandEdited(f"{links[0]} is a link, and a build does not write through one", "remove it")
+        raise HandEdited(f"{links[0]} is a link; a build writes only to folders", "remove the link")
     edited = [] if force else sorted(_edited(folder, files, owned))
     if edited:
         raise HandEdited(
             f"{folder / edited[0]} was edited by hand" + (f", and {len(edited) - 1} more" if len(edited) > 1 else ""),
-            "move the edit into the spec or a template; or delete the file; or build with --force to lose it",
+            "move the edit into the spec or a template, delete the file, or build with --force to discard the edit",
         )
     stale = sorted(name for name in _present(folder) & owned.keys() if name not in files)
     moved = [(drift.state, drift.path) for drift in drift(folder, files) if drift.state != "extra"]
@@ -143,20 +143,20 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
         _prune(folder, (folder / name).parent)
     if done:  # written last: until then the old manifest lists the other files of earlier builds
         replace_file(folder / MANIFEST, files[MANIFEST])
-    for left in [path for path in folder.rglob(".*") if _passing(path)]:
-        left.unlink()
+    for path in [path for path in folder.rglob(".*") if _temporary(path)]:
+        path.unlink()
     return tuple(sorted([*done, *(("removed", name) for name in stale)], key=lambda entry: entry[1]))
 
 
 def _require_same_source(folder: Path, files: Files) -> None:
     """Raises OtherSource if the folder was last built from another spec file with the same name."""
     try:
-        left = _source(folder.name, (folder / MANIFEST).read_text(encoding="utf-8"))
+        previous = _source(folder.name, (folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError, AttributeError):  # no manifest or a damaged manifest: the check for hand edits decides
         return
-    if (own := _source(folder.name, files[MANIFEST])) != left:
-        hint = f"give {own} a `name` of its own, or build with --force to replace what is there"
-        raise OtherSource(f"{folder} is of {left}, and {own} has the same name", hint)
+    if (source := _source(folder.name, files[MANIFEST])) != previous:
+        hint = f"give {source} another `name`, or build with --force to replace the files"
+        raise OtherSource(f"{folder} was built from {previous}, and {source} has the same name", hint)
 
 
 def _source(name: str, manifest: str) -> str:
@@ -167,17 +167,17 @@ def _source(name: str, manifest: str) -> str:
 def _present(folder: Path) -> set[str]:
     if not folder.is_dir():
         return set()
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(folder).as_posix() for path in found if not _passing(path)}
+    paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in paths if not _temporary(path)}
 
 
-def _passing(path: Path) -> bool:
+def _temporary(path: Path) -> bool:
     """Returns True for a temporary file of a build, which remains on disk only if the build was interrupted."""
     return path.name == NEXT or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Holds an exclusive lock on a folder, so that builds of it run one at a time. Does nothing on Windows."""
     try:
         import fcntl

@@ -147,7 +147,7 @@ def refusal(site: Site) -> str | None:
     None."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
-        return f"takes a product of rows and weights; {site.node.op.name} is none"
+        return f"takes a product of rows and weights; {site.node.op.name} is not such a product"
     if epilogue is None:
         return "has nothing to fuse into a plain product; cuBLAS is faster"
     x, weights = site.inputs[0], site.inputs[1 : op.arity]
@@ -163,7 +163,7 @@ def refusal(site: Site) -> str | None:
             down = extent // step * step
             near = f"{down} or {down + step}" if down else f"{step}"
             size_text = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
-            return f"wants rows of a multiple of {VECTOR} bytes; {size_text}"
+            return f"needs rows of a multiple of {VECTOR} bytes; {size_text}"
     return _operands_refusal(site, n) or _results_refusal(site)
 
 
@@ -189,7 +189,7 @@ def _results_refusal(site: Site) -> str | None:
     full = {*epilogue.accumulators, *(value.name for value in epilogue.operands if not value.column)}
     for step in epilogue.steps:
         if not _meets(step.expr, full):
-            return f"writes tiles of [rows, {site.node.type.width}]; {step.value.name} is alike in every row"
+            return f"writes tiles of [rows, {site.node.type.width}]; {step.value.name} is the same in every row"
         full.add(step.value.name)
         try:
             triton_text(step.expr), cuda_text(step.expr)

@@ -1,4 +1,4 @@
-"""What the tests of norm, rotary embedding and gain run on: sites, inputs, float64 references, buffers with guards."""
+"""Samples for the tests of norm, rotary embedding and gain: sites, inputs, float64 references, guarded buffers."""
 
 import math
 from collections.abc import Sequence
@@ -113,5 +113,5 @@ def buffers(site: Site, module: ModuleType, b: int, t: int, device: str = "cpu")
 
 
 def inside(buffer: Tensor, width: int) -> Tensor:
-    """What lies between the guards, [rows, width]."""
+    """The values between the guards, [rows, width]."""
     return buffer[GUARD : buffer.numel() - GUARD].view(-1, width)

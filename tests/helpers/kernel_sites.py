@@ -250,12 +250,12 @@ def check_guards(buffer: Tensor, name: str) -> None:
 
 
 def interpret(folder: Path, runs: list[Any]) -> list[Any]:
-    """What Triton's interpreter, in a process of its own, leaves of each run that run_interpreted.py is given."""
+    """Runs Triton's interpreter in a separate process. Returns the results of run_interpreted.py for each run."""
     torch.save(runs, folder / "cases.pt")
     command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
     command += [str(folder / "cases.pt"), str(folder / "out.pt")]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[Any] = torch.load(folder / "out.pt")
-    return found
+    results: list[Any] = torch.load(folder / "out.pt")
+    return results

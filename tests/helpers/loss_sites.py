@@ -1,4 +1,4 @@
-"""What the tests of the softmax loss run on: sites, inputs, float64 references, and buffers with guards."""
+"""Samples for the tests of the softmax loss: sites, inputs, float64 references, and buffers with guards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,7 +64,7 @@ def expected(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def eager(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """What Torch's own cross-entropy in f32 gives, with its gradient rounded to the dtype of the logits."""
+    """The cross-entropy of Torch in f32, with its gradient rounded to the dtype of the logits."""
     op = op_of(site)
     logits = inputs[0].detach().clone().requires_grad_()
     z = logits[:, : op.vocab].float()
@@ -91,5 +91,5 @@ def buffers(site: Site, m: int, device: str = "cpu") -> list[Tensor]:
 
 
 def inside(buffer: Tensor, width: int) -> Tensor:
-    """What lies between the guards, [rows, width]."""
+    """The values between the guards, [rows, width]."""
     return buffer[GUARD : buffer.numel() - GUARD].view(-1, width)

@@ -1,4 +1,4 @@
-"""What the tests of the search share: a compiler that is none."""
+"""Samples for the tests of the search: a machine and a fake compiler."""
 
 import os
 import sys

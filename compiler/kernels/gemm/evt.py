@@ -217,7 +217,7 @@ class GemmEvt(Kernel):
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
         _, products = split(epilogue_of(site))
-        return tuple(type for product in products for type in [product.into.type] * (1 if product.kept else 2))
+        return tuple(type for product in products for type in [product.into.type] * (1 if product.is_output else 2))
 
     def render(self, site: Site) -> Rendered:
         whole = epilogue_of(site)

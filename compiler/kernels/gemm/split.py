@@ -9,12 +9,14 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value
 
 @dataclass(frozen=True, slots=True)
 class GivenProduct:
-    """The product of x and `weight`, computed by the library and rounded to the dtype of x. If `kept`, `into` is an
-    output of the node, else a temporary."""
+    """The product of x and `weight`, computed by the library and rounded to the dtype of x.
+
+    `into` is an output of the node if `is_output`, else a temporary.
+    """
 
     weight: Value
     into: Value
-    kept: bool
+    is_output: bool
 
     def formula(self, epilogue: Epilogue) -> str:
         """Returns the formula, e.g. `p_x = x w_x^T, by the library, bf16`."""
@@ -24,7 +26,7 @@ class GivenProduct:
         """Returns a line of Python that computes the product. It reads the number of rows from `m`."""
         weight = self.weight.name + (".T" if epilogue.layout == "nk" else "")
         product = f"torch.mm({epilogue.x.name}.view(m, K), {weight}"
-        return f"{product}, out={self.into.name}.view(m, N))" if self.kept else f"{self.into.name} = {product})"
+        return f"{product}, out={self.into.name}.view(m, N))" if self.is_output else f"{self.into.name} = {product})"
 
 
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:

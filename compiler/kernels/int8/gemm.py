@@ -67,9 +67,9 @@ def int8_refusal(site: Site) -> str | None:
     assert isinstance(op, Int8Linear)
     n, k = op.extent(site.inputs[1])
     if n % ALIGNMENT or k % ALIGNMENT:
-        return f"wants N and K to be multiples of {ALIGNMENT}; N is {n} and K is {k}"
+        return f"needs N and K that are multiples of {ALIGNMENT}; N is {n} and K is {k}"
     if epilogue is None or len(epilogue.outputs) != 1:
-        return "wants an epilogue of one output, which scales the sums"
+        return "needs an epilogue of one output, which scales the sums"
     if site.node.type.dtype not in OUTPUTS:
         return f"writes {', '.join(OUTPUTS)}; the output is {site.node.type.dtype}"
     for variable, type in site.operands:
@@ -79,7 +79,7 @@ def int8_refusal(site: Site) -> str | None:
             return f"reads operands in {', '.join(FLOATS)}; {variable} is {type.dtype}"
     expr = int8_epilogue(site).expr
     if "p" not in variables(expr):
-        return "writes what follows from the sums; the epilogue does not read them"
+        return "writes values computed from the sums; the epilogue does not read them"
     try:
         cuda_text(expr)
     except ExprError as error:

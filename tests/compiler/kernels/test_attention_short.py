@@ -174,7 +174,7 @@ def expected(site: Site, inputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
-    """What the interpreter leaves in the buffers of each case and its lengths."""
+    """The contents that the interpreter leaves in the buffers of each case and its lengths."""
     folder = tmp_path_factory.mktemp("interpreted_short")
     runs, keys = [], []
     for i, case in enumerate(CASES):

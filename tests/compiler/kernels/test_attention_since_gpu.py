@@ -106,7 +106,7 @@ def test_rows_and_tokens_may_change_from_call_to_call(attend: Callable[..., Tens
 
 
 def test_within_a_compiled_model_rows_have_blocks_of_their_own(tmp_path: Path) -> None:
-    """What the compiler makes around it must not change where its tables lie: each row is as the eager model has it."""
+    """Compiling the surrounding code does not move the tables of the kernel: rows equal those of the eager model."""
     attention = {**ATTENTION, "heads": 4, "kv_heads": 2, "head_dim": 32, "bos": 1, "window": 300}
     spec = tiny((attention, {**MLP, "hidden": 128}), (), ("sm90",), vocab=64, dim=64, context=640)
     loaded = instantiate(spec, "sm90", tmp_path)

@@ -202,7 +202,7 @@ INTERPRETED: list[Case] = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
-    """What the interpreter leaves in the output buffers of each case."""
+    """The contents that the interpreter leaves in the output buffers of each case."""
     folder = tmp_path_factory.mktemp("interpreted_steps")
     runs = []
     for size, rows, apart, bits in INTERPRETED:

@@ -103,9 +103,9 @@ def test_a_kernel_rejects_what_it_cannot_load() -> None:
         types = (TensorType(("B", "T", k), "i8"), TensorType((n, k), "i8"), TensorType((n,), "i32"))
         odd = replace(site, inputs=(*types, TensorType((n,), "f32")))
         for kernel in (GEMM_INT8_SM80, GEMM_INT8_SM90):
-            assert kernel.rejects(odd) == f"wants N and K to be multiples of 16; N is {n} and K is {k}"
+            assert kernel.rejects(odd) == f"needs N and K that are multiples of 16; N is {n} and K is {k}"
     bare = replace(site, node=replace(site.node, epilogue=None))
-    assert "wants an epilogue" in str(GEMM_INT8_SM80.rejects(bare))
+    assert "needs an epilogue" in str(GEMM_INT8_SM80.rejects(bare))
     assert "Torch has no int8 product of few rows" in str(GEMM_INT8_TORCH.rejects(site))
 
 

@@ -42,7 +42,7 @@ def with_a_broken_row(site: Site, m: int) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], object]:
-    """What the interpreter leaves in the output buffers of each case and number of rows."""
+    """The contents that the interpreter leaves in the output buffers of each case and number of rows."""
     folder = tmp_path_factory.mktemp("interpreted")
     runs, keys = [], []
     for i, case in enumerate(CASES):

@@ -1,4 +1,4 @@
-"""What kernels take and why they refuse, the rule for tiles, and the look of what they write."""
+"""The nodes that kernels take, the reasons for refusals, the rule for tiles, and the form of generated files."""
 
 import random
 import re
@@ -59,7 +59,7 @@ BF16, F32 = "bf16", "f32"
 PLAIN = make_site("gelu")
 MUL = make_site("mul")
 BOTH_REFUSE = {
-    "no product": (wgrad_site(), "takes a product of rows and weights; wgrad is none"),
+    "no product": (wgrad_site(), "takes a product of rows and weights; wgrad is not such a product"),
     "no epilogue": (
         replace(PLAIN, node=replace(PLAIN.node, epilogue=None)),
         "has nothing to fuse into a plain product; cuBLAS is faster",
@@ -71,11 +71,11 @@ BOTH_REFUSE = {
     ),
     "k": (
         make_site("gelu", 1792, 500),
-        "wants rows of a multiple of 16 bytes; K = 500 bf16 is 1000 bytes, 496 or 504 would do",
+        "needs rows of a multiple of 16 bytes; K = 500 bf16 is 1000 bytes, 496 or 504 would do",
     ),
     "n": (
         make_site("mul", 1001, 512),
-        "wants rows of a multiple of 16 bytes; N = 1001 bf16 is 2002 bytes, 1000 or 1008 would do",
+        "needs rows of a multiple of 16 bytes; N = 1001 bf16 is 2002 bytes, 1000 or 1008 would do",
     ),
     "operand shape": (
         with_inputs(MUL, v2=TensorType(("T", 1), BF16)),
@@ -91,7 +91,7 @@ BOTH_REFUSE = {
     ),
     "output dtype": (typed(PLAIN, "i8"), "writes bf16, f16, f32; output 0 is i8"),
     "idle operand": (with_epilogue(MUL, "2 * d"), "reads only what its outputs need; no output reads slope"),
-    "constant output": (with_epilogue(PLAIN, "0.5"), "writes tiles of [rows, 1792]; y is alike in every row"),
+    "constant output": (with_epilogue(PLAIN, "0.5"), "writes tiles of [rows, 1792]; y is the same in every row"),
     "column output": (
         with_epilogue(
             make_site("scaled_residual"),
@@ -99,7 +99,7 @@ BOTH_REFUSE = {
             "scale ** 2",
             labels=("", "square"),
         ),
-        "writes tiles of [rows, 1792]; square is alike in every row",
+        "writes tiles of [rows, 1792]; square is the same in every row",
     ),
     "huge constant": (
         with_epilogue(PLAIN, "1e39 * x"),

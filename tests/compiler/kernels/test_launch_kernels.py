@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: what the script launches, and that a wrong kernel ends it with an error."""
+"""The script that compute-sanitizer runs launches every kernel, and a wrong kernel ends it with an error."""
 
 import os
 import sys

@@ -1,5 +1,4 @@
-"""Norm, rotary embedding and gain: what the kernels take and write, in Torch, in Triton's interpreter, and as machine
-code."""
+"""Norm, rotary embedding and gain: kernels in Torch, in Triton's interpreter, and as machine code."""
 
 import math
 import random
@@ -293,7 +292,7 @@ def site_of(case: Case) -> Site:
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], Any]:
-    """What the interpreter leaves in the buffers of each case and number of sequences and tokens."""
+    """The contents that the interpreter leaves in the buffers of each case and number of sequences and tokens."""
     folder = tmp_path_factory.mktemp("interpreted_heads")
     runs, keys, widths = [], [], []
     for i, case in enumerate(CASES):

@@ -61,7 +61,7 @@ def op_of(site: Site, module: ModuleType) -> Any:
 
 
 def launched(site: Site, module: ModuleType, inputs: list[Tensor], b: int, t: int) -> list[Tensor]:
-    """What the kernel writes, taken from poisoned buffers whose guards are checked; the gain's gradient summed."""
+    """The outputs of the kernel, from poisoned buffers with checked guards; the gradient of the gain is summed."""
     made = buffers(site, module, b, t, "cuda")
     widths = columns(site, module, b, t)
     results = [inside(buffer, width) for buffer, width in zip(made, widths, strict=True)]

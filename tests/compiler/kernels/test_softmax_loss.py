@@ -203,7 +203,7 @@ def interpreter_inputs(site: Site, m: int) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], Any]:
-    """What the interpreter leaves in the buffers of each case and number of rows."""
+    """The contents that the interpreter leaves in the buffers of each case and number of rows."""
     folder = tmp_path_factory.mktemp("interpreted_loss")
     runs, keys = [], []
     for i, case in enumerate(CASES):

@@ -1,4 +1,4 @@
-"""What a group keeps for its backward: the ways there are, which a plan takes, and that all compute the same."""
+"""The save choices of a group: which exist, which a plan selects, and that all compute the same values."""
 
 from pathlib import Path
 from typing import Any

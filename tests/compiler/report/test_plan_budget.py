@@ -1,4 +1,4 @@
-"""What the plan says of a byte budget that no choice of bits keeps."""
+"""Warnings of the plan about a byte budget that no choice of bits fits."""
 
 from pathlib import Path
 

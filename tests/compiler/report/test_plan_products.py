@@ -1,4 +1,4 @@
-"""What plan and explain say of the products that run from an artifact."""
+"""The int8 products of deployed plans in `specc plan` and `specc explain`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What tune only measures: it goes into the lock, and from there into the plan."""
+"""Times of library products and of the step are stored in the lock and shown in the plan."""
 
 import json
 import shutil

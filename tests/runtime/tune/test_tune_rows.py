@@ -1,4 +1,4 @@
-"""What was measured on the rows of training is not replaced by what is measured on fewer, unless one asks for it."""
+"""A measurement on the rows of training is not replaced by one on fewer rows without --fresh."""
 
 from pathlib import Path
 
