@@ -163,16 +163,16 @@ for bad in (0.0, -1.0, float("nan"), float("inf"), 1e30, 1e-30):
     shown = f"{np.float32(bad):.6g}".replace("+", r"\+")
     DAMAGE[f"input scale {bad}"] = (
         set_number(WEIGHT, "input_scale", bad),
-        rf"head\.logits: the scale of its input, number 0 of 1, is {shown}; wants",
+        rf"head\.logits: the scale of its input, number 0 of 1, is {shown}; it must be",
     )
     DAMAGE[f"scale of a bias {bad}"] = (
         set_number(BIAS, "scale", bad, 7),
-        rf"head\.logits_bias: a scale, number 7 of 31, is {shown}; wants",
+        rf"head\.logits_bias: a scale, number 7 of 31, is {shown}; it must be",
     )
 for bad in (0.0, -1.0, float("nan"), float("inf")):
     DAMAGE[f"row scale {bad}"] = (
         set_number(WEIGHT, "scale", bad, 3),
-        rf"head\.logits: a row scale, number 3 of 31, is {bad:g}; wants",
+        rf"head\.logits: a row scale, number 3 of 31, is {bad:g}; it must be",
     )
 DAMAGE["a code of -128"] = (put(WEIGHT, "codes", lambda a: np.full_like(a, -128)), r"a code is outside \[-127, 127\]")
 DAMAGE["a bias beyond int32"] = (set_number(BIAS, "codes", 2**31 - 1), r"head\.logits_bias: a code is outside")
