@@ -11,7 +11,6 @@ from specc.compiler import fusions
 from specc.compiler.catalog import catalog
 from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType
-from specc.compiler.ops.attention import Sdpa
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import RmsNorm
@@ -153,10 +152,6 @@ def test_what_is_refused_says_why(name: str) -> None:
     assert str(caught.value) == message
 
 
-def test_the_catalogue_finds_it() -> None:
-    assert catalog(fusions, Fusion)["softmax_loss"].ops == {CrossEntropy.name}
-
-
 def simple(vocab: int, f: str | None, reduction: str = "mean") -> Graph:
     h = Head(vocab)
     value = h.logits if f is None else h.b.add("softcap", cap(f), (h.logits,))
@@ -271,16 +266,3 @@ def test_a_field_that_a_fusion_does_not_know_is_refused(fusion: Fusion, op: type
     assert fusion._unknown_field(plain) is None
     graph = Builder("train").build({})
     assert fusion.refusal(graph, (changed,)) == f"does not know the sinks of {op.name}; a.y has True"
-
-
-def test_attention_with_a_further_field_is_not_fused() -> None:
-    capped = make_dataclass("Capped", [("softcap", float, 0.0)], bases=(Sdpa,), frozen=True, namespace={"name": "sdpa"})
-    for softcap, fused in ((0.0, True), (30.0, False)):
-        b = Builder("train", scope="head")
-        heads = [b.input(name, TensorType(("B", "T", 2, 8), "f32")) for name in "qkv"]
-        graph = b.build({"y": b.add("y", capped(softcap=softcap), heads)})
-        if fused:
-            assert [node.op.name for node in group_of(graph).forward.nodes] == ["causal_attention"]
-        else:
-            with pytest.raises(Unfusable, match=r"attention does not know the softcap of sdpa; head.y has 30.0"):
-                group_of(graph)

@@ -12,8 +12,8 @@ from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.strict import Problem
 
 
-def deployed(*rules: object, **words: object) -> Programs:
-    data = spec_data((ATTENTION, {**MLP, "hidden": 16}), fuse=(), **words)  # type: ignore[arg-type]
+def deployed(*rules: object) -> Programs:
+    data = spec_data((ATTENTION, {**MLP, "hidden": 16}), fuse=())
     data["quant"] = {"default": {"scheme": "int8"}, "rules": [{"match": "embed.token", **NONE}, *rules]}
     programs = pipeline.deployed(spec_of(data), "cpu")
     assert programs is not None
@@ -69,16 +69,6 @@ def test_the_plan_shows_the_padding() -> None:
     assert "- blocks.*.mlp.up: K 8 is padded to 16" in page
 
 
-def test_int8_of_what_is_no_product_is_an_error() -> None:
-    data = spec_data((ATTENTION, MLP), fuse=())
-    data["quant"] = {"default": {"scheme": "int8"}}
-    with pytest.raises(LoweringError) as raised:
-        pipeline.deployed(spec_of(data), "cpu")
-    (problem,) = raised.value.problems
-    assert problem.code == "S312" and "embed.token is int8, but it is read by" in problem.message
-    assert 'match: "*.token"' in problem.hint
-
-
 def test_blocks_that_share_code_share_the_choice() -> None:
     with pytest.raises(LoweringError) as raised:
         deployed({"match": "blocks.0.mlp.up", **NONE})
@@ -104,6 +94,8 @@ def test_what_is_to_be_kept_is_said_so_that_it_can_be_done() -> None:
     assert some.path == ("quant", "rules", 1) and '{match: "blocks.*.mlp.up", ...}' in some.hint
     by_default = problem_of(default={"scheme": "int8"})
     assert by_default.path == ("quant", "default") and by_default.hint.startswith("add a rule")
+    assert by_default.code == "S312" and "embed.token is int8, but it is read by" in by_default.message
+    assert 'match: "*.token"' in by_default.hint
 
 
 def test_weights_that_share_an_input_scale_it_alike() -> None:
@@ -123,9 +115,9 @@ def test_a_weight_that_is_kept_stays_a_product_of_floats() -> None:
     assert block.by_name["mlp.up"].types[0].dtype == "f32"
 
 
-def rewritten(layers: tuple[object, ...], *patterns: str, **words: object) -> Programs:
+def rewritten(layers: tuple[object, ...], *patterns: str) -> Programs:
     """A model of 16 features with int8 of `patterns` alone."""
-    data = spec_data(layers, fuse=(), dim=16, **words)  # type: ignore[arg-type]
+    data = spec_data(layers, fuse=(), dim=16)  # type: ignore[arg-type]
     data["quant"] = {"default": NONE, "rules": [{"match": match, "scheme": "int8"} for match in patterns]}
     programs = pipeline.deployed(spec_of(data), "cpu")
     assert programs is not None

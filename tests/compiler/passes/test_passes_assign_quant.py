@@ -89,12 +89,6 @@ def test_a_scheme_that_cannot_take_a_parameter_is_told_once_a_rule() -> None:
     assert '"*.residual"' in problem.hint
 
 
-def test_a_promotion_that_matches_nothing() -> None:
-    quant = {"default": {"scheme": "gptq", "bits": 5}, "promote": {"bits": 6, "count": 1, "match": "*.router"}}
-    (problem,) = refused(quant)
-    assert (problem.code, problem.path) == ("S305", ("quant", "promote"))
-
-
 def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
     embed = [{"kind": "token"}, {"kind": "bigram", "buckets": 32, "dim": 4}]
     rules = [{"match": "*.scale", "scheme": "none", "dtype": "f16"}]
@@ -130,6 +124,7 @@ def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
         ({"correct": {"rank": 8, "count": 10}}, "", ()),
         ({"correct": {"rank": 9, "count": 1}}, "S311", ("correct", "rank")),
         ({"promote": {"bits": 6, "count": 2, "match": "*.up"}}, "", ()),
+        ({"promote": {"bits": 6, "count": 1, "match": "*.router"}}, "S305", ("promote",)),
     ],
 )
 def test_what_is_left_to_choose_can_be_chosen(wish: dict[str, Any], code: str, path: tuple[str, ...]) -> None:

@@ -20,14 +20,13 @@ def programs() -> Programs:
     return pipeline.run(tiny(LAYERS), "cpu")
 
 
-def in_function(change: Callable[[Graph], Graph]) -> Programs:
-    whole = programs()
-    return replace(whole, functions=(change(whole.functions[0]), *whole.functions[1:]))
-
-
-def in_program(change: Callable[[Graph], Graph]) -> Programs:
-    whole = programs()
-    return replace(whole, programs=(change(whole.programs[0]), *whole.programs[1:]))
+def corrupted(part: str, change: Callable[[Graph], Graph]) -> Programs:
+    """The programs with their first function, program or group, by the name of the field, changed."""
+    sound = programs()
+    if part == "groups":
+        return replace(sound, groups=(replace(sound.groups[0], backward=change(sound.groups[0].backward)),))
+    graphs = getattr(sound, part)
+    return replace(sound, **{part: (change(graphs[0]), *graphs[1:])})
 
 
 def with_node(name: str, change: Callable[[Node], Node]) -> Callable[[Graph], Graph]:
@@ -50,99 +49,94 @@ def called_with(**changes: object) -> Callable[[Node], Node]:
     return changed
 
 
-def in_group(change: Callable[[Graph], Graph]) -> Programs:
-    whole = programs()
-    return replace(whole, groups=(replace(whole.groups[0], backward=change(whole.groups[0].backward)),))
-
-
-CORRUPTIONS: dict[str, tuple[Callable[[], Programs], str]] = {
+TWO = Pointwise(("x", "2 * x"), ("x",), ("y", "twice"))
+CORRUPTIONS: dict[str, tuple[str, Callable[[Graph], Graph], str]] = {
     "a value that nothing makes": (
-        lambda: in_function(with_node("attention.q", lambda n: replace(n, inputs=("nowhere", n.inputs[1])))),
+        "functions",
+        with_node("attention.q", lambda n: replace(n, inputs=("nowhere", n.inputs[1]))),
         "block.forward: attention.q reads nowhere, which nothing before it makes",
     ),
     "a value that is made later": (
-        lambda: in_function(lambda g: replace(g, nodes=(g.nodes[1], g.nodes[0], *g.nodes[2:]))),
+        "functions",
+        lambda g: replace(g, nodes=(g.nodes[1], g.nodes[0], *g.nodes[2:])),
         "block.forward: attention.q reads attention.h, which nothing before it makes",
     ),
     "a node with a wrong type": (
-        lambda: in_function(with_node("attention.h", retyped)),
+        "functions",
+        with_node("attention.h", retyped),
         "block.forward: attention.h is typed f32[B,T,9], but its op gives f32[B,T,8]",
     ),
     "a second output with a wrong type": (
-        lambda: in_program(
-            lambda g: replace(
-                g,
-                nodes=(
-                    *g.nodes,
-                    Node(
-                        "two",
-                        Pointwise(("x", "2 * x"), ("x",), ("y", "twice")),
-                        ("norm",),
-                        (g.types["norm"], TensorType((3,), "f32")),
-                    ),
-                ),
-            )
-        ),
+        "programs",
+        lambda g: replace(g, nodes=(*g.nodes, Node("two", TWO, ("norm",), (g.types["norm"], TensorType((3,), "f32"))))),
         "train: two:1 is typed f32[3], but its op gives f32[B,T,8]",
     ),
     "one name twice": (
-        lambda: in_function(lambda g: replace(g, nodes=(g.nodes[0], *g.nodes))),
+        "functions",
+        lambda g: replace(g, nodes=(g.nodes[0], *g.nodes)),
         "block.forward: attention.h is made twice",
     ),
     "an output that nothing makes": (
-        lambda: in_function(lambda g: replace(g, outputs=(("x", "gone"),))),
+        "functions",
+        lambda g: replace(g, outputs=(("x", "gone"),)),
         "block.forward: it returns gone, which nothing makes",
     ),
     "a parameter outside the table": (
-        lambda: in_program(lambda g: replace(g, params=(*g.params, ("lost", TensorType((2,), "f32"))))),
+        "programs",
+        lambda g: replace(g, params=(*g.params, ("lost", TensorType((2,), "f32")))),
         "train: lost is not in the parameter table",
     ),
     "a parameter of another shape": (
-        lambda: in_program(lambda g: replace(g, params=(("embed.token", TensorType((12, 8), "f32")),))),
+        "programs",
+        lambda g: replace(g, params=(("embed.token", TensorType((12, 8), "f32")),)),
         "train: parameter embed.token is f32[12,8], but [11, 8] in the table",
     ),
     "a call at a place without parameters": (
-        lambda: in_program(with_node("blocks.1", called_with(at="blocks.7"))),
+        "programs",
+        with_node("blocks.1", called_with(at="blocks.7")),
         "train: blocks.1 calls for attention.q, which is no parameter",
     ),
     "a call that binds no number": (
-        lambda: in_program(with_node("blocks.1", called_with(scalars=()))),
+        "programs",
+        with_node("blocks.1", called_with(scalars=())),
         "train: blocks.1 binds other numbers than block.forward asks for",
     ),
     "a call with too much": (
-        lambda: in_program(with_node("blocks.1", lambda n: replace(n, inputs=(*n.inputs, "ids")))),
+        "programs",
+        with_node("blocks.1", lambda n: replace(n, inputs=(*n.inputs, "ids"))),
         "train: blocks.1 gives 2 values where 1 are wanted",
     ),
     "a call with another type": (
-        lambda: in_program(with_node("blocks.1", lambda n: replace(n, inputs=("ids",)))),
+        "programs",
+        with_node("blocks.1", lambda n: replace(n, inputs=("ids",))),
         "train: blocks.1 gives i64[B,T] where f32[B,T,8] is wanted",
     ),
     "a call that gives back another type": (
-        lambda: in_program(with_node("blocks.1", retyped)),
+        "programs",
+        with_node("blocks.1", retyped),
         "train: blocks.1 gives back f32[B,T,9] where f32[B,T,8] is wanted",
     ),
     "a group with too little": (
-        lambda: in_function(with_node("mlp.down", lambda n: replace(n, inputs=n.inputs[:-1]))),
+        "functions",
+        with_node("mlp.down", lambda n: replace(n, inputs=n.inputs[:-1])),
         "block.forward: mlp.down gives 2 values where 3 are wanted",
     ),
     "a backward that reads nothing that is": (
-        lambda: in_group(with_node("mlp.up.wgrad", lambda n: replace(n, inputs=("lost", "x")))),
+        "groups",
+        with_node("mlp.up.wgrad", lambda n: replace(n, inputs=("lost", "x"))),
         "fused_mlp.backward: mlp.up.wgrad reads lost, which nothing before it makes",
     ),
     "an epilogue over too few values": (
-        lambda: in_group(with_node("mlp.down.dgrad", lambda n: replace(n, inputs=n.inputs[:2]))),
+        "groups",
+        with_node("mlp.down.dgrad", lambda n: replace(n, inputs=n.inputs[:2])),
         "fused_mlp.backward: mlp.down.dgrad gives 1 values to an epilogue of 2",
     ),
 }
 
 
-def test_sound_programs_pass() -> None:
-    verify(programs(), "fuse")
-
-
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_planted_corruption_is_found(name: str) -> None:
-    make, message = CORRUPTIONS[name]
+    part, change, message = CORRUPTIONS[name]
     with pytest.raises(VerifyError) as caught:
-        verify(make(), "some pass")
+        verify(corrupted(part, change), "some pass")
     assert str(caught.value) == f"after some pass: {message}"

@@ -18,7 +18,7 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.rows import PerRow, row_quantile
-from specc.compiler.quant.scheme import Scheme, SchemeError, Seen, Stored
+from specc.compiler.quant.scheme import Scheme, SchemeError, Seen
 from specc.compiler.strict import tag_of
 
 CATALOG = models(quant, Scheme, "scheme")
@@ -350,12 +350,6 @@ def test_a_scheme_without_a_width_has_none_to_change() -> None:
 def test_bad_settings_are_errors(kind: type[Scheme], settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         kind.model_validate(settings)
-
-
-def test_stored_counts_its_bytes() -> None:
-    assert Stored("a", "i8", (3, 5)).bytes == 15
-    assert Stored("a", "f16", (3, 5)).bytes == Stored("a", "bf16", (3, 5)).bytes == 30
-    assert Stored("a", "f32", ()).bytes == 4
 
 
 def test_the_catalog_imports_neither_torch_nor_numpy() -> None:
