@@ -74,14 +74,14 @@ class Derivation:
             reached = {i: self.total(ref, gradients.pop(ref)) for i, ref in enumerate(node.outputs) if ref in gradients}
             numbers = {grad.by for grad in reached.values()}
             by = numbers.pop() if len(numbers) == 1 else ""
-            grads = {i: grad.value if by else self.whole(node.outputs[i], grad) for i, grad in reached.items()}
-            rule = self.pointwise if isinstance(node.op, Pointwise) else self.stated
+            grads = {i: grad.value if by else self.multiplied(node.outputs[i], grad) for i, grad in reached.items()}
+            rule = self.pointwise if isinstance(node.op, Pointwise) else self.by_rule
             for ref, value in rule(node, grads):
                 gradients.setdefault(ref, []).append(self.scaled(node, value, by))
         wanted = [ref for ref, _ in self.forward.inputs if ref in gradients]
-        return b.build({f"d_{ref}": self.whole(ref, self.total(ref, gradients[ref])) for ref in wanted})
+        return b.build({f"d_{ref}": self.multiplied(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
-    def kept(self, ref: str) -> str:
+    def saved(self, ref: str) -> str:
         """Returns the backward's name of a forward value, and declares the value as an input if necessary."""
         name = spelled(self.forward, ref)
         return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
@@ -89,13 +89,13 @@ class Derivation:
     def total(self, name: str, gradients: Sequence[Scaled]) -> Scaled:
         """Returns the sum of the gradients of a value over all paths that reach it."""
         if len({grad.by for grad in gradients}) > 1:
-            gradients = [Scaled(self.whole(f"{name}.part{i}", grad), "") for i, grad in enumerate(gradients)]
+            gradients = [Scaled(self.multiplied(f"{name}.part{i}", grad), "") for i, grad in enumerate(gradients)]
         total = gradients[0].value
         for i, other in enumerate(gradients[1:], 1):
             total = self.b.add(f"{name}.grad_total{i}", Pointwise(("a + b",), ("a", "b")), (total, other.value))
         return Scaled(total, gradients[0].by)
 
-    def whole(self, name: str, grad: Scaled) -> str:
+    def multiplied(self, name: str, grad: Scaled) -> str:
         """Returns the gradient with its pending scalar factor multiplied in."""
         if not grad.by:
             return grad.value
@@ -105,10 +105,12 @@ class Derivation:
         """Returns a rule's result with the scalar factor `by` of its incoming gradient still pending."""
         if isinstance(value, str):
             return Scaled(value, by)
-        both = self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)) if by else value.by
-        return Scaled(value.value, both)
+        product = (
+            self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)) if by else value.by
+        )
+        return Scaled(value.value, product)
 
-    def stated(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
+    def by_rule(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
         """Returns the gradients of a node's inputs by the op's own rule."""
         values = node.op.derivative(NodeTape(self, node, grads))
         assert values is not None
@@ -137,10 +139,10 @@ class Derivation:
         for group in texts:
             suffix = "grad" if set(group) & set(products) else f"grad_{next(iter(group))}"
             name = f"{title}_{suffix}" if title else ""
-            gradients += self.emitted(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
+            gradients += self.gradient_node(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
         return gradients
 
-    def emitted(
+    def gradient_node(
         self,
         name: str,
         title: str,
@@ -163,19 +165,18 @@ class Derivation:
             Pairs of a forward ref and the name of its gradient.
         """
         read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(reread(text)) if v != "d"))
-        inputs = (grad, *(self.kept(readable[v]) for v in read))
+        inputs = (grad, *(self.saved(readable[v]) for v in read))
         wanted = [self.forward.types[operands[v]] for v in texts]
         cast = wanted[0].dtype if self.b.types[grad].dtype != wanted[0].dtype else ""
         op = Pointwise(tuple(texts.values()), ("d", *read), tuple(texts) if len(texts) > 1 else (), cast, title)
         self.b.add(name, op, inputs)
         results = []
         for ref, type, v in zip(self.b.nodes[-1].outputs, wanted, texts, strict=True):
-            summed = ref if self.b.types[ref].shape == type.shape else self.sum(f"{name}.sum", ref, type)
+            summed = (
+                ref if self.b.types[ref].shape == type.shape else self.b.add(f"{name}.sum", SumTo(type.shape), (ref,))
+            )
             results.append((operands[v], summed))
         return results
-
-    def sum(self, name: str, ref: str, type: TensorType) -> str:
-        return self.b.add(name, SumTo(type.shape), (ref,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +192,10 @@ class NodeTape(Tape):
         return self.derivation.forward.types[self.node.inputs[index]]
 
     def input(self, index: int) -> str:
-        return self.derivation.kept(self.node.inputs[index])
+        return self.derivation.saved(self.node.inputs[index])
 
     def output(self, index: int) -> str:
-        return self.derivation.kept(self.node.outputs[index])
+        return self.derivation.saved(self.node.outputs[index])
 
     def grad(self, index: int = 0) -> str:
         return self.grads[index]

@@ -19,11 +19,11 @@ def verify(programs: Programs, after: str) -> None:
     inner = [graph for group in programs.groups for graph in (group.forward, group.backward)]
     graphs = (*inner, *programs.functions, *programs.programs)  # callees before callers
     for graph in graphs:
-        for complaint in _complaints(programs, graph, shapes):
-            raise VerifyError(f"after {after}: {graph.name}: {complaint}")
+        for problem in _problems(programs, graph, shapes):
+            raise VerifyError(f"after {after}: {graph.name}: {problem}")
 
 
-def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, ...]]) -> Iterator[str]:
+def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, ...]]) -> Iterator[str]:
     known = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     known |= {f"${name}" for name in graph.scalars}
     for name, type in graph.params if graph in programs.programs else ():
@@ -33,29 +33,29 @@ def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim
             yield f"parameter {name} is {type}, but {list(shapes[name])} in the table"
     for node in graph.nodes:
         if unknown := [ref for ref in node.inputs if ref not in known]:
-            yield f"{node.name} reads {unknown[0]}, which nothing before it makes"
+            yield f"{node.name} reads {unknown[0]}, which no earlier node computes"
             return
         inputs = [graph.types[ref] for ref in node.inputs]
         if isinstance(node.op, Call):
             callee = programs.function(node.op.callee)
-            yield from _fits(f"{node.name} gives", inputs, [type for _, type in callee.inputs])
+            yield from _fits(f"{node.name} passes", inputs, [type for _, type in callee.inputs])
             outputs = [callee.types[ref] for _, ref in callee.outputs]
-            yield from _fits(f"{node.name} gives back", list(node.types), outputs)
+            yield from _fits(f"{node.name} returns", list(node.types), outputs)
             missing = [name for name, _ in callee.params if f"{node.op.at}.{name}" not in shapes]
-            yield from (f"{node.name} calls for {name}, which is no parameter" for name in missing)
+            yield from (f"{node.name} calls for {name}, which is not a parameter" for name in missing)
             if set(callee.scalars) != {name for name, _ in node.op.scalars}:
-                yield f"{node.name} binds other numbers than {callee.name} asks for"
+                yield f"{node.name} binds other numbers than {callee.name} reads"
         elif isinstance(node.op, Fused):
             forward = programs.group(node.op.group).forward
-            yield from _fits(f"{node.name} gives", inputs, [type for _, type in forward.inputs])
+            yield from _fits(f"{node.name} passes", inputs, [type for _, type in forward.inputs])
         elif node.epilogue is not None:
             yield from _tail(node, inputs)
         else:
             yield from _types(node, node.op.infer(inputs))
         if repeated := known.intersection(node.outputs):
-            yield f"{sorted(repeated)[0]} is made twice"
+            yield f"{sorted(repeated)[0]} is computed twice"
         known.update(node.outputs)
-    yield from (f"it returns {ref}, which nothing makes" for _, ref in graph.outputs if ref not in known)
+    yield from (f"it returns {ref}, which no node computes" for _, ref in graph.outputs if ref not in known)
 
 
 def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
@@ -63,11 +63,11 @@ def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
     backward, and may have any dtype."""
     saves = isinstance(node.op, Pointwise) and len(outputs) > 1
     if len(outputs) != len(node.types):
-        yield f"{node.name} has {len(node.types)} types, but its op gives {len(outputs)}"
+        yield f"{node.name} has {len(node.types)} types, but its op infers {len(outputs)}"
         return
     for ref, have, want in zip(node.outputs, node.types, outputs, strict=True):
         if have.shape != want.shape or (have.dtype != want.dtype and not saves):
-            yield f"{ref} is typed {have}, but its op gives {want}"
+            yield f"{ref} is typed {have}, but its op infers {want}"
 
 
 def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
@@ -76,17 +76,17 @@ def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
     given = len(products) + len(inputs) - node.op.arity
     assert isinstance(node.epilogue, Pointwise)
     if given != node.epilogue.arity:
-        yield f"{node.name} gives {given} values to an epilogue of {node.epilogue.arity}"
+        yield f"{node.name} passes {given} values to an epilogue of {node.epilogue.arity}"
     wrong = [type for type in node.types if type.shape != products[0].shape]
-    yield from (f"{node.name} is typed {type}, but its op gives {products[0]}" for type in wrong)
+    yield from (f"{node.name} is typed {type}, but its op infers {products[0]}" for type in wrong)
 
 
-def _fits(what: str, given: Sequence[TensorType], wanted: Sequence[TensorType]) -> Iterator[str]:
-    if len(given) != len(wanted):
-        yield f"{what} {len(given)} values where {len(wanted)} are wanted"
+def _fits(what: str, types: Sequence[TensorType], expected: Sequence[TensorType]) -> Iterator[str]:
+    if len(types) != len(expected):
+        yield f"{what} {len(types)} values; {len(expected)} are expected"
         return
-    for have, want in zip(given, wanted, strict=True):
-        pairs = zip(have.shape, want.shape, strict=False)
-        alike = all(a == b or isinstance(b, str) for a, b in pairs) and len(have.shape) == len(want.shape)
-        if not alike or have.dtype != want.dtype:
-            yield f"{what} {have} where {want} is wanted"
+    for type, wanted in zip(types, expected, strict=True):
+        pairs = zip(type.shape, wanted.shape, strict=False)
+        alike = all(a == b or isinstance(b, str) for a, b in pairs) and len(type.shape) == len(wanted.shape)
+        if not alike or type.dtype != wanted.dtype:
+            yield f"{what} {type}; {wanted} is expected"

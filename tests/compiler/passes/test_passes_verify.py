@@ -54,32 +54,32 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Graph], Graph], str]] = {
     "a value that nothing makes": (
         "functions",
         with_node("attention.q", lambda n: replace(n, inputs=("nowhere", n.inputs[1]))),
-        "block.forward: attention.q reads nowhere, which nothing before it makes",
+        "block.forward: attention.q reads nowhere, which no earlier node computes",
     ),
     "a value that is made later": (
         "functions",
         lambda g: replace(g, nodes=(g.nodes[1], g.nodes[0], *g.nodes[2:])),
-        "block.forward: attention.q reads attention.h, which nothing before it makes",
+        "block.forward: attention.q reads attention.h, which no earlier node computes",
     ),
     "a node with a wrong type": (
         "functions",
         with_node("attention.h", retyped),
-        "block.forward: attention.h is typed f32[B,T,9], but its op gives f32[B,T,8]",
+        "block.forward: attention.h is typed f32[B,T,9], but its op infers f32[B,T,8]",
     ),
     "a second output with a wrong type": (
         "programs",
         lambda g: replace(g, nodes=(*g.nodes, Node("two", TWO, ("norm",), (g.types["norm"], TensorType((3,), "f32"))))),
-        "train: two:1 is typed f32[3], but its op gives f32[B,T,8]",
+        "train: two:1 is typed f32[3], but its op infers f32[B,T,8]",
     ),
     "one name twice": (
         "functions",
         lambda g: replace(g, nodes=(g.nodes[0], *g.nodes)),
-        "block.forward: attention.h is made twice",
+        "block.forward: attention.h is computed twice",
     ),
     "an output that nothing makes": (
         "functions",
         lambda g: replace(g, outputs=(("x", "gone"),)),
-        "block.forward: it returns gone, which nothing makes",
+        "block.forward: it returns gone, which no node computes",
     ),
     "a parameter outside the table": (
         "programs",
@@ -94,42 +94,42 @@ CORRUPTIONS: dict[str, tuple[str, Callable[[Graph], Graph], str]] = {
     "a call at a place without parameters": (
         "programs",
         with_node("blocks.1", called_with(at="blocks.7")),
-        "train: blocks.1 calls for attention.q, which is no parameter",
+        "train: blocks.1 calls for attention.q, which is not a parameter",
     ),
     "a call that binds no number": (
         "programs",
         with_node("blocks.1", called_with(scalars=())),
-        "train: blocks.1 binds other numbers than block.forward asks for",
+        "train: blocks.1 binds other numbers than block.forward reads",
     ),
     "a call with too much": (
         "programs",
         with_node("blocks.1", lambda n: replace(n, inputs=(*n.inputs, "ids"))),
-        "train: blocks.1 gives 2 values where 1 are wanted",
+        "train: blocks.1 passes 2 values; 1 are expected",
     ),
     "a call with another type": (
         "programs",
         with_node("blocks.1", lambda n: replace(n, inputs=("ids",))),
-        "train: blocks.1 gives i64[B,T] where f32[B,T,8] is wanted",
+        "train: blocks.1 passes i64[B,T]; f32[B,T,8] is expected",
     ),
     "a call that gives back another type": (
         "programs",
         with_node("blocks.1", retyped),
-        "train: blocks.1 gives back f32[B,T,9] where f32[B,T,8] is wanted",
+        "train: blocks.1 returns f32[B,T,9]; f32[B,T,8] is expected",
     ),
     "a group with too little": (
         "functions",
         with_node("mlp.down", lambda n: replace(n, inputs=n.inputs[:-1])),
-        "block.forward: mlp.down gives 2 values where 3 are wanted",
+        "block.forward: mlp.down passes 2 values; 3 are expected",
     ),
     "a backward that reads nothing that is": (
         "groups",
         with_node("mlp.up.wgrad", lambda n: replace(n, inputs=("lost", "x"))),
-        "fused_mlp.backward: mlp.up.wgrad reads lost, which nothing before it makes",
+        "fused_mlp.backward: mlp.up.wgrad reads lost, which no earlier node computes",
     ),
     "an epilogue over too few values": (
         "groups",
         with_node("mlp.down.dgrad", lambda n: replace(n, inputs=n.inputs[:2])),
-        "fused_mlp.backward: mlp.down.dgrad gives 1 values to an epilogue of 2",
+        "fused_mlp.backward: mlp.down.dgrad passes 1 values to an epilogue of 2",
     ),
 }
 
