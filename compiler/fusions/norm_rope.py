@@ -57,17 +57,17 @@ def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
     if left := [member.name for member in members if member not in (norm, rope, gain)]:
         return f"takes a norm, a rope and a gain alone; {left[-1]} is a member too"
     if norm is not None and not isinstance(norm.op, RmsNorm):
-        return f"wants nothing but an rms_norm before the rope; {norm.name} is a {norm.op.name}"
+        return f"takes only an rms_norm before the rope; {norm.name} is a {norm.op.name}"
     if norm is not None and len(norm.inputs) > 1:
-        return f"wants a norm without a weight; {norm.name} reads {norm.inputs[1]}"
+        return f"takes a norm without a weight; {norm.name} reads {norm.inputs[1]}"
     if gain is None:
         return Parts(norm, rope, None)
     scale = _factor(rope, gain)
     if not scale:
-        return f"wants nothing but a product behind the rope; {gain.name} is none"
+        return f"takes only a product after the rope; {gain.name} is not one"
     heads = rope.type.shape[-2]
     if graph.types[scale].shape != (heads, 1):
-        return f"wants a gain of shape ({heads}, 1), a number a head; {scale} is {graph.types[scale]}"
+        return f"takes a gain of shape ({heads}, 1), one number per head; {scale} is {graph.types[scale]}"
     return Parts(norm, rope, gain, scale)
 
 

@@ -53,10 +53,10 @@ class SoftmaxLossFusion(Fusion):
         if isinstance(parts, str):
             return parts
         if parts.loss is not members[-1]:
-            return f"wants {parts.loss.name} as the last member; it is {members[-1].name}"
+            return f"takes {parts.loss.name} as the last member; it is {members[-1].name}"
         slope = derive(reread(parts.f), "z")
         if not variables(slope) and number(slope) == 0:
-            return f"finds that {parts.f} has gradient 0 everywhere, so nothing would be learned"
+            return f"cannot train: {parts.f} has gradient 0 everywhere"
         return None
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
@@ -107,10 +107,10 @@ def _parts(members: Sequence[Node]) -> Parts | str:
         reader = bound = producer
         producer = by_name.get(node_of(bound.inputs[0]))
     if producer is None:
-        wants = "wants the linear layer that makes the logits"
-        return f"{wants}; {reader.name} reads {reader.inputs[0]}, which is no member"
+        reason = "takes the linear layer that computes the logits"
+        return f"{reason}; {reader.name} reads {reader.inputs[0]}, which is not a member"
     if producer.op != Linear():
-        return f"wants logits from a linear layer; {producer.name} is a {producer.op.name}"
+        return f"takes logits from a linear layer; {producer.name} is a {producer.op.name}"
     return Parts(producer, bound, loss)
 
 

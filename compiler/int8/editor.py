@@ -181,7 +181,7 @@ class Editor:
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
             if len({self.schemes[name].input_by_feature for name in names}) > 1:
-                message = f"{names[0]} and others that share its input want one scale for it and one for each feature"
+                message = f"{names[0]} and others that share its input must agree: one scale, or one per feature"
                 raise Unfit(message, names, at_once=True)
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
@@ -191,7 +191,7 @@ class Editor:
         names = [name for name, source in self.sources.items() if source.leader in leaders]
         widths = {self.schemes[name].input_bits for name in names}
         if len(widths) > 1:
-            message = f"{names[0]} and others that share its input or its code want it in 8 bits and in 16"
+            message = f"{names[0]} and others that share its input or its code must agree: 8 bits, or 16 bits"
             raise Unfit(message, names, at_once=True)
         return widths.pop()
 

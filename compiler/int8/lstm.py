@@ -36,7 +36,7 @@ def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
     _, size = edit.types[factors[1].weight].shape
     assert isinstance(size, int)
     if size % 4:
-        raise TypeRuleError(f"{node.name} has {size} features, and int8 gates want a multiple of 4")
+        raise TypeRuleError(f"{node.name} has {size} features, and int8 gates require a multiple of 4")
     for factor in factors:
         if factor.bias and not edit.integer(factor.bias):
             raise TypeRuleError(f"{factor.bias[1:]} is not int8, but {factor.weight[1:]}, whose sums it joins, is")

@@ -145,7 +145,7 @@ def rewritten(editor: Editor, fake: bool = False) -> Graph:
         try:
             integer = [editor.integer(factor.weight) for factor in factors]
             if not all(integer):
-                message = f"{editor.places[0]}{node.name} has int8 weights and others; it takes one sort"
+                message = f"{editor.places[0]}{node.name} has int8 weights and others; all must be int8 or none"
                 raise Unfit(message, weights, at_once=True)
             (form.fake_quantize if fake else form.rewrite)(editor, node, factors)
         except TypeRuleError as error:
@@ -185,7 +185,7 @@ def _left_over(
     for name in reasons:
         by_place.setdefault(stated(quant, schemes[name]), []).append(name)
     for path, names in by_place.items():
-        reader = f"it is read by {reasons[names[0]]}, which is no product"
+        reader = f"it is read by {reasons[names[0]]}, which is not a product"
         message = f"{names[0]} is int8, but {reader}{and_more(names)}"
         yield Problem(path, "S312", message, keeping(schemes[names[0]], pattern_of(names)))
 

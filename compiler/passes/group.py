@@ -67,7 +67,7 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
     returned = dict(graph.outputs).values()
     for node in members:
         if numbers := [ref[1:] for ref in node.inputs if ref[0] == "$"]:
-            raise Unfusable(node.name, f"reads {numbers[0]}, which differs from layer to layer and is no tensor")
+            raise Unfusable(node.name, f"reads {numbers[0]}, which differs from layer to layer and is not a tensor")
     for node in members[:-1]:
         readers = [reader.name for reader in graph.consumers[node.name] if reader.name not in inside]
         if readers or node.name in returned:

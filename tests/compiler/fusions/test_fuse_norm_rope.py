@@ -183,11 +183,11 @@ def test_a_product_may_be_written_either_way(parts: Any) -> None:
     assert node.inputs == ("x", "cos", "sin", "g")
 
 
-BEFORE = "norm_rope wants nothing but an rms_norm before the rope; a.norm is a pointwise"
-NUMBER = "norm_rope wants a gain of shape (4, 1), a number a head"
-BEHIND = "norm_rope wants nothing but a product behind the rope; a.gain is none"
+BEFORE = "norm_rope takes only an rms_norm before the rope; a.norm is a pointwise"
+NUMBER = "norm_rope takes a gain of shape (4, 1), one number per head"
+BEHIND = "norm_rope takes only a product after the rope; a.gain is not one"
 BAD = [
-    ((RmsNorm(affine=True), ("x", "w")), None, "norm_rope wants a norm without a weight; a.norm reads w"),
+    ((RmsNorm(affine=True), ("x", "w")), None, "norm_rope takes a norm without a weight; a.norm reads w"),
     (product("q * g", "x", "g"), None, BEFORE),
     (None, product("q + g", "rope", "g"), BEHIND),
     (None, product("q * g * g", "rope", "g"), BEHIND),

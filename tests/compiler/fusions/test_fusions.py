@@ -96,7 +96,7 @@ def twice_capped() -> Graph:
     return h.graph(h.loss(h.b.add("again", cap("z / 2"), (h.b.add("softcap", cap(), (h.logits,)),))))
 
 
-LINEAR = "softmax_loss wants the linear layer that makes the logits"
+LINEAR = "softmax_loss takes the linear layer that computes the logits"
 REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "operands": (
         loss_of_two,
@@ -112,34 +112,33 @@ REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "loss read on": (
         loss_then_more,
         (),
-        "head.loss is a cross_entropy; softmax_loss wants head.loss as the last member; it is head.weighted",
+        "head.loss is a cross_entropy; softmax_loss takes head.loss as the last member; it is head.weighted",
     ),
     "two losses": (two_losses, (), "head.loss is a cross_entropy; softmax_loss takes one cross_entropy, not 2"),
     "no linear layer": (
         twice_capped,
         ("again", "loss"),
-        f"head.loss is a cross_entropy; {LINEAR}; head.again reads head.softcap, which is no member",
+        f"head.loss is a cross_entropy; {LINEAR}; head.again reads head.softcap, which is not a member",
     ),
     "two pointwise nodes": (
         twice_capped,
         (),
-        "head.loss is a cross_entropy; softmax_loss wants logits from a linear layer; head.softcap is a pointwise",
+        "head.loss is a cross_entropy; softmax_loss takes logits from a linear layer; head.softcap is a pointwise",
     ),
     "loss alone": (
         normed_logits,
         ("loss",),
-        f"head.loss is a cross_entropy; {LINEAR}; head.loss reads head.normed, which is no member",
+        f"head.loss is a cross_entropy; {LINEAR}; head.loss reads head.normed, which is not a member",
     ),
     "a norm between": (
         normed_logits,
         (),
-        "head.loss is a cross_entropy; softmax_loss wants logits from a linear layer; head.normed is a rms_norm",
+        "head.loss is a cross_entropy; softmax_loss takes logits from a linear layer; head.normed is a rms_norm",
     ),
     "nothing to learn": (
         flat,
         (),
-        "head.loss is a cross_entropy; "
-        "softmax_loss finds that 0 * z + 2 has gradient 0 everywhere, so nothing would be learned",
+        "head.loss is a cross_entropy; softmax_loss cannot train: 0 * z + 2 has gradient 0 everywhere",
     ),
 }
 

@@ -103,7 +103,7 @@ def test_weights_that_share_an_input_scale_it_alike() -> None:
     by_feature = {"scheme": "int8", "activations": "per_channel"}
     keep = {"match": "embed.token", **NONE}
     problem = problem_of(keep, {"match": "blocks.*.attention.v", **by_feature}, default={"scheme": "int8"})
-    wanted = "blocks.0.attention.q and others that share its input want one scale for it and one for each feature"
+    wanted = "blocks.0.attention.q and others that share its input must agree: one scale, or one per feature"
     assert (problem.code, problem.path, problem.message) == ("S312", ("quant", "rules", 1), wanted)
     assert '{match: "blocks.*.attention.{q,k,v}", ...}' in problem.hint
     assert deployed({"match": "blocks.0.attention.{q,k,v}", **by_feature}).programs

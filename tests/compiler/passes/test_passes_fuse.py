@@ -199,7 +199,7 @@ def test_a_number_that_differs_by_layer_is_no_tensor() -> None:
     layers = (ATTENTION, {**MLP, "residual": "1/(layer + 1)"})
     (problem,) = problems(layers=layers, fuse=(RESIDUAL,))
     assert problem.message == (
-        "blocks.*.mlp: mlp.x reads mlp_residual, which differs from layer to layer and is no tensor"
+        "blocks.*.mlp: mlp.x reads mlp_residual, which differs from layer to layer and is not a tensor"
     )
 
 

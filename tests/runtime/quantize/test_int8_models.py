@@ -90,7 +90,7 @@ def test_inputs_of_16_bits_are_chosen_by_rule() -> None:
     with pytest.raises(LoweringError) as raised:
         pipeline.deployed(spec_of(data_of(LSTM, quant)), "cpu")
     (problem,) = raised.value.problems
-    wanted = "decoder.cross.k and others that share its input or its code want it in 8 bits and in 16"
+    wanted = "decoder.cross.k and others that share its input or its code must agree: 8 bits, or 16 bits"
     assert (problem.code, problem.message) == ("S312", wanted) and problem.hint.startswith(
         "give all of them one scheme"
     )
