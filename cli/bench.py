@@ -19,22 +19,29 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 @device_option
 @set_option
 @click.option(
-    "--only", multiple=True, type=click.Choice(PARTS), help="One part; may be repeated. All of the spec where unset."
+    "--only",
+    multiple=True,
+    type=click.Choice(PARTS),
+    help="A part to run; may be repeated. By default all parts of the spec.",
 )
-@click.option("--at", default="", metavar="TEXT", help="Of kernels, groups and int8, those whose path contains TEXT.")
+@click.option(
+    "--at", default="", metavar="TEXT", help="Only kernels, groups and int8 products whose path contains TEXT."
+)
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Training steps to time, of each build and each row of the table.",
+    help="Number of training steps to time, for each build and each row of the table.",
 )
-@click.option("--gpus", type=click.IntRange(min=1), help="Processes for the table's rows of several, one a GPU.")
+@click.option(
+    "--gpus", type=click.IntRange(min=1), help="Number of processes of the table's distributed rows, one per GPU."
+)
 @click.option(
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="What `decode` decodes with; where unset, weights as training starts, which seldom end a line.",
+    help="Weights for `decode`. By default the initial weights, which rarely end a line.",
 )
 @click.option(
     "--picture",
@@ -56,13 +63,13 @@ def command(
     picture: Path | None,
     as_json: bool,
 ) -> int:
-    """Time every kernel, every fused group and the training step beside eager Torch, torch.compile and cuBLAS.
+    """Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.
 
-    Sizes are those of the spec: a micro-batch of whole windows. Floors are computed from bytes and operations, at
-    ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
+    Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is computed from its bytes and operations
+    and from ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
 
-    For a model of pairs there are further parts: `table`, training and validation on one GPU and on several, with a
-    cache and without; `decode`, lines per second in each dtype; and `int8`, the deployed products beside torch._int_mm.
+    A model of pairs has more parts. `table` times training and validation on one and several GPUs, with and without a
+    cache. `decode` measures lines per second in each dtype. `int8` compares deployed products with torch._int_mm.
     """
     from specc.compiler.build import plan_loaded
     from specc.compiler.plan.lock import lock_path, read_lock
@@ -73,8 +80,8 @@ def command(
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
         raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
-    for option, given, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
-        if given is not None and parts and part not in parts:
+    for option, value, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
+        if value is not None and parts and part not in parts:
             raise click.UsageError(f"{option} is for {part}, and --only leaves that out")
     if picture is not None and not picture.parent.is_dir():
         raise click.UsageError(f"there is no folder {picture.parent} for the picture")
@@ -106,11 +113,11 @@ def command(
         if world is not None and world.rank:
             follow(options, world)
             return 0
-        found = run(options, say, world)
-        click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
+        results = run(options, say, world)
+        click.echo(json.dumps(report.data(results), indent=2) if as_json else report.text(results))
         if picture is not None:
             from specc.runtime.bench.roofline import roofline
 
-            picture.write_bytes(roofline(found))
+            picture.write_bytes(roofline(results))
             say(f"wrote {picture}")
     return 0

@@ -16,29 +16,29 @@ from specc.cli.project import checked_targets
 @json_option
 @format_option
 def command(spec: Path, target: str | None, as_json: bool) -> int:
-    """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.
+    """Compare the generated code with its plan (torch.fx) and with float64 references, and check causality.
 
-    Exit 1 if a check fails, 3 if the target given with --target cannot run here.
+    The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
     """
     from specc.compiler.build import plan_spec
     from specc.compiler.plan.lock import lock_path, read_lock
 
-    wanted = checked_targets(spec, target)
-    planned = plan_spec(spec, (), wanted)
+    selected = checked_targets(spec, target)
+    planned = plan_spec(spec, (), selected)
     lock = read_lock(lock_path(spec, planned.spec.name))
     from specc.runtime.verify.deployed import verify_deployed
     from specc.runtime.verify.verify import verify as checks
 
-    found = []
+    results = []
     words = {True: "ok", False: "FAILED", None: "not here"}
-    targets = wanted or planned.spec.targets
+    targets = selected or planned.spec.targets
     for check in chain(checks(planned.spec, targets, lock=lock), verify_deployed(planned.spec, targets)):
-        found.append(check)
+        results.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
     if as_json:
-        rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in found]
+        rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in results]
         click.echo(json.dumps(rows, indent=2))
-    if any(check.ok is False for check in found):
+    if any(check.ok is False for check in results):
         return 1
-    return 3 if target is not None and any(check.ok is None for check in found) else 0
+    return 3 if target is not None and any(check.ok is None for check in results) else 0

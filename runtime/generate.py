@@ -26,7 +26,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
         self._tokens = before[-HELD_TOKENS:]
-        self._given = len(self._tokens)  # the number of leading tokens whose bytes have been returned
+        self._returned = len(self._tokens)  # the number of leading tokens whose bytes have been returned
 
     def add(self, token: int) -> bytes:
         """Adds a token and returns the bytes that no later token can change. They may be empty."""
@@ -38,17 +38,17 @@ class Detokenizer:
         return self._new(last=True)
 
     def _new(self, last: bool) -> bytes:
-        if self._given == len(self._tokens):
+        if self._returned == len(self._tokens):
             return b""
-        before = self._tokenizer.decode(self._tokens[: self._given])
-        whole = self._tokenizer.decode(self._tokens)
-        held = len(self._tokens) - self._given
-        unfinished = not self._tokenizer.lossless and whole.endswith(REPLACEMENT)
+        before = self._tokenizer.decode(self._tokens[: self._returned])
+        text = self._tokenizer.decode(self._tokens)
+        held = len(self._tokens) - self._returned
+        unfinished = not self._tokenizer.lossless and text.endswith(REPLACEMENT)
         if unfinished and not last and held < HELD_TOKENS:
             return b""
         self._tokens = self._tokens[-HELD_TOKENS:]
-        self._given = len(self._tokens)
-        return whole[len(before) :]
+        self._returned = len(self._tokens)
+        return text[len(before) :]
 
 
 def generate(
@@ -83,33 +83,22 @@ def generate(
         RunFailure: the logits are not finite, or the prompt is empty and the tokenizer has no BOS token.
         DataError: the prompt cannot be tokenized.
     """
-    if max_tokens < 0:
-        raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
-    text = codecs.getincrementaldecoder("utf-8")("replace")
-    emit, say = stream or (lambda _: None), say or (lambda _: None)
+    tokens = _prompt_tokens(opened, prompt, max_tokens, say)
+    detokenizer, decoder = Detokenizer(opened.tokenizer, tokens), codecs.getincrementaldecoder("utf-8")("replace")
     pieces: list[bytes] = []
-    for piece in stream_bytes(opened, prompt, max_tokens, sampling or Sampling(), seed, say):
+
+    def append(piece: bytes, final: bool = False) -> None:
         pieces.append(piece)
-        if whole := text.decode(piece):
-            emit(whole)
-    if rest := text.decode(b"", final=True):
-        emit(rest)
-    return b"".join(pieces)
+        if (text := decoder.decode(piece, final)) and stream is not None:
+            stream(text)
 
-
-def stream_bytes(
-    opened: OpenedModel, prompt: str | bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
-) -> Iterator[bytes]:
-    """Yields the bytes of `generate` in pieces. A piece may end inside a character."""
-    tokens = _first_tokens(opened.tokenizer, prompt, opened.spec.model.window, say)
-    detokenizer = Detokenizer(opened.tokenizer, tokens)
-    for (token,) in _drawn(opened, tokens, max_tokens, sampling, (seed,)):
+    for (token,) in _sampled(opened, tokens, max_tokens, sampling or Sampling(), (seed,)):
         if token == opened.tokenizer.bos:
             break
-        if piece := detokenizer.add(token):
-            yield piece
-    if piece := detokenizer.finish():
-        yield piece
+        append(detokenizer.add(token))
+    append(detokenizer.finish())
+    append(b"", final=True)
+    return b"".join(pieces)
 
 
 def generate_several(
@@ -140,23 +129,21 @@ def generate_several(
     Raises:
         The errors of `generate`.
     """
-    if max_tokens < 0:
-        raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     tokenizer = opened.tokenizer
-    tokens = _first_tokens(tokenizer, prompt, opened.spec.model.window, say or (lambda _: None))
+    tokens = _prompt_tokens(opened, prompt, max_tokens, say)
     texts = [(Detokenizer(tokenizer, tokens), list[bytes]()) for _ in seeds]
-    going = set(range(len(seeds)))
-    for step in _drawn(opened, tokens, max_tokens, sampling, seeds):
-        going -= {row for row in going if step[row] == tokenizer.bos}
-        for row in going:
+    unfinished = set(range(len(seeds)))
+    for step in _sampled(opened, tokens, max_tokens, sampling, seeds):
+        unfinished -= {row for row in unfinished if step[row] == tokenizer.bos}
+        for row in unfinished:
             detokenizer, pieces = texts[row]
             pieces.append(detokenizer.add(step[row]))
-        if not going:
+        if not unfinished:
             break
     return [b"".join((*pieces, detokenizer.finish())) for detokenizer, pieces in texts]
 
 
-def _drawn(
+def _sampled(
     opened: OpenedModel, tokens: list[int], count: int, sampling: Sampling, seeds: Sequence[int]
 ) -> Iterator[list[int]]:
     """Yields, per step, one sampled token id per seed. All rows start with the same `tokens`.
@@ -169,27 +156,30 @@ def _drawn(
         for step in sample_tokens(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
             tokens_of_step: list[int] = step.tolist()
             if min(tokens_of_step) < 0:
-                raise RunFailure("the logits hold NaN or infinity", "the model is broken: try an earlier checkpoint")
+                raise RunFailure("the logits contain NaN or infinity", "the model is broken: try an earlier checkpoint")
             yield tokens_of_step
     except torch.OutOfMemoryError as error:
         raise RunFailure(f"out of GPU memory for {len(seeds)} texts at once", "ask for fewer samples") from error
 
 
-def _first_tokens(tokenizer: Tokenizer, prompt: str | bytes, window: int, say: Say) -> list[int]:
-    """Returns the last `window` tokens of the BOS token (if the tokenizer has one) followed by the prompt.
+def _prompt_tokens(opened: OpenedModel, prompt: str | bytes, max_tokens: int, say: Say | None) -> list[int]:
+    """Returns the BOS token (if the tokenizer has one) followed by the prompt, cut to the last tokens of the context.
 
-    Raises DataError if the prompt cannot be encoded, and RunFailure if there are no tokens.
+    Raises SamplingError, DataError and RunFailure as `generate` does.
     """
+    if max_tokens < 0:
+        raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
+    tokenizer, window = opened.tokenizer, opened.spec.model.window
     if isinstance(prompt, str):
         try:
             prompt = prompt.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError as error:
-            message = f"the prompt has half a surrogate pair at character {error.start}, which is no character"
+            message = f"the prompt has half a surrogate pair at character {error.start}, which is not a valid character"
             raise DataError(message, "give it as UTF-8") from None
     encoded = tokenizer.encode(prompt).tolist() if prompt else []
     tokens = [*([tokenizer.bos] if tokenizer.bos is not None else []), *encoded]
     if not tokens:
-        raise RunFailure(f"{tokenizer.name} has no mark to begin a text with", "give a prompt")
-    if len(tokens) > window:
+        raise RunFailure(f"{tokenizer.name} has no BOS token, and the prompt is empty", "give a prompt")
+    if len(tokens) > window and say is not None:
         say(f"the prompt has {len(encoded):,} tokens and the context {window:,}: only its end is read")
     return tokens[-window:]

@@ -257,7 +257,7 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 def _newest(run: Run, say: Say) -> Path:
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
-        raise RunFailure(f"{run.directory} has no sound checkpoint", f"train it: {run.resume_command}")
+        raise RunFailure(f"{run.directory} has no valid checkpoint", f"train it: {run.resume_command}")
     return newest
 
 

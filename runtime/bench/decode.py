@@ -25,16 +25,15 @@ from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.rerun import uncached_translator
 from specc.runtime.bench.timing import Measured
-from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import translator
 from specc.runtime.model.load import Loaded, initialize, instantiate
 from specc.runtime.open_model import final_weights, read_verified, realize, realize_stored
-from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer
-from specc.runtime.quantize.schemes import base_schemes, resolved
+from specc.runtime.quantize.schemes import base_schemes
 from specc.runtime.storage.quantized_run import ARTIFACT, quantized_artifact
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.sources.source import OpenData, source_of
+from specc.runtime.verify.deployed import quantized
 
 INT8 = "int8"
 
@@ -179,7 +178,14 @@ def _builds(
         return
     stored, final = weights.stored, weights.spec
     if stored is None or not integer_products(programs, stored.schemes):
-        stored, final = _quantized(setup, weights.floats, opened)
+        assert spec.quant is not None
+        text = spec.quant.calibrate
+        batches = (
+            {name: ids.to(setup.device) for name, ids in batch.items()}
+            for batch in opened.calibration(text.sequences, text.batch)
+        )
+        floats = {name: tensor.to(setup.device) for name, tensor in weights.floats.items()}
+        stored, final = quantized(spec, target, floats, batches)
     yield INT8, partial(realize_stored, final, target, device, stored, dequantized(stored))
 
 
@@ -192,23 +198,6 @@ def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
         other = spec.model_copy(update={"model": model})
         specs.setdefault(lower(other, target).params[0].dtype, other)
     return specs
-
-
-def _quantized(setup: Setup, floats: Mapping[str, Tensor], opened: OpenData) -> tuple[QuantizedModel, Spec]:
-    """Returns the weights as `specc quantize` stores them, without its search of bits, and the resolved spec."""
-    spec, device = setup.spec, setup.device
-    assert spec.quant is not None
-    programs = lower(spec, setup.target)
-    schemes = base_schemes(spec.quant, programs.params)
-    sources, text = integer_products(programs, schemes), spec.quant.calibrate
-    placed = {name: tensor.to(device) for name, tensor in floats.items()}
-    batches = (
-        {name: ids.to(device) for name, ids in batch.items()}
-        for batch in opened.calibration(text.sequences, text.batch)
-    )
-    ranges = input_ranges(programs, sources, batches, placed)
-    stored = Quantizer(placed, inputs=IntegerInputs(sources, ranges)).model(schemes)
-    return stored, resolved(spec, schemes)
 
 
 def _timed(setup: Setup, loaded: Loaded, dtype: str, opened: OpenData, missing: dict[str, str]) -> Iterator[DecodeRow]:

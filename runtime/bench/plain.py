@@ -69,7 +69,7 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
     known = [k for k in every if isinstance(site.node.op, k.computes) and (k.portable or not elsewhere)]
     taking = [kernel for kernel in known if missing(kernel, site.target) is None and kernel.rejects(site) is None]
     taking.sort(key=lambda kernel: (kernel.rank(site), kernel.name))
-    return next((made for made in (kernel.render(site) for kernel in taking) if made.function), None)
+    return next((rendered for rendered in (kernel.render(site) for kernel in taking) if rendered.function), None)
 
 
 def bare_product(site: Site) -> Function | None:

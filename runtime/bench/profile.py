@@ -43,10 +43,10 @@ LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """Returns the class of a kernel by its name. `generated` are the names of the plan's own kernels, except
+    """Returns the class of a kernel by its name. `generated` are the names of the kernels of the plan, except
     CUTLASS's."""
-    own = _OWN.match(name)
-    if (own.group(1) if own else name) in generated:
+    match = _OWN.match(name)
+    if (match.group(1) if match else name) in generated:
         return "fused"
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), OTHER)
 

@@ -27,11 +27,11 @@ def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
     """
     torch.compiler.reset()
     inductor.autotune_num_choices_displayed = 0  # its tables would hide our output
-    made = {EAGER: plain}
+    functions = {EAGER: plain}
     for name, mode in MODES.items():
         if name not in left_out(device):
-            made[name] = torch.compile(plain, fullgraph=True, dynamic=False, mode=mode)
-    return made
+            functions[name] = torch.compile(plain, fullgraph=True, dynamic=False, mode=mode)
+    return functions
 
 
 def failures(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:

@@ -37,8 +37,8 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int) -> Non
     for graph in programs.programs:
         trains = {"train", *(phase.train for phase in programs.phases)}
         if graph.name not in trains and callable(getattr(model, graph.name, None)):
-            given = tuple(entry for entry in graph.inputs if not entry[0].startswith(STATE_PREFIXES))
-            setattr(model, graph.name, _checked(model, graph.name, given, vocabulary, programs.context))
+            inputs = tuple(entry for entry in graph.inputs if not entry[0].startswith(STATE_PREFIXES))
+            setattr(model, graph.name, _checked(model, graph.name, inputs, vocabulary, programs.context))
 
 
 def _checked(
@@ -49,9 +49,9 @@ def _checked(
     names = tuple(name for name, _ in inputs)
     step = all(isinstance(dim, int) for _, type in inputs for dim in type.shape[1:])
 
-    def run(*given: Any, **named: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         live: Any = model_of()
-        tensors = {**dict(zip(names, given, strict=False)), **named}
+        tensors = {**dict(zip(names, args, strict=False)), **kwargs}
         sizes: dict[str, int] = {}
         device = next((tensor.device for tensor in (*live.parameters(), *live.buffers())), None)
         for name, type in inputs:
@@ -59,9 +59,9 @@ def _checked(
                 _require(name, tensors[name], type, sizes, context, device)
                 if type.shape and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
-        for state in (*given[len(names) :], *(value for name, value in named.items() if name not in names)):
+        for state in (*args[len(names) :], *(value for name, value in kwargs.items() if name not in names)):
             _require_rows(state, names[0], sizes["B"])
-        return getattr(Unchecked(live), program)(*given, **named)
+        return getattr(Unchecked(live), program)(*args, **kwargs)
 
     return run
 
@@ -77,14 +77,14 @@ class Unchecked:
 
 
 def _require(
-    name: str, given: Any, wanted: TensorType, sizes: dict[str, int], context: int | None, device: torch.device | None
+    name: str, value: Any, expected: TensorType, sizes: dict[str, int], context: int | None, device: torch.device | None
 ) -> None:
-    """Raises ValueError unless `given` is an i64 tensor of the shape in `wanted`, on `device`.
+    """Raises ValueError unless `value` is an i64 tensor of the shape in `expected`, on `device`.
 
     Args:
         name: name of the input, for messages.
-        given: the value to check.
-        wanted: the expected type. Its shape dims are numbers or names.
+        value: the value to check.
+        expected: the expected type. Its shape dims are numbers or names.
         sizes: sizes of the named dims that are known so far. Dims first seen in this input are added.
         context: the maximum length of a sequence, in tokens. A scalar input is a position, and on the CPU it must be
             less than `context`. None is unlimited.
@@ -93,26 +93,26 @@ def _require(
     Raises:
         ValueError: type, dtype, shape or device differ, a dim is 0, or a sequence is longer than `context`.
     """
-    shape = f"torch.int64 [{', '.join(map(str, wanted.shape))}]"
-    if not isinstance(given, Tensor):
-        raise ValueError(f"{name} is {type(given).__name__}; it wants a tensor, {shape}")
-    if given.dtype != torch.int64:
-        raise ValueError(f"{name} is {given.dtype}; it wants {shape}")
-    if given.dim() != len(wanted.shape):
-        raise ValueError(f"{name} has the shape {list(given.shape)}; it wants {shape}")
-    if device is not None and given.device != device:
-        raise ValueError(f'{name} is on {given.device}, and the model on {device}; use {name}.to("{device}")')
-    if not wanted.shape:
-        if not given.is_cuda and context is not None and not 0 <= int(given) < context:
-            raise ValueError(f"{name} is {int(given)}; the model's context is {context} tokens, from 0 on")
+    shape = f"torch.int64 [{', '.join(map(str, expected.shape))}]"
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is {type(value).__name__}; it must be a tensor, {shape}")
+    if value.dtype != torch.int64:
+        raise ValueError(f"{name} is {value.dtype}; it must be {shape}")
+    if value.dim() != len(expected.shape):
+        raise ValueError(f"{name} has the shape {list(value.shape)}; it must be {shape}")
+    if device is not None and value.device != device:
+        raise ValueError(f'{name} is on {value.device}, and the model on {device}; use {name}.to("{device}")')
+    if not expected.shape:
+        if not value.is_cuda and context is not None and not 0 <= int(value) < context:
+            raise ValueError(f"{name} is {int(value)}; the model's context is {context} tokens, from 0 on")
         return
-    for i, (dim, size) in enumerate(zip(wanted.shape, given.shape, strict=True)):
+    for i, (dim, size) in enumerate(zip(expected.shape, value.shape, strict=True)):
         known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
         if size != known:
             where = f", and {dim} is {known} beside it" if isinstance(dim, str) else ""
-            raise ValueError(f"{name} has the shape {list(given.shape)}{where}; it wants {shape}")
+            raise ValueError(f"{name} has the shape {list(value.shape)}{where}; it must be {shape}")
         if size == 0:
-            raise ValueError(f"{name} is empty: its shape is {list(given.shape)}; it wants {shape}")
+            raise ValueError(f"{name} is empty: its shape is {list(value.shape)}; it must be {shape}")
         if i and context is not None and size > context:
             raise ValueError(f"{name} has {size} tokens a row; the model's context is {context}")
 
@@ -124,7 +124,7 @@ def _require_rows(state: Any, name: str, rows: int) -> None:
     """
     groups = list(state.values()) if isinstance(state, dict) else state
     if not isinstance(groups, list) or not groups or not all(isinstance(group, tuple) for group in groups):
-        raise ValueError("the state is not one that encode, or new_cache, gave")
+        raise ValueError("the state must be a result of encode or new_cache")
     for tensor in (tensor for group in groups for tensor in group):
         if tensor.dim() and tensor.shape[0] != rows:
-            raise ValueError(f"the state is of {tensor.shape[0]} rows, and {name} has {rows}")
+            raise ValueError(f"the state has {tensor.shape[0]} rows, and {name} has {rows}")

@@ -85,7 +85,7 @@ def import_file(directory: Path, name: str) -> ModuleType:
     Raises RunFailure if the file does not exist.
     """
     if not (directory / f"{name}.py").is_file():
-        raise RunFailure(f"{directory} holds no {name}.py", "build the spec first: specc build")
+        raise RunFailure(f"{directory} has no {name}.py", "build the spec first: specc build")
     content = hashlib.sha256(str(directory.resolve()).encode())
     for path in sorted([*directory.glob("*.py"), *directory.glob("*.cu")]):
         content.update(path.name.encode() + path.read_bytes())
@@ -129,15 +129,15 @@ class Targeted(Protocol):
     def targets(self) -> tuple[str, ...]: ...
 
 
-def choose_target(spec: Targeted, wanted: str | None) -> str:
-    """Returns `wanted`, or if that is None the best target of the spec that this machine can run.
+def choose_target(spec: Targeted, target: str | None) -> str:
+    """Returns `target`, or if that is None the best target of the spec that this machine can run.
 
-    Raises TargetError if the spec does not list `wanted`, and RunFailure if none of its targets runs on this machine.
+    Raises TargetError if the spec does not list `target`, and RunFailure if none of its targets runs on this machine.
     """
-    if wanted is not None:
-        if wanted not in spec.targets:
-            raise TargetError(f"{spec.name} is not built for {wanted}", f"its targets are {', '.join(spec.targets)}")
-        return wanted
+    if target is not None:
+        if target not in spec.targets:
+            raise TargetError(f"{spec.name} is not built for {target}", f"its targets are {', '.join(spec.targets)}")
+        return target
     fitting = [name for name in spec.targets if unavailable(TARGETS[name]) is None]
     if not fitting:
         raise RunFailure(
@@ -174,8 +174,8 @@ def device_of(target: Target) -> str:
     return "cuda" if target.arch else "cpu"
 
 
-def device_asked_for(target: Target, wanted: str | None) -> "torch.device":
-    """Returns the device `wanted`, or if that is None the device of the target.
+def device_asked_for(target: Target, name: str | None) -> "torch.device":
+    """Returns the device `name`, or if that is None the device of the target.
 
     Raises TargetError if the device is neither a CPU nor an NVIDIA GPU, and EnvironmentFailure if the GPU does not
     exist.
@@ -183,28 +183,30 @@ def device_asked_for(target: Target, wanted: str | None) -> "torch.device":
     import torch
 
     try:
-        device = torch.device(wanted or device_of(target))
+        device = torch.device(name or device_of(target))
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise TargetError(f"no model runs on a device {wanted}", "name cpu, cuda, or one GPU of several as cuda:1")
+        raise TargetError(f"device {name} is not supported", "choose cpu, cuda, or a GPU by its number, such as cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
-        if wanted is None:
+        if name is None:
             message = f"target {target.name} needs an NVIDIA GPU, and torch finds none"
             raise EnvironmentFailure(message, "name another target of the spec")
-        raise EnvironmentFailure(f"device {wanted} is an NVIDIA GPU, and torch finds none", "leave the device out")
+        raise EnvironmentFailure(f"device {name} needs an NVIDIA GPU, and torch finds none", "choose cpu")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise EnvironmentFailure(f"there is no device {wanted}: torch finds {count}", "GPUs are counted from 0")
+        raise EnvironmentFailure(f"device {name} does not exist: torch finds {count}", "numbers of GPUs start at 0")
     return device
 
 
 def group_function(module: ModuleType, programs: Programs, group: Group) -> Callable[..., Any]:
-    """The function of the values that `group` reads, in the order of its inputs, as the generated `module` computes
-    it: by a function of its own, or by the autograd function of the group."""
+    """Returns the generated function of a group: a named function of `module`, or the autograd function of the group.
+
+    Its arguments are the inputs of the group, in order.
+    """
     name = group_functions(programs)[group.name]
     if name in vars(module):
-        own: Callable[..., Any] = vars(module)[name]
-        return own
+        function: Callable[..., Any] = vars(module)[name]
+        return function
     names = [f"x{i}" for i in range(len(group.forward.inputs))]
     text = applied(group, name, names)
     applies: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {text}", dict(vars(module)))

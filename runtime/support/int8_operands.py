@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 ALIGNMENT = 16  # bytes per vector load
 QUAD = 4  # elements of a state per vector load
-Given = Mapping[str, tuple[Tensor, torch.dtype]]
+Named = Mapping[str, tuple[Tensor, torch.dtype]]
 
 
-class Wanted(NamedTuple):
+class Operand(NamedTuple):
     """A tensor with its required shape and dtype.
 
     The tensor must be contiguous, except that a `state` that is a matrix may have a row stride larger than its row.
@@ -39,8 +39,8 @@ def check_operands(
     w: Tensor,
     offset: Tensor,
     extent: tuple[int, int],
-    columns: Given | None = None,
-    tiles: Given | None = None,
+    columns: Named | None = None,
+    tiles: Named | None = None,
 ) -> None:
     """Checks the operands of an int8 product.
 
@@ -58,8 +58,18 @@ def check_operands(
     Raises:
         ValueError: an operand has another shape, dtype, stride, alignment or device. The message states `nodes`.
     """
-    if reason := _refused(x, w, offset, extent, columns or {}, tiles or {}):
-        raise ValueError(f"{named(nodes)}: {reason}")
+    n, k = extent
+    if w.dim() != 2 or w.shape[1] != x.shape[-1]:
+        depth = w.shape[-1] if w.dim() == 2 else list(w.shape)
+        raise ValueError(f"{named(nodes)}: K is {depth} in the weight but its input has {x.shape[-1]} features")
+    if w.shape != (n, k):
+        raise ValueError(f"{named(nodes)}: the weight is {list(w.shape)}, and the kernel is for N {n} and K {k}")
+    rows = x.shape[:-1]
+    operands = [Operand("x", x, (*rows, k), torch.int8), Operand("w", w, (n, k), torch.int8)]
+    operands += [Operand("offset", offset, (n,), torch.int32)]
+    operands += [Operand(name, tensor, (n,), dtype) for name, (tensor, dtype) in (columns or {}).items()]
+    operands += [Operand(name, tensor, (*rows, n), dtype) for name, (tensor, dtype) in (tiles or {}).items()]
+    _require(nodes, operands)
 
 
 def check_step(
@@ -96,53 +106,42 @@ def check_step(
     """
     size, k = extent
     rows, n = h.shape[:-1], 4 * size
-    wanted = (
-        Wanted("h", h, (*rows, size), dtype, state=True),
-        Wanted("c", c, (*rows, size), dtype, state=True),
-        Wanted("x", x, (*rows, n), torch.float32),
-        Wanted("w", w, (n, k), torch.int8),
-        Wanted("offset", offset, (n,), torch.int32),
-        Wanted("scale", scale, (n,), torch.float32),
-        Wanted("inverse", inverse, (size,), torch.float32),
+    operands = (
+        Operand("h", h, (*rows, size), dtype, state=True),
+        Operand("c", c, (*rows, size), dtype, state=True),
+        Operand("x", x, (*rows, n), torch.float32),
+        Operand("w", w, (n, k), torch.int8),
+        Operand("offset", offset, (n,), torch.int32),
+        Operand("scale", scale, (n,), torch.float32),
+        Operand("inverse", inverse, (size,), torch.float32),
     )
-    if reason := _misfit(wanted):
-        raise ValueError(f"{named(nodes)}: {reason}")
+    _require(nodes, operands)
 
 
-def _refused(x: Tensor, w: Tensor, offset: Tensor, extent: tuple[int, int], columns: Given, tiles: Given) -> str | None:
-    """Describes the first operand of a product that does not fit; None if all operands fit."""
-    n, k = extent
-    if w.dim() != 2 or w.shape[1] != x.shape[-1]:
-        shown = w.shape[-1] if w.dim() == 2 else list(w.shape)
-        return f"K is {shown} in the weight but its input has {x.shape[-1]} features"
-    if w.shape != (n, k):
-        return f"the weight is {list(w.shape)}, and the kernel is for N {n} and K {k}"
-    rows = x.shape[:-1]
-    wanted = [Wanted("x", x, (*rows, k), torch.int8), Wanted("w", w, (n, k), torch.int8)]
-    wanted += [Wanted("offset", offset, (n,), torch.int32)]
-    wanted += [Wanted(name, tensor, (n,), dtype) for name, (tensor, dtype) in columns.items()]
-    wanted += [Wanted(name, tensor, (*rows, n), dtype) for name, (tensor, dtype) in tiles.items()]
-    return _misfit(wanted)
+def _require(nodes: Sequence[str], operands: Sequence[Operand]) -> None:
+    """Raises ValueError for the first operand that does not fit or is on another device than the first."""
+    if problem := _misfit(operands):
+        raise ValueError(f"{named(nodes)}: {problem}")
 
 
-def _misfit(wanted: Sequence[Wanted]) -> str | None:
+def _misfit(operands: Sequence[Operand]) -> str | None:
     """Describes the first tensor that does not fit or is on another device than the first; None if all fit."""
-    first = wanted[0]
-    for name, tensor, shape, dtype, state in wanted:
+    first = operands[0]
+    for name, tensor, shape, dtype, state in operands:
         if tensor.dtype != dtype:
             return f"{name} is {tensor.dtype}, and the kernel reads {dtype}"
         if tuple(tensor.shape) != shape:
             return f"{name} is {list(tensor.shape)}, and the kernel reads {list(shape)}"
         if not (tensor.is_contiguous() or (state and _spaced(tensor))):
             leading = f"rows {tensor.stride(0) if tensor.dim() else 0} elements apart"
-            wants = f"features contiguous, and rows a multiple of {QUAD} apart" if state else "them contiguous"
-            return f"{name} {list(shape)} has strides {tensor.stride()}, {leading}; wants {wants}"
+            layout = f"features contiguous, and rows a multiple of {QUAD} apart" if state else "contiguous elements"
+            return f"{name} {list(shape)} has strides {tensor.stride()}, {leading}; it must have {layout}"
         if tensor.device != first.tensor.device:
             return f"{name} is on {tensor.device}, and {first.name} on {first.tensor.device}"
         alignment = min(ALIGNMENT, QUAD * tensor.element_size()) if state else ALIGNMENT
         if not isinstance(tensor, FakeTensor) and tensor.data_ptr() % alignment:
             off = tensor.data_ptr() % alignment
-            return f"{name} starts {off} bytes behind a multiple of {alignment}; wants it aligned"
+            return f"{name} starts {off} bytes behind a multiple of {alignment}; it must be aligned"
     return None
 
 

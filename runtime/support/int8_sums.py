@@ -21,8 +21,8 @@ def exact() -> bool:
     `int8_sums` then computes in f64, which represents every sum exactly.
     """
     ends = torch.tensor([[127], [-127]], dtype=torch.int8).expand(2, 64).contiguous()
-    wanted = torch.tensor([[1, -1], [-1, 1]]) * 64 * 127**2
-    return torch.equal(torch._int_mm(ends, ends.T).long(), wanted)
+    expected = torch.tensor([[1, -1], [-1, 1]]) * 64 * 127**2
+    return torch.equal(torch._int_mm(ends, ends.T).long(), expected)
 
 
 EXACT = exact()  # computed at import with real tensors, because a model may run under fake tensors

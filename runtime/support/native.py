@@ -73,8 +73,8 @@ def compile_only(source: Path) -> Path:
 
 def flags(text: bytes) -> tuple[str, ...]:
     """Returns the nvcc flags of a source: `FLAGS` and the architecture that the source states."""
-    found = ARCH.search(text)
-    arch = found[1].decode() if found else "90a"
+    match = ARCH.search(text)
+    arch = match[1].decode() if match else "90a"
     return (*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}")
 
 
@@ -96,18 +96,18 @@ def compile_ahead(directory: Path) -> None:
 
 def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -> None:
     with tempfile.TemporaryDirectory(dir=compiled.parent) as scratch:
-        copy, made = Path(scratch, name), Path(scratch, compiled.name)
+        copy, library = Path(scratch, name), Path(scratch, compiled.name)
         copy.write_bytes(text)
         includes = [f"-I{headers / folder}" for folder in HEADERS]
-        command = [nvcc, *flags(text), *includes, str(copy), "-o", str(made)]
+        command = [nvcc, *flags(text), *includes, str(copy), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         log = done.stdout + done.stderr
         end = "\n".join(log.splitlines()[-LOG_LINES:])
         if done.returncode:
             raise RunFailure(f"nvcc cannot compile {name} (exit {done.returncode})", end)
         if reason := slow(log):
-            raise RunFailure(f"ptxas makes a slow kernel of {name}: {reason}", end)
-        os.replace(made, compiled)
+            raise RunFailure(f"the kernel {name} is slow: {reason}", end)
+        os.replace(library, compiled)
 
 
 def slow(log: str) -> str | None:
@@ -125,14 +125,14 @@ def cache_folder() -> Path:
     """
     folder = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "native")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise IntegrityError(f"{folder} is a link", "Compiled code is only loaded from a directory of your own.")
-    if found.st_uid != os.getuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise IntegrityError(f"{folder} is a link", "It must be a directory, because its files are loaded as code.")
+    if status.st_uid != os.getuid():
         hint = "Set SPECC_CACHE_DIR to a directory of your own."
-        raise IntegrityError(f"{folder} belongs to user {found.st_uid}", hint)
-    if found.st_mode & 0o022:
-        mode = stat.S_IMODE(found.st_mode)
+        raise IntegrityError(f"{folder} belongs to user {status.st_uid}", hint)
+    if status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
         raise IntegrityError(f"{folder} has mode {mode:o}, so others can write to it", f"Run: chmod 700 {folder}")
     return folder
 
@@ -143,11 +143,11 @@ def find_nvcc() -> str:
     Raises EnvironmentFailure if there is no nvcc.
     """
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
-    if found is None:
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if nvcc is None:
         hint = "Install the CUDA toolkit, 12.4 or later, or set CUDA_HOME."
         raise EnvironmentFailure(f"the CUTLASS kernels need nvcc; it is neither on PATH nor in {home}/bin", hint)
-    return found
+    return nvcc
 
 
 @cache
@@ -155,7 +155,7 @@ def nvcc_version(nvcc: str) -> str:
     """Returns the output of `nvcc --version`. Raises EnvironmentFailure if the command fails."""
     done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     if done.returncode:
-        raise EnvironmentFailure(f"{nvcc} --version ends with {done.returncode}", done.stderr.strip()[:200])
+        raise EnvironmentFailure(f"{nvcc} --version failed with exit code {done.returncode}", done.stderr.strip()[:200])
     return done.stdout
 
 
@@ -164,9 +164,9 @@ def nvcc_release(nvcc: str) -> str:
 
     Raises EnvironmentFailure if `nvcc --version` fails.
     """
-    said = nvcc_version(nvcc)
-    found = RELEASE.search(said)
-    return found[1] if found else said.strip().partition("\n")[0][:200] or "unknown"
+    output = nvcc_version(nvcc)
+    match = RELEASE.search(output)
+    return match[1] if match else output.strip().partition("\n")[0][:200] or "unknown"
 
 
 def find_cutlass() -> tuple[str, Path]:

@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +54,43 @@ def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iter
             yield Check(target, "values, kernels, cache, deployed", None, reason)
             continue
         torch.manual_seed(seed)
-        weights, stored = _quantized(spec, target)
-        loaded = realize_stored(resolved(spec, stored.schemes), target, None, stored, dequantized(stored))
+        programs = pipeline.lower(spec, target)
+        weights = {
+            param.name: torch.randn(param.shape) * (0.2 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5)
+            for param in programs.params
+        }
+        hessians = {name: torch.eye(weight.shape[-1]).double() for name, weight in weights.items() if weight.dim() > 1}
+        batches = [batch_of(spec, programs, "score", 16, _tokens(spec), "cpu")]
+        stored, final = quantized(spec, target, weights, batches, hessians)
+        loaded = realize_stored(final, target, None, stored, dequantized(stored))
         yield from _values(spec, loaded, weights)
         yield from _kernels(spec, loaded)
 
 
-def _quantized(spec: Spec, target: str) -> tuple[dict[str, Tensor], QuantizedModel]:
-    """Returns random nonzero parameters, f32 on the CPU by name, and their quantized arrays."""
+def quantized(
+    spec: Spec,
+    target: str,
+    weights: Mapping[str, Tensor],
+    batches: Iterable[Mapping[str, Tensor]],
+    hessians: Mapping[str, Tensor] | None = None,
+) -> tuple[QuantizedModel, Spec]:
+    """Quantizes weights as `specc quantize` does, without its search of bits.
+
+    Args:
+        spec: the spec, whose `quant` states the schemes.
+        target: the target whose programs are deployed.
+        weights: the parameters by name, f32, on the device of `batches`.
+        batches: the inputs that measure the ranges of the inputs of int8 products.
+        hessians: the Hessians, f64 [columns, columns], by the name of the weight.
+
+    Returns:
+        The stored arrays, and the spec with the scheme of each parameter.
+    """
     programs = pipeline.lower(spec, target)
-    weights = {
-        param.name: torch.randn(param.shape) * (0.2 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5)
-        for param in programs.params
-    }
     schemes = base_schemes(spec.quant, programs.params)
     sources = integer_products(programs, schemes)
-    ranges = input_ranges(programs, sources, [batch_of(spec, programs, "score", 16, _tokens(spec), "cpu")], weights)
-    hessians = {n: torch.eye(weights[n].shape[-1]).double() for n, scheme in schemes.items() if scheme.needs_hessian}
-    quantizer = Quantizer(weights, Statistics(hessians), IntegerInputs(sources, ranges))
-    return weights, quantizer.model(schemes)
+    inputs = IntegerInputs(sources, input_ranges(programs, sources, batches, weights))
+    return Quantizer(weights, Statistics(hessians or {}), inputs).model(schemes), resolved(spec, schemes)
 
 
 def _tokens(spec: Spec) -> int:
@@ -84,23 +102,23 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 
     The references use the same codes as the deployed model.
     """
-    target, model = loaded.target.name, loaded.model
+    target = loaded.target.name
+    model: Any = loaded.model
     inputs = batch_of(spec, loaded.programs, "score", SAMPLES, _tokens(spec), device_of(loaded.target))
-    own: Any = model
     stored = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     exact = {n: t.detach().cpu() for n, t in stored.items()}
     exact = {name: value.double() if value.is_floating_point() else value for name, value in exact.items()}
-    given = {name: ids.cpu() for name, ids in inputs.items()}
+    ids = {name: value.cpu() for name, value in inputs.items()}
     floats = {name: weight.double() for name, weight in weights.items()}
     with torch.no_grad():
-        truth = reference.run(loaded.programs, "score", given, exact)["loss"]
-        whole = reference.run(pipeline.lower(spec, target), "score", given, floats)["loss"]
+        truth = reference.run(loaded.programs, "score", ids, exact)["loss"]
+        whole = reference.run(pipeline.lower(spec, target), "score", ids, floats)["loss"]
         cost = _rms(truth - whole)
-        found = own.score(*inputs.values()).cpu().double()
+        scores = model.score(*inputs.values()).cpu().double()
         stepped = next(STEPPED[program.name] for program in loaded.programs.programs if program.name in STEPPED)
-        read, nats = stepped(own, _tokens(spec), *inputs.values())
+        read, nats = stepped(model, _tokens(spec), *inputs.values())
     for name, wrong in (
-        ("score against float64", found - truth),
+        ("score against float64", scores - truth),
         ("cached equals uncached", nats.cpu().double() - truth[:, read]),
     ):
         detail = f"RMS error {_rms(wrong):.1e} nats, of the middle sample {_middle(wrong):.1e}; int8 costs {cost:.1e}"
@@ -144,18 +162,18 @@ def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
     The sums of the product are exact, so only its epilogue rounds. Returns infinity for NaN or a wrong shape.
     """
     epilogue = int8_epilogue(site)
-    given = int8_operands(epilogue, rows, torch.device(device))
-    found = function(*given).cpu()
-    x, w, offset, *others = (tensor.cpu() for tensor in given)
+    operands = int8_operands(epilogue, rows, torch.device(device))
+    output = function(*operands).cpu()
+    x, w, offset, *others = (tensor.cpu() for tensor in operands)
     sums = torch.from_numpy(x.long().numpy() @ w.long().numpy().T) + offset.long()
     values = {value.name: other.double() for value, other in zip(epilogue.operands, others, strict=True)}
     want = torch_value(epilogue.expr, {**values, "p": sums.double()})
-    if found.shape != want.shape or bool(found.isnan().any()):
+    if output.shape != want.shape or bool(output.isnan().any()):
         return float("inf")
-    room = {torch.int8: 0.501, torch.float32: 2e-5}.get(found.dtype, 1e-2)
+    room = {torch.int8: 0.501, torch.float32: 2e-5}.get(output.dtype, 1e-2)
     if epilogue.codes:
-        return float((found.double() - want.clamp(-LARGEST, LARGEST)).abs().max()) / room
-    return float(((found.double() - want).abs() / want.abs().clamp_min(1.0)).max()) / room
+        return float((output.double() - want.clamp(-LARGEST, LARGEST)).abs().max()) / room
+    return float(((output.double() - want).abs() / want.abs().clamp_min(1.0)).max()) / room
 
 
 def _rms(values: Tensor) -> float:

@@ -60,7 +60,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The relative errors of several kernels together and of unfused code: |found - exact| / |exact|, Frobenius norms.
+    """The relative errors of several kernels together and of unfused code: |output - exact| / |exact|, Frobenius norms.
 
     Attributes:
         generated: the error of the generated kernels; for several outputs, of the worst.
@@ -131,13 +131,13 @@ class Judge:
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
         """Returns the judge of a node for `inputs` from `inputs_of`. If `sample`, only a sample of rows is compared."""
-        chosen, given = Sample.of(site, inputs) if sample else None, list(inputs)
+        chosen, compared = Sample.of(site, inputs) if sample else None, list(inputs)
         if chosen is not None:
-            given = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
-        wide: Any = [upcast(value, torch.float64) for value in given]
+            compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
+        wide: Any = [upcast(value, torch.float64) for value in compared]
         exact = reference.node_value(site.node, wide, inputs if sample else wide)
         bars = []
-        for have, want in zip(reference.node_value(site.node, given, inputs), exact, strict=True):
+        for have, want in zip(reference.node_value(site.node, compared, inputs), exact, strict=True):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
             # Two correct f32 computations differ by rounding, so the error of eager f32 may be small by chance.
@@ -153,12 +153,12 @@ class Judge:
         sizes = many_sizes(site, device)
         return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
-    def errors(self, found: Sequence[Tensor]) -> tuple[Errors, ...]:
+    def errors(self, outputs: Sequence[Tensor]) -> tuple[Errors, ...]:
         """Returns the errors of every output. They are infinite if its shape is wrong or a value is not finite.
 
         Values that the kernel did not write are NaN if it was run by `call`.
         """
-        return tuple(self._errors(i, value) for i, value in enumerate(found))
+        return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
     def relative(self, errors: Sequence[Errors]) -> Composed:
         """Returns the relative errors of a kernel with these `errors` and of eager Torch, for the worst output.
@@ -213,25 +213,25 @@ class Judge:
 
 
 def composed(
-    found: Sequence[Tensor], chain: Sequence[Tensor], exact: Sequence[Tensor]
+    outputs: Sequence[Tensor], chain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> Iterator[tuple[Composed, bool]]:
     """Yields the errors of each output of several kernels together, and whether they are acceptable.
 
     An output with a wrong shape or NaN is not acceptable.
 
     Args:
-        found: the outputs of the kernels.
+        outputs: the outputs of the kernels.
         chain: the outputs of unfused code.
         exact: the outputs of the reference.
     """
-    for have, other, want in zip(found, chain, exact, strict=True):
-        own = _norm_error(have, want) if have.shape == want.shape else math.inf
-        seen = Composed(own, _norm_error(other, want), str(want.dtype).removeprefix("torch."))
-        yield seen, seen.ok(have.dtype, count=want.numel())
+    for have, other, want in zip(outputs, chain, exact, strict=True):
+        error = _norm_error(have, want) if have.shape == want.shape else math.inf
+        errors = Composed(error, _norm_error(other, want), str(want.dtype).removeprefix("torch."))
+        yield errors, errors.ok(have.dtype, count=want.numel())
 
 
-def _norm_error(found: Tensor, exact: Tensor) -> float:
-    error: float = ((found.to(exact.dtype) - exact).norm() / exact.norm().clamp_min(TINIEST)).item()
+def _norm_error(output: Tensor, exact: Tensor) -> float:
+    error: float = ((output.to(exact.dtype) - exact).norm() / exact.norm().clamp_min(TINIEST)).item()
     return error
 
 

@@ -62,11 +62,11 @@ class Operands:
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
         """Returns a value for each ref. Equal refs share a value, and a scalar bound by a block is a number."""
-        made: dict[str, Value] = {}
+        values: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):
-            if ref not in made:
-                made[ref] = SCALAR if ref.startswith("$") else self.tensor(type)
-        return [made[ref] for ref in refs]
+            if ref not in values:
+                values[ref] = SCALAR if ref.startswith("$") else self.tensor(type)
+        return [values[ref] for ref in refs]
 
 
 def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[Tensor]:
@@ -81,13 +81,13 @@ def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[
         return torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator, device=device, dtype=torch.int8)
 
     offset = torch.randint(-99, 100, (epilogue.n,), generator=generator, device=device, dtype=torch.int32)
-    found = [codes(m, epilogue.k), codes(epilogue.n, epilogue.k), offset]
+    operands = [codes(m, epilogue.k), codes(epilogue.n, epilogue.k), offset]
     for value in epilogue.operands:
         shape = (epilogue.n,) if value.column else (m, epilogue.n)
         numbers = torch.randn(shape, generator=generator, device=device)
-        found.append(numbers.to(DTYPES[value.type.dtype]))
+        operands.append(numbers.to(DTYPES[value.type.dtype]))
     columns = [i for i, value in enumerate(epilogue.operands, 3) if value.column]
-    found[columns[0]] = found[columns[0]] / (LARGEST**2 * epilogue.k**0.5)
+    operands[columns[0]] = operands[columns[0]] / (LARGEST**2 * epilogue.k**0.5)
     if epilogue.codes and len(columns) > 1:
-        found[columns[-1]] = found[columns[-1]] * LARGEST
-    return found
+        operands[columns[-1]] = operands[columns[-1]] * LARGEST
+    return operands

@@ -119,8 +119,8 @@ def _magnitudes(plain: Loaded) -> Iterator[Check]:
     for graph in plain.programs.graphs:
         for node in graph.nodes:
             if isinstance(node.op, Pointwise):
-                given = zip(node.op.variables, node.inputs, strict=True)
-                floats = {name for name, ref in given if DTYPES[graph.types[ref].dtype].is_floating_point}
+                operands = zip(node.op.variables, node.inputs, strict=True)
+                floats = {name for name, ref in operands if DTYPES[graph.types[ref].dtype].is_floating_point}
                 for text in node.op.outputs:
                     expressions.add((text, tuple(name for name in variables(reread(text)) if name in floats)))
     checked = sorted((text, wrt) for text, wrt in expressions if wrt and {"d", "y"}.isdisjoint(variables(reread(text))))
@@ -203,24 +203,24 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     for name, loaded in (("fused", fused), ("plain", plain)):
         loaded.model.zero_grad()
         run: Any = loaded.model if program == "train" else loaded.model.score
-        found = run(*inputs.values()).mean()
-        found.backward()
+        mean = run(*inputs.values()).mean()
+        mean.backward()
         errors[name] = {}
         for path, parameter in loaded.model.named_parameters():
             errors[name][path] = _relative(_gradient(parameter), truth[path], least[path])
-        losses[name] = abs(found.item() - loss.item()) / abs(loss.item())
+        losses[name] = abs(mean.item() - loss.item()) / abs(loss.item())
         loaded.model.zero_grad()
     target = fused.target.name
     dtype = DTYPES[_dtype(fused)]
-    seen = f"relative error {losses['fused']:.1e}; unfused {losses['plain']:.1e}"
-    yield Check(target, "loss against float64", Composed(losses["fused"], losses["plain"]).ok(dtype), seen)
+    detail = f"relative error {losses['fused']:.1e}; unfused {losses['plain']:.1e}"
+    yield Check(target, "loss against float64", Composed(losses["fused"], losses["plain"]).ok(dtype), detail)
     for title, paths, count in (("gradients", exact.keys() - few, FEW + 1), ("gradients of few numbers", few, FEW)):
         if not paths:
             continue
         worst, at = max((errors["fused"][path], path) for path in paths)
         plainly = max(errors["plain"][path] for path in paths)
-        seen = f"worst {worst:.1e} at {at}; unfused {plainly:.1e}"
-        yield Check(target, f"{title} against float64", Composed(worst, plainly).ok(dtype, count=count), seen)
+        detail = f"worst {worst:.1e} at {at}; unfused {plainly:.1e}"
+        yield Check(target, f"{title} against float64", Composed(worst, plainly).ok(dtype, count=count), detail)
 
 
 def _term_sizes(
@@ -233,8 +233,8 @@ def _term_sizes(
     """
     if not few:
         return {}
-    given = {name: inputs[name] for name, _ in programs.program("score").inputs}
-    nats = reference.run(programs, "score", given, weights)["loss"]
+    scored = {name: inputs[name] for name, _ in programs.program("score").inputs}
+    nats = reference.run(programs, "score", scored, weights)["loss"]
     generator, squares = torch.Generator().manual_seed(0), dict.fromkeys(few, 0.0)
     for _ in range(DRAWS):
         signs = torch.randint(2, nats.shape, generator=generator).to(nats) * 2 - 1
@@ -249,12 +249,12 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
 
 
-def _relative(found: Tensor, exact: Tensor, least: float) -> float:
-    """Returns |found - exact| / max(|exact|, least) in the Frobenius norm; infinity if the error is NaN.
+def _relative(gradient: Tensor, exact: Tensor, least: float) -> float:
+    """Returns |gradient - exact| / max(|exact|, least) in the Frobenius norm; infinity if the error is NaN.
 
     `least` bounds the denominator, because some exact gradients are 0 except for rounding.
     """
-    error = ((found.double() - exact).norm() / exact.norm().clamp_min(least)).item()
+    error = ((gradient.double() - exact).norm() / exact.norm().clamp_min(least)).item()
     return error if error == error else float("inf")
 
 
@@ -288,15 +288,15 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 def _causality(loaded: Loaded) -> Iterator[Check]:
     """Checks that changing the token at j changes no score before j, and at least one score from j on."""
     tokens = min(loaded.spec.model.window, 128)
-    inputs, fed = _batch(loaded, "score", 2, tokens), loaded.spec.model.fed
+    inputs, name = _batch(loaded, "score", 2, tokens), loaded.spec.model.fed
     scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2
     leak, moved = 0.0, True
     with torch.no_grad():
         before = loaded.model.score(*inputs.values())  # type: ignore[operator]
         for j in sorted({0, 1, tokens // 3, tokens // 2, tokens - 1}):
-            changed = inputs[fed].clone()
+            changed = inputs[name].clone()
             changed[:, j] = (changed[:, j] + 1) % loaded.spec.model.vocabulary
-            again = {**inputs, fed: changed}
+            again = {**inputs, name: changed}
             difference = (loaded.model.score(*again.values()) - before).abs()  # type: ignore[operator]
             leak = max(leak, difference[:, :j].max().item() if j else 0.0)
             moved = moved and bool(difference[:, j:].max() > 0)

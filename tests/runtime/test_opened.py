@@ -178,18 +178,18 @@ def test_a_gpu_target_without_a_gpu_is_an_environment_error(tmp_path: Path, monk
         open_model(run.directory, target="sm90")
 
 
-def test_a_device_that_is_not_there_is_told_as_it_was_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_devices_name_the_device(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_model(run.directory, device="cpu").device.type == "cpu"
     for name in ("xyz", "meta", "cuda:first"):
-        with pytest.raises(TargetError, match=f"no model runs on a device {name}"):
+        with pytest.raises(TargetError, match=f"device {name} is not supported"):
             open_model(run.directory, device=name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("cuda", "cuda:0"):
-        with pytest.raises(EnvironmentFailure, match=f"device {name} is an NVIDIA GPU, and torch finds none"):
+        with pytest.raises(EnvironmentFailure, match=f"device {name} needs an NVIDIA GPU, and torch finds none"):
             open_model(run.directory, device=name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(EnvironmentFailure, match="there is no device cuda:2: torch finds 2"):
+    with pytest.raises(EnvironmentFailure, match="device cuda:2 does not exist: torch finds 2"):
         device_asked_for(TARGETS["cpu"], "cuda:2")
     assert device_asked_for(TARGETS["cpu"], "cuda:1").index == 1
 

@@ -42,7 +42,9 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
         assert_refused(tmp_path / "bad", bytes(bad))
 
 
-def test_every_changed_length_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_file_and_every_changed_length_are_noticed(tmp_path: Path) -> None:
+    with pytest.raises(IntegrityError, match="cannot be read"):
+        read_artifact(tmp_path / "m", layout_of)
     write(tmp_path / "m")
     good = (tmp_path / "m").read_bytes()
     rng = random.Random(1)

@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
 
 
 def bench(*arguments: str) -> dict[str, Any]:
-    """What the command prints as JSON."""
+    """Returns the JSON that the command prints."""
     printed: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_command.click, "echo", lambda text, err=False: None if err else printed.append(text))
@@ -74,7 +74,7 @@ def test_the_parts_are_those_of_the_suite() -> None:
     assert bench_command.PARTS == suite.PARTS
 
 
-def test_what_it_says_of_the_run(whole: tuple[dict[str, Any], Path]) -> None:
+def test_the_facts_of_the_run(whole: tuple[dict[str, Any], Path]) -> None:
     data = whole[0]
     assert (data["spec"], data["target"], data["sizes"]) == ("gpt_mini", "cpu", {"B": 2, "T": 32, "S": 32})
     assert data["machine"]["torch"] == torch.__version__ and data["machine"]["driver"] == "none"

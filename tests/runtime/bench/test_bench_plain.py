@@ -1,4 +1,4 @@
-"""Baselines compute what they stand for, and what is wrong is told."""
+"""Baselines compute the same function as the kernels, and wrong outputs are errors."""
 
 import sys
 from collections.abc import Callable
@@ -123,7 +123,7 @@ def unwritten(y: Tensor) -> Tensor:
     return made
 
 
-def test_what_is_right_passes(up: tuple[Choice, list[Tensor], Callable[..., Tensor]]) -> None:
+def test_correct_outputs_pass(up: tuple[Choice, list[Tensor], Callable[..., Tensor]]) -> None:
     choice, inputs, kernel = up
     seen = kernels._accuracy(choice, inputs, kernel)
     assert 0 < seen.generated < 1e-6 and seen.exact == "float64"
@@ -139,7 +139,7 @@ def test_what_is_right_passes(up: tuple[Choice, list[Tensor], Callable[..., Tens
         (lambda y: torch.where(y == y.amax(), torch.inf, y), "has another shape, or holds NaN or infinity"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_wrong_outputs_are_errors(
     wrong: Changed, words: str, up: tuple[Choice, list[Tensor], Callable[..., Tensor]]
 ) -> None:
     choice, inputs, kernel = up

@@ -1,4 +1,4 @@
-"""What is done with times: two passes, floors, shares; and the ceilings they are held to."""
+"""Statistics of times, and the floors that the measured ceilings of a machine imply."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_each_call_is_timed_twice_with_the_others_between() -> None:
 
 
 def test_small_calls_find_a_cold_cache() -> None:
-    """What one call touched is evicted before the next by reading more than a cache holds."""
+    """Before each call, reading more data than the cache holds evicts the data of the previous call."""
     seen: list[int] = []
     real = torch.Tensor.sum
 
@@ -57,7 +57,7 @@ def test_floors_by_hand() -> None:
     assert [CEILINGS.bound(Work(flops, 10**9, 10**8)) for flops in (10**9, 10**8)] == ["FLOPs", "bytes"]
 
 
-def test_what_writes_next_to_nothing_is_held_to_reading() -> None:
+def test_the_floor_of_calls_that_write_little_is_that_of_reading() -> None:
     assert CEILINGS.read_bytes_per_second == pytest.approx(2.5e12)
     assert CEILINGS.floor_ms(Work(1, 10**9, 0)) == CEILINGS.floor_ms(Work(1, 10**9, 10**9 // 16)) == pytest.approx(0.4)
     assert CEILINGS.floor_ms(Work(1, 10**9, 10**9 // 16 + 1)) == pytest.approx(0.5)

@@ -151,7 +151,7 @@ def test_a_broken_model_is_a_failed_run() -> None:
     opened, model = scripted([*b"abc"])
     texts: list[str] = []
     model.broken_from = 3
-    with pytest.raises(RunFailure, match="the logits hold NaN or infinity"):
+    with pytest.raises(RunFailure, match="the logits contain NaN or infinity"):
         generate(opened, b"", 9, Sampling(0.0), stream=texts.append)
     assert "".join(texts) == "ab"
 

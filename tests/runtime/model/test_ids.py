@@ -39,13 +39,13 @@ def odd(place: tuple[int, int], token: int) -> torch.Tensor:
     [
         (odd((1, 2), 31), r"source\[1, 2\] is 31; the vocabulary has ids 0 to 30"),
         (odd((0, 0), -1), r"source\[0, 0\] is -1"),
-        (ROWS.float(), r"source is torch.float32; it wants torch.int64 \[B, S\]"),
+        (ROWS.float(), r"source is torch.float32; it must be torch.int64 \[B, S\]"),
         (ROWS.bool(), "source is torch.bool"),
-        (ROWS[0], r"source has the shape \[3\]; it wants torch.int64 \[B, S\]"),
+        (ROWS[0], r"source has the shape \[3\]; it must be torch.int64 \[B, S\]"),
         (ROWS[:, :0], r"source is empty: its shape is \[2, 0\]"),
         (ROWS[:0], "source is empty"),
         (ROWS.repeat(1, 11), "source has 33 tokens a row; the model's context is 30"),
-        ([[5, 2]], "source is list; it wants a tensor"),
+        ([[5, 2]], "source is list; it must be a tensor"),
         (ROWS.to("meta"), "source is on meta, and the model on cpu"),
     ],
 )
@@ -61,9 +61,9 @@ def test_steps_that_are_none(pairs: Any) -> None:
     zero, state = torch.tensor(0), pairs.encode(ROWS)
     for ids, start, message in (
         (torch.tensor([[1], [40]]), zero, r"ids\[1, 0\] is 40"),
-        (torch.tensor([[1, 1], [1, 1]]), zero, r"ids has the shape \[2, 2\]; it wants torch.int64 \[B, 1\]"),
-        (torch.tensor([1, 1]), zero, r"ids has the shape \[2\]; it wants torch.int64 \[B, 1\]"),
-        (torch.tensor([[1]]), zero, "the state is of 2 rows, and ids has 1"),
+        (torch.tensor([[1, 1], [1, 1]]), zero, r"ids has the shape \[2, 2\]; it must be torch.int64 \[B, 1\]"),
+        (torch.tensor([1, 1]), zero, r"ids has the shape \[2\]; it must be torch.int64 \[B, 1\]"),
+        (torch.tensor([[1]]), zero, "the state has 2 rows, and ids has 1"),
         (torch.tensor([[1], [1]]), torch.tensor(30), "start is 30; the model's context is 30 tokens"),
         (torch.tensor([[1], [1]]), torch.tensor([0]), "start has the shape"),
         (torch.tensor([[1], [1]]), 0, "start is int"),
@@ -73,7 +73,7 @@ def test_steps_that_are_none(pairs: Any) -> None:
         with pytest.raises(ValueError, match=message):
             pairs.extend(ids=ids, start=start, state=state)
     for bad in (None, {}, [1, 2], ()):
-        with pytest.raises(ValueError, match="the state is not one that encode"):
+        with pytest.raises(ValueError, match="the state must be a result of encode"):
             pairs.extend(torch.tensor([[1], [1]]), zero, bad)
     found = pairs.extend(torch.tensor([[1], [1]]), zero, state)
     again = Unchecked(pairs).extend(torch.tensor([[1], [1]]), zero, Unchecked(pairs).encode(ROWS))
@@ -93,7 +93,7 @@ def test_a_model_of_text_looks_too(tmp_path: Path) -> None:
     assert model.prefill(ids, torch.tensor(0), cache).shape[0] == 1
     with pytest.raises(ValueError, match="the vocabulary has ids"):
         model.decode(torch.tensor([[100_000]]), torch.tensor(3), cache)
-    with pytest.raises(ValueError, match="the state is of 1 rows"):
+    with pytest.raises(ValueError, match="the state has 1 rows"):
         model.decode(torch.tensor([[1], [2]]), torch.tensor(3), cache)
 
 

@@ -188,7 +188,7 @@ def test_without_a_word_on_quantization_there_is_an_error(made: Quantized, tmp_p
 def test_a_run_without_a_checkpoint_is_an_error(made: Quantized, tmp_path: Path) -> None:
     run, options = copied(made, tmp_path)
     shutil.rmtree(run.checkpoints / "step_00000003")
-    with pytest.raises(RunFailure, match="has no sound checkpoint"):
+    with pytest.raises(RunFailure, match="has no valid checkpoint"):
         quantize(run.directory, options, lambda _: None)
 
 

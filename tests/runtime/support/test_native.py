@@ -1,4 +1,4 @@
-"""Compiling and caching CUDA C++: a stand-in for nvcc shows what is run, kept, refused and locked."""
+"""Compilation of CUDA C++ and its cache, with a program that replaces nvcc and logs its commands."""
 
 import os
 import stat
@@ -33,7 +33,7 @@ Install = Callable[..., list[str]]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], list[str]]]:
-    """Puts a stand-in for nvcc on PATH; what it gives back tells the commands that were run."""
+    """Puts a replacement of nvcc on PATH and returns a function that returns the commands that it ran."""
     monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
 
     def put(output: str = GOOD, code: int = 0, version: str = "nvcc 1.0", delay: float = 0) -> Callable[[], list[str]]:
@@ -70,7 +70,7 @@ def test_nvcc_tells_its_version(install: Install, said: str, version: str) -> No
     assert native.nvcc_release(native.find_nvcc()) == version
 
 
-def kept(tmp_path: Path) -> list[str]:
+def libraries(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache" / "native").iterdir() if path.suffix != ".lock")
 
 
@@ -85,7 +85,7 @@ def test_a_source_is_compiled_once_per_content(install: Install, source: Path, t
     assert len(commands()) == 1
     other.write_text("int another_kernel;\n")
     assert compile_only(other) != first and len(commands()) == 2
-    assert len(kept(tmp_path)) == 2
+    assert len(libraries(tmp_path)) == 2
 
 
 def test_the_command_targets_sm90a_and_finds_cutlass(install: Install, source: Path) -> None:
@@ -127,12 +127,12 @@ def test_another_compiler_flag_or_header_version_compiles_anew(
         (
             "ptxas info : 0 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads\n" + GOOD * 60,
             0,
-            "ptxas makes a slow kernel of dgrad_mul__n64_k32.cu: 16 bytes spill stores, 8 bytes spill loads",
+            "the kernel dgrad_mul__n64_k32.cu is slow: 16 bytes spill stores, 8 bytes spill loads",
         ),
         (
             "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async\n" + GOOD,
             0,
-            "ptxas makes a slow kernel of dgrad_mul__n64_k32.cu: warning C7510, wgmma instructions are serialized",
+            "the kernel dgrad_mul__n64_k32.cu is slow: warning C7510, wgmma instructions are serialized",
         ),
     ],
 )
@@ -145,12 +145,12 @@ def test_a_bad_compile_fails_with_its_log_and_leaves_nothing(
             compile_only(source)
         assert caught.value.message == message and caught.value.exit_code == 4
         assert output.splitlines()[-1] in caught.value.hint
-        assert kept(tmp_path) == [] and len(commands()) == attempt
+        assert libraries(tmp_path) == [] and len(commands()) == attempt
     install()
     assert compile_only(source).is_file()
 
 
-def test_what_ptxas_says_of_a_good_kernel_is_no_reason() -> None:
+def test_the_log_of_a_fast_kernel_has_no_reason() -> None:
     assert slow(GOOD + "ptxas info : Used 168 registers, used 2 barriers\n") is None
 
 
@@ -162,7 +162,7 @@ def test_processes_that_want_one_kernel_compile_it_once(install: Install, source
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert outputs == ["b'compiled // kernel\\n'\n"] * 3
-    assert len(commands()) == 1 and len(kept(tmp_path)) == 1
+    assert len(commands()) == 1 and len(libraries(tmp_path)) == 1
 
 
 def test_an_interrupted_compile_leaves_nothing_to_load(install: Install, source: Path, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_an_interrupted_compile_leaves_nothing_to_load(install: Install, source:
         pass
     process.kill()
     process.wait()
-    assert not [name for name in kept(tmp_path) if name.endswith(".so")]
+    assert not [name for name in libraries(tmp_path) if name.endswith(".so")]
     install()
     assert compile_only(source).read_bytes() == b"compiled // kernel\n"
 
@@ -189,21 +189,19 @@ def test_the_cache_is_the_users_alone(install: Install, source: Path, tmp_path: 
     assert caught.value.exit_code == 5 and caught.value.hint == f"Run: chmod 700 {folder}"
 
 
-def test_a_linked_cache_is_refused(install: Install, source: Path, tmp_path: Path) -> None:
-    commands = install()
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "cache" / "native").symlink_to(tmp_path / "real")
-    with pytest.raises(IntegrityError, match="is a link"):
-        compile_only(source)
-    assert commands() == []
-
-
-def test_a_cache_of_another_user_is_refused(install: Install, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = install()
-    owner = cache_folder().stat().st_uid
-    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-    with pytest.raises(IntegrityError, match=f"belongs to user {owner}"):
+@pytest.mark.parametrize("linked", [True, False], ids=["a link", "of another user"])
+def test_an_unsafe_cache_is_refused(
+    linked: bool, install: Install, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands, owner = install(), os.getuid()
+    if linked:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "real").mkdir(mode=0o700)
+        (tmp_path / "cache" / "native").symlink_to(tmp_path / "real")
+    else:
+        cache_folder()
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(IntegrityError, match="is a link" if linked else f"belongs to user {owner}"):
         compile_only(source)
     assert commands() == []
 

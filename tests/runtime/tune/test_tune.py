@@ -90,7 +90,7 @@ def test_a_candidate_that_does_not_compile_is_told_with_the_reason(
     reasons = {done.index: done.reason for done in prepare(folders, "kernel", "kernel", None)}
     assert reasons[0] is None
     assert reasons[1] == "nvcc cannot compile kernel.cu (exit 1)"
-    assert reasons[2] == "ptxas makes a slow kernel of kernel.cu: 64 bytes spill stores"
+    assert reasons[2] == "the kernel kernel.cu is slow: 64 bytes spill stores"
 
 
 def test_a_candidate_is_forgotten_when_it_was_timed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`specc verify` of what runs from an artifact: it finds nothing in sound code, and names what is wrong in other."""
+"""`specc verify` of deployed programs: correct code passes, and each error fails the checks that it affects."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from int8_models import BLOCKS, LOOPS, LSTM, QUANT, WIDE, data_of
+from run_samples import one_thread
 from tiny_models import ATTENTION, MLP, spec_data, spec_of
 
 from specc.compiler.spec.spec import Spec
@@ -14,11 +15,9 @@ from specc.runtime.verify.deployed import verify_deployed
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def text_spec() -> Spec:
@@ -48,13 +47,13 @@ def test_sound_code_passes(name: str) -> None:
 
 @pytest.mark.parametrize(("model", "seed"), [(LSTM, 3), (BLOCKS, 3)], ids=["lstm", "blocks"])
 def test_a_tie_in_one_sample_is_no_fault(model: Any, seed: int) -> None:
-    """There a number of one sample is within 1e-5 of the middle of two codes, and falls to the other in f32."""
+    """With this seed a value of one sample is within 1e-5 of the middle of two codes and rounds differently in f32."""
     found = list(verify_deployed(spec_of(data_of(model)), ("cpu",), seed))
     assert [check for check in found if not check.ok] == []
 
 
-def test_what_is_near() -> None:
-    """Ties, which hit some samples: not what all of them have, nor what no tie costs, nor what is no number."""
+def test_tolerance() -> None:
+    """Large errors of a few samples pass. Errors of all samples, larger errors and NaN do not."""
     cost, wrong = 5e-3, torch.full((16, 30), 3e-7)
     assert checks.near(wrong, cost)
     for samples, share, sound in ((1, 1.2, True), (4, 0.6, True), (16, 0.15, False), (9, 0.15, False), (4, 1.5, False)):
@@ -77,7 +76,7 @@ def test_a_model_that_deploys_what_it_trains_has_no_checks() -> None:
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> dict[str, bool | None]:
-    """What the checks say where one constant of the module, and not of its reference, is another."""
+    """Returns the results by name after a change of one constant of the module, but not of its reference."""
     real = checks._values
 
     def values(spec: Spec, loaded: Any, weights: Any) -> Iterator[Any]:
@@ -107,7 +106,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> dict[str,
         ("encoder.lstm.back_input_scale", lambda buffer: buffer.mul_(1.5)),
     ],
 )
-def test_what_is_wrong_is_found(name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_constant_is_found(name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = broken(monkeypatch, name, change)
     assert found["score against float64, deployed"] is False and found["cached equals uncached, deployed"] is False
 
