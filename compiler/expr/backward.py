@@ -89,7 +89,7 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
     names = {name: "slope" if len(wrt) == 1 else f"slope_{name}" for name in wrt}
     for name in variables(expr):
         if name in ("d", "y", *names.values()):
-            raise ExprError(f"{name} is a name of the backward", hint="rename the operand")
+            raise ExprError(f"{name} is a reserved name of the backward", hint="rename the operand")
     slopes = {name: derive(expr, name) for name in wrt}
     value = min(expr, simplify(expr), key=lambda choice: _cost((choice,)))
     if not any(set(variables(slope)) & set(wrt) for slope in slopes.values()):

@@ -61,7 +61,9 @@ def reread(text: str) -> Expr:
 
 def _parse(text: str, variables: Collection[str] | None, longest: int, deepest: int, largest_exponent: float) -> Expr:
     if len(text) > longest:
-        raise ExprError(f"the expression has {len(text)} characters; at most {longest}", longest, "split it")
+        raise ExprError(
+            f"the expression has {len(text)} characters; it may have at most {longest}", longest, "split it"
+        )
     text = text.translate({ord(space): " " for space in "\t\r\n"})
     _scan(text, deepest)
     try:
@@ -136,11 +138,11 @@ class _Reader:
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
                 return self.call(name, args, keywords, node, depth)
             case ast.Compare():
-                fail("a comparison stands only as the condition of where", node, "write where(x > 0, a, b)")
+                fail("a comparison is only valid as the condition of where", node, "write where(x > 0, a, b)")
             case ast.BoolOp() | ast.IfExp() | ast.UnaryOp(op=ast.Not()):
                 fail("and, or, not and if are not part of the language", node, "nest where(x > 0, a, b)")
             case ast.Tuple():
-                fail("a comma stands only between the arguments of a function", node)
+                fail("a comma is only valid between the arguments of a function", node)
         fail(
             f"{describe(node)} is not part of the language",
             node,
@@ -185,14 +187,14 @@ class _Reader:
                 symbol = COMPARISONS[type(op)]
                 return Compare(symbol, a[0], b[0]), fold(symbol, (a[1], b[1]), node)
             case ast.Compare(ops=[_, _, *_]):
-                fail("comparisons do not chain", node, "nest where(x > 0, a, b)")
-        fail("the condition of where is one comparison", node, "write where(x > 0, a, b)")
+                fail("comparisons cannot be chained", node, "nest where(x > 0, a, b)")
+        fail("the condition of where must be one comparison", node, "write where(x > 0, a, b)")
 
     def check_exponent(self, value: float | None, node: ast.expr) -> None:
         if value is None:
-            fail("the exponent of ** is a constant", node, "write exp(n * log(x))")
+            fail("the exponent of ** must be a constant", node, "write exp(n * log(x))")
         if abs(value) > self.largest_exponent:
-            fail(f"an exponent is at most {self.largest_exponent:g}", node)
+            fail(f"an exponent must be at most {self.largest_exponent:g}", node)
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:

@@ -30,9 +30,9 @@ class Size(int):
     text: str
 
     def __new__(cls, value: int, text: str) -> "Size":
-        made = super().__new__(cls, value)
-        made.text = text
-        return made
+        number = super().__new__(cls, value)
+        number.text = text
+        return number
 
     def __reduce__(self) -> tuple[Any, ...]:  # processes pass plans to one another
         return Size, (int(self), self.text)

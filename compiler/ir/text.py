@@ -27,7 +27,7 @@ def parse_type(text: str) -> TensorType:
     """
     match = _TYPE.fullmatch(text)
     if match is None:
-        raise GraphTextError(f"not a type: {text!r}")
+        raise GraphTextError(f"{text!r} is not a type")
     dims = [dim for dim in match["shape"].split(",") if dim]
     shape = tuple(int(dim) if dim.isdigit() else dim for dim in dims)
     return TensorType(shape, match["dtype"], match["storage"] or "")
@@ -41,9 +41,10 @@ def _types(text: str) -> tuple[TensorType, ...]:
     return tuple(parse_type(part) for part in text.split(", "))
 
 
-def _op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
+def parse_op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
+    """Returns the op of the given name, with settings such as `{eps=0.5}`. Raises as `parse`."""
     if name not in ops:
-        raise GraphTextError(f"no op is named {name!r}")
+        raise GraphTextError(f"{name!r} is not an op")
     call = ast.parse(f"f({(settings or '{}')[1:-1]})", mode="eval").body
     assert isinstance(call, ast.Call)
     return ops[name](**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
@@ -76,12 +77,12 @@ def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
                     (label, ref) for label, _, ref in (part.partition("=") for part in _list(match["outputs"]))
                 )
             elif match := _NODE.fullmatch(line):
-                epilogue = _op(match["epilogue"], match["epilogue_settings"], ops) if match["epilogue"] else None
-                op = _op(match["op"], match["settings"], ops)
+                epilogue = parse_op(match["epilogue"], match["epilogue_settings"], ops) if match["epilogue"] else None
+                op = parse_op(match["op"], match["settings"], ops)
                 members = _list(match["members"] or "")
                 nodes.append(Node(match["name"], op, _list(match["inputs"]), _types(match["types"]), epilogue, members))
             elif line != "}":
-                raise GraphTextError(f"not a line of a graph: {line!r}")
+                raise GraphTextError(f"{line!r} is not a line of a graph")
         except GraphTextError as error:
             raise GraphTextError(f"line {number}: {error}") from None
     return Graph(name, inputs, tuple(params), tuple(nodes), outputs, scalars)

@@ -58,15 +58,15 @@ class Int8LstmStep(Int8Product):
         return self.name, f"h{inputs[0].width}{wide(self.bits)}"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        h, c, x, weight, offset, scale, inverse = inputs
+        h, c, *_ = inputs
         size = h.width
         if not isinstance(size, int) or not h.floating or h != c:
             raise TypeRuleError(f"takes h and c of floats alike, not {h} and {c}", (0, 1))
         n, k = GATES * size, padded(size)
         if size % GATES:
-            raise TypeRuleError(f"wants a multiple of {GATES} features, and h is {h}", (0,))
+            raise TypeRuleError(f"takes a multiple of {GATES} features, but h is {h}", (0,))
         if k > LARGEST_K:
-            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, and h is {h}", (0,))
+            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, but h is {h}", (0,))
         wanted = (
             TensorType((*rows(h), n), "f32"),
             TensorType((n, k), "i8"),
@@ -74,11 +74,10 @@ class Int8LstmStep(Int8Product):
             TensorType((n,), "f32"),
             TensorType((size,), "f32"),
         )
-        names = ("the gates of x are", "the weight is", "the bias is", "the scale is", "the inverse is")
-        given = (x, weight, offset, scale, inverse)
-        for i, (words, have, want) in enumerate(zip(names, given, wanted, strict=True), 2):
-            if (have.shape, have.dtype) != (want.shape, want.dtype):
-                raise TypeRuleError(f"of {size} features wants {want}, but {words} {have}", (i,))
+        names = ("gates of x", "weights", "biases", "scales", "inverses")
+        for i, (name, want) in enumerate(zip(names, wanted, strict=True), 2):
+            if (inputs[i].shape, inputs[i].dtype) != (want.shape, want.dtype):
+                raise TypeRuleError(f"of {size} features takes {name} {want}, not {inputs[i]}", (i,))
         return h, c
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -86,7 +86,7 @@ class SoftmaxLoss(Op):
         if logits.shape[:-1] != targets.shape:
             raise TypeRuleError(f"scores {logits} by targets {targets}", (0, 1))
         if not isinstance(logits.width, int) or logits.width < self.vocab:
-            raise TypeRuleError(f"wants {self.vocab} logits; {{input}} gives {logits.width}", (0,))
+            raise TypeRuleError(f"takes {self.vocab} logits but {{input}} gives {logits.width}", (0,))
         if self.reduction == "none":
             return (TensorType(targets.shape, "f32"),)
         return TensorType((), "f32"), logits

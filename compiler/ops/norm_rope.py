@@ -120,11 +120,11 @@ class NormRopeGrad(HeadRotation):
         return "_".join((*self.parts, "grad")), _size(inputs[0], inputs[1 + self.reads_x])
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        dy, *given = inputs
-        x = given.pop(0) if self.reads_x else dy
+        dy, *others = inputs
+        x = others.pop(0) if self.reads_x else dy
         if x != dy:
             raise TypeRuleError(f"takes the gradient {dy} of {x}", (0, 1))
-        cos, sin, *gain = given
+        cos, sin, *gain = others
         _check(x, cos, sin, gain)
         return (x, *gain)
 
@@ -137,9 +137,9 @@ class NormRopeGrad(HeadRotation):
         """Differentiates the reference of NormRope by autograd."""
         import torch
 
-        dy, *given = (value.detach() for value in inputs)
-        x = given.pop(0) if self.reads_x else torch.zeros_like(dy)
-        cos, sin, *gain = given
+        dy, *others = (value.detach() for value in inputs)
+        x = others.pop(0) if self.reads_x else torch.zeros_like(dy)
+        cos, sin, *gain = others
         leaves = [x.requires_grad_(), *(value.requires_grad_() for value in gain)]
         with torch.enable_grad():
             y = NormRope(self.eps, self.gain).reference(x, cos, sin, *gain)
@@ -151,7 +151,7 @@ class NormRopeGrad(HeadRotation):
 def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[TensorType]) -> None:
     """Raises TypeRuleError if the shapes of heads, angles and gain do not match."""
     if len(x.shape) < 3:
-        raise TypeRuleError(f"takes heads [..., T, H, C]; {{input}} gives {x}", (0,))
+        raise TypeRuleError(f"takes heads [..., T, H, C] but {{input}} gives {x}", (0,))
     (tokens, heads), channels, pairs = x.shape[-3:-1], x.width, cos.width
     if cos != sin or cos.shape != (tokens, pairs):
         raise TypeRuleError(f"turns {x} by angles {cos} and {sin}", (0, 1, 2))

@@ -70,7 +70,7 @@ class Pointwise(Op):
         known = set(self.variables)
         for text in self.outputs:
             if unknown := [name for name in variables(reread(text)) if name not in known]:
-                raise TypeRuleError(f"reads {unknown[0]!r}, which is none of its operands {sorted(known)}")
+                raise TypeRuleError(f"reads {unknown[0]!r}, which is not one of its operands {sorted(known)}")
         shape = broadcast([type.shape for type in inputs])
         return tuple(TensorType(shape, self.dtype or inputs[0].dtype) for _ in self.outputs)
 

@@ -104,7 +104,7 @@ class Reset(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, ids = inputs
         if x.shape[:2] != ids.shape:
-            raise TypeRuleError(f"resets {x} where ids {ids} say so", (0, 1))
+            raise TypeRuleError(f"resets {x} by ids {ids}", (0, 1))
         return (x,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -135,11 +135,11 @@ class Int8Linear(Int8Product):
         if x.width != k:
             raise TypeRuleError(f"K is {k} in the weight but its input has {x.width} features ({{input}})", (0, 1))
         if k > LARGEST_K:
-            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, and K is {k:,}", (1,))
+            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, but K is {k:,}", (1,))
         if offset.shape != (n,):
             raise TypeRuleError(f"N is {n} in the weight but the bias is {offset}", (2,))
         if n % ALIGNMENT or k % ALIGNMENT:
-            raise TypeRuleError(f"wants multiples of {ALIGNMENT}, but N is {n} and K is {k}", (1,))
+            raise TypeRuleError(f"takes multiples of {ALIGNMENT}, but N is {n} and K is {k}", (1,))
         return (TensorType((*rows(x), n), "i32"),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -27,7 +27,7 @@ def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[Tensor
         raise TypeRuleError(f"takes {into.width} features but {{input}} gives {x.width}", (0,))
     if any(weight.shape[0] != GATES * size for weight in weights):
         shown = ", ".join(map(str, weights))
-        raise TypeRuleError(f"has gates of {size} features, which {shown} are not made for")
+        raise TypeRuleError(f"has gates of {size} features but weights {shown}")
     if h.shape != c.shape:
         raise TypeRuleError(f"starts from h {h} and c {c}", (1, 2))
     return size

@@ -34,15 +34,15 @@ def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tu
     multiply-add counts as two operations.
     """
     graph = flatten(programs, programs.program(program))
-    found = list(graph_costs(graph, sizes))
+    costs = list(graph_costs(graph, sizes))
     for node in graph.nodes:
         if isinstance(node.op, Scan):
             step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
             steps = node.types[-1].shape[1]
             times = sizes[steps] if isinstance(steps, str) else steps
             for cost in graph_costs(step, sizes):
-                found.append(replace(cost, flops=times * cost.flops, bytes=times * cost.bytes))
-    return tuple(found)
+                costs.append(replace(cost, flops=times * cost.flops, bytes=times * cost.bytes))
+    return tuple(costs)
 
 
 def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:

@@ -49,13 +49,13 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
         def is_leaf_module(self, m: "nn.Module", module_qualified_name: str) -> bool:
             return self.traced_func_name != "step" and hasattr(m, "step")
 
-    own = [value for name, value in vars(source).items() if isinstance(value, types.FunctionType) and name != "weights"]
-    tracer = Tracer(autowrap_functions=(*own, arange))
+    functions = [v for name, v in vars(source).items() if isinstance(v, types.FunctionType) and name != "weights"]
+    tracer = Tracer(autowrap_functions=(*functions, arange))
     tracer.traced_func_name = method
     arguments = inspect.signature(getattr(module, method)).parameters.values()
-    given = {entry.name: entry.default for entry in arguments if entry.default is not entry.empty}
+    defaults = {entry.name: entry.default for entry in arguments if entry.default is not entry.empty}
     with _whole_groups(source):
-        return tracer.trace(module, concrete_args=given or None)
+        return tracer.trace(module, concrete_args=defaults or None)
 
 
 @contextmanager
@@ -151,16 +151,16 @@ def check_types(
     seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
     sizes = {"B": rows, "T": tokens, "S": tokens}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = [
+    inputs = [
         torch.zeros(
             [sizes[d] if isinstance(d, str) else d for d in type.shape], dtype=getattr(torch, TORCH_DTYPES[type.dtype])
         )
         for _, type in graph.inputs
     ]
-    FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(*given)
+    FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(*inputs)
     checked = 0
-    for name, found in seen.items():
-        value = found.meta.get("val")
+    for name, actual in seen.items():
+        value = actual.meta.get("val")
         if isinstance(value, torch.Tensor):
             _check_type(name, graph.by_name[name].type, value, sizes)
             checked += 1
@@ -196,89 +196,90 @@ class _Comparison:
             self.node(*self.waiting.pop())
         return self.seen
 
-    def value(self, ref: str, found: Any) -> None:
+    def value(self, ref: str, actual: Any) -> None:
         """Checks a traced value against the plan's value `ref`."""
         if ref[0] == "$":
-            self.expect(found == self.scalars[ref[1:]], ref, f"is {self.scalars[ref[1:]]}", found)
+            self.expect(actual == self.scalars[ref[1:]], ref, f"is {self.scalars[ref[1:]]}", actual)
         elif ref[0] == "@":
-            same = found.op == "get_attr" and found.target == ref[1:]
-            self.expect(same, ref, f"is parameter {ref[1:]}", found)
+            same = actual.op == "get_attr" and actual.target == ref[1:]
+            self.expect(same, ref, f"is parameter {ref[1:]}", actual)
         elif node_of(ref) in self.graph.by_name:
-            self.waiting.append((self.graph.by_name[node_of(ref)], int(ref.partition(":")[2] or 0), found))
+            self.waiting.append((self.graph.by_name[node_of(ref)], int(ref.partition(":")[2] or 0), actual))
         else:
-            self.expect(found.op == "placeholder" and found.target == ref, ref, "is an input", found)
+            self.expect(actual.op == "placeholder" and actual.target == ref, ref, "is an input", actual)
 
-    def node(self, node: Node, index: int, found: Any) -> None:
+    def node(self, node: Node, index: int, actual: Any) -> None:
         if len(node.types) > 1:
-            self.expect(self.called(found) == "getitem" and found.args[1] == index, node.name, f"gives {index}", found)
-            found = found.args[0]
+            matches = self.called(actual) == "getitem" and actual.args[1] == index
+            self.expect(matches, node.name, f"gives {index}", actual)
+            actual = actual.args[0]
         known = self.seen.get(node.name)
         if known is not None:
-            self.expect(known is found, node.name, "is computed once", found)
+            self.expect(known is actual, node.name, "is computed once", actual)
             return
-        self.seen[node.name] = found
+        self.seen[node.name] = actual
         if isinstance(node.op, Scan):
-            self.expect(found.op == "call_module" and found.target == node.op.at, node.name, "is a loop", found)
+            self.expect(actual.op == "call_module" and actual.target == node.op.at, node.name, "is a loop", actual)
             which = {"training": True} if node.op.drops else {}
-            self.expect(found.kwargs == which, node.name, f"runs {node.op.callee}", found)
-            for ref, have in zip(node.inputs, found.args, strict=True):
+            self.expect(actual.kwargs == which, node.name, f"runs {node.op.callee}", actual)
+            for ref, have in zip(node.inputs, actual.args, strict=True):
                 self.value(ref, have)
             return
         if isinstance(node.op, Pointwise):
             values = dict(zip(node.op.variables, node.inputs, strict=True))
-            self.expression(node, decided(reread(node.op.outputs[0])), values, found)
+            self.expression(node, decided(reread(node.op.outputs[0])), values, actual)
             return
         types = [self.graph.types[ref] for ref in node.inputs]
         if isinstance(node.op, Fused):
-            self.group(node, self.groups[node.op.group], found)
+            self.group(node, self.groups[node.op.group], actual)
         elif (call := node.op.call(types)) is not None:
-            self.call(node, call, found)
+            self.call(node, call, actual)
         else:
-            self.kernel(node, found, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
+            self.kernel(node, actual, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
 
-    def group(self, node: Node, function: str, found: Any) -> None:
+    def group(self, node: Node, function: str, actual: Any) -> None:
         """Checks a fused group: a function call or, if the group has a gradient, an application of its autograd
         function.
 
         An autograd function may receive its rows flattened to one dim. Its result is then unflattened.
         """
-        if self.called(found) == function:
-            self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), found)
+        if self.called(actual) == function:
+            self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), actual)
             return
         shape = None
-        if self.called(found) == "unflatten":
-            found, zero, leading = found.args
-            whole = leading.args[0]
+        if self.called(actual) == "unflatten":
+            actual, zero, leading = actual.args
+            flattened = leading.args[0]
             ends = self.called(leading) == "getitem" and leading.args[1] == slice(None, -1)
-            self.expect(zero == 0 and ends and self.called(whole) == "getattr", node.name, "has its rows", leading)
-            shape = whole.args[0]
-        self.expect(self.called(found) == class_name(function), node.name, f"is a call of {function}", found)
-        self.expect(len(found.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", found)
-        given = [have.args[0] if self.called(have) == "flatten" else have for have in found.args]
-        self.expect(shape is None or shape in given, node.name, "has the rows of an input", found)
-        for ref, have, passed in zip(node.inputs, given, found.args, strict=True):
-            self.expect(have is passed or passed.args[1:] in ((), (0, -2)), node.name, "is given rows", passed)
+            self.expect(zero == 0 and ends and self.called(flattened) == "getattr", node.name, "has its rows", leading)
+            shape = flattened.args[0]
+        self.expect(self.called(actual) == class_name(function), node.name, f"is a call of {function}", actual)
+        self.expect(len(actual.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", actual)
+        arguments = [have.args[0] if self.called(have) == "flatten" else have for have in actual.args]
+        self.expect(shape is None or shape in arguments, node.name, "has the rows of an input", actual)
+        for ref, have, passed in zip(node.inputs, arguments, actual.args, strict=True):
+            self.expect(have is passed or passed.args[1:] in ((), (0, -2)), node.name, "receives rows", passed)
             self.value(ref, have)
 
-    def kernel(self, node: Node, found: Any, function: str) -> None:
+    def kernel(self, node: Node, actual: Any, function: str) -> None:
         """Checks a call of a kernel's function. An epilogue appends its title to the function's name, and the kernel's
         file may append the shape after `__`."""
         tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
-        name, wanted = self.called(found).partition(".")[0].partition("__")[0], f"{function}{tail}"
-        self.expect(name == wanted, node.name, f"is a call of {wanted}", found)
-        self.expect(len(found.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", found)
-        for ref, have in zip(node.inputs, found.args, strict=True):
+        name, wanted = self.called(actual).partition(".")[0].partition("__")[0], f"{function}{tail}"
+        self.expect(name == wanted, node.name, f"is a call of {wanted}", actual)
+        self.expect(len(actual.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", actual)
+        for ref, have in zip(node.inputs, actual.args, strict=True):
             self.value(ref, have)
 
-    def call(self, node: Node, wanted: TorchCall, found: Any) -> None:
+    def call(self, node: Node, wanted: TorchCall, actual: Any) -> None:
         """Checks a call. torch.fx records some positional arguments by keyword."""
-        name = self.called(found).removesuffix(".default")  # the overload of a Torch op
-        self.expect(name == wanted.recorded, node.name, f"is a call of {wanted.recorded}", found)
+        name = self.called(actual).removesuffix(".default")  # the overload of a Torch op
+        self.expect(name == wanted.recorded, node.name, f"is a call of {wanted.recorded}", actual)
         count, keywords = len(wanted.args), dict(wanted.keywords)
-        given = (*found.args, *(value for key, value in found.kwargs.items() if key not in keywords))
-        self.expect(len(found.args) <= count <= len(given), node.name, f"takes {count} arguments", found)
-        self.expect(keywords.keys() <= found.kwargs.keys(), node.name, f"has {keywords}", found)
-        pairs = (*zip(wanted.args, given, strict=False), *((v, found.kwargs[k]) for k, v in wanted.keywords))
+        arguments = (*actual.args, *(value for key, value in actual.kwargs.items() if key not in keywords))
+        self.expect(len(actual.args) <= count <= len(arguments), node.name, f"takes {count} arguments", actual)
+        self.expect(keywords.keys() <= actual.kwargs.keys(), node.name, f"has {keywords}", actual)
+        pairs = (*zip(wanted.args, arguments, strict=False), *((v, actual.kwargs[k]) for k, v in wanted.keywords))
         for want, have in pairs:
             self.argument(node, want, have)
 
@@ -290,49 +291,50 @@ class _Comparison:
             self.call(node, want, have)
         elif isinstance(want, tuple) and any(isinstance(item, Input) for item in want):
             self.expect(isinstance(have, tuple) and len(have) == len(want), node.name, f"has {len(want)} items", have)
-            for one, other in zip(want, have, strict=True):
-                self.argument(node, one, other)
+            for item, other in zip(want, have, strict=True):
+                self.argument(node, item, other)
         else:
             self.expect(want == have, node.name, f"has {want}", have)
 
-    def expression(self, node: Node, expr: Expr, values: Mapping[str, str], found: Any) -> None:
+    def expression(self, node: Node, expr: Expr, values: Mapping[str, str], actual: Any) -> None:
         """Checks traced arithmetic against an expression of the pointwise language."""
         if isinstance(expr, Var):
-            if self.called(found) in ("float", "bfloat16", "half"):
-                found = found.args[0]
-            self.value(values[expr.name], found)
+            if self.called(actual) in ("float", "bfloat16", "half"):
+                actual = actual.args[0]
+            self.value(values[expr.name], actual)
         elif not variables(expr):  # Python evaluates constants before fx traces them
-            value, filled = number(expr), self.called(found) == "full_like"  # for functions that accept only tensors
-            have = found.args[1] if filled and len(found.args) == 2 else found
-            self.expect(have == value, node.name, f"has the number {value}", found)
+            value, filled = number(expr), self.called(actual) == "full_like"  # for functions that accept only tensors
+            have = actual.args[1] if filled and len(actual.args) == 2 else actual
+            self.expect(have == value, node.name, f"has the number {value}", actual)
         elif isinstance(expr, Neg) and isinstance(expr.a, Binary) and expr.a.op in ("*", "/"):
-            self.expression(node, Binary(expr.a.op, -expr.a.a, expr.a.b), values, found)  # -(2 * x) is printed -2 * x
+            self.expression(node, Binary(expr.a.op, -expr.a.a, expr.a.b), values, actual)  # -(2 * x) is printed -2 * x
         elif isinstance(expr, Neg):
-            self.operation(node, "neg", (expr.a,), values, found)
+            self.operation(node, "neg", (expr.a,), values, actual)
         elif isinstance(expr, Binary):
-            self.operation(node, ARITHMETIC[expr.op], (expr.a, expr.b), values, found)
+            self.operation(node, ARITHMETIC[expr.op], (expr.a, expr.b), values, actual)
         elif isinstance(expr, Compare):
             op, a, b = expr.op, expr.a, expr.b
             if not variables(a):  # Python calls the reflected method of the tensor on the right
                 op, a, b = MIRRORED[op], b, a
-            self.operation(node, COMPARISONS[op], (a, b), values, found)
+            self.operation(node, COMPARISONS[op], (a, b), values, actual)
         elif isinstance(expr, Call):
             primitive = PRIMITIVES[expr.function]
-            keywords = {k: value for k, value in getattr(found, "kwargs", {}).items() if k in KEYWORDS}
-            self.expect(keywords == primitive.torch_keywords, node.name, f"has {expr.function}", found)
-            self.operation(node, primitive.torch.partition(".")[2], expr.args, values, found)
+            keywords = {k: value for k, value in getattr(actual, "kwargs", {}).items() if k in KEYWORDS}
+            self.expect(keywords == primitive.torch_keywords, node.name, f"has {expr.function}", actual)
+            self.operation(node, primitive.torch.partition(".")[2], expr.args, values, actual)
 
-    def operation(self, node: Node, name: str, parts: tuple[Expr, ...], values: Mapping[str, str], found: Any) -> None:
-        self.expect(self.called(found) == name, node.name, f"has {name}", found)
-        given = [*found.args, *found.kwargs.values()][: len(parts)]  # fx may record a positional argument by keyword
-        self.expect(len(given) == len(parts), node.name, f"{name} takes {len(parts)} arguments", found)
-        for part, have in zip(parts, given, strict=True):
+    def operation(self, node: Node, name: str, parts: tuple[Expr, ...], values: Mapping[str, str], actual: Any) -> None:
+        self.expect(self.called(actual) == name, node.name, f"has {name}", actual)
+        # fx may record a positional argument by keyword
+        arguments = [*actual.args, *actual.kwargs.values()][: len(parts)]
+        self.expect(len(arguments) == len(parts), node.name, f"{name} takes {len(parts)} arguments", actual)
+        for part, have in zip(parts, arguments, strict=True):
             self.expression(node, part, values, have)
 
     @staticmethod
-    def called(found: Any) -> str:
+    def called(actual: Any) -> str:
         """Returns the name of the function, method or module that a traced node calls."""
-        target = getattr(found, "target", None)
+        target = getattr(actual, "target", None)
         if isinstance(target, str):
             return target
         name = getattr(target, "__name__", "")
@@ -341,7 +343,7 @@ class _Comparison:
         return "getitem" if target is operator.getitem else str(name)
 
     @staticmethod
-    def expect(holds: bool, name: str, what: str, found: Any) -> None:
+    def expect(holds: bool, name: str, what: str, actual: Any) -> None:
         if not holds:
-            shown = found.format_node() if hasattr(found, "format_node") else repr(found)
+            shown = actual.format_node() if hasattr(actual, "format_node") else repr(actual)
             raise Mismatch(f"{name} {what} in the plan, but the module has {shown}")

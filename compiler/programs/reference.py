@@ -62,16 +62,16 @@ def _outputs(
     """
     values = {**inputs, **fixed}
     for node in graph.nodes:
-        given = [values[ref] for ref in node.inputs]
+        operands = [values[ref] for ref in node.inputs]
         if isinstance(node.op, Scan):
-            made = _loop(programs, node.op, given, fixed, observe, dtype)
+            outputs = _loop(programs, node.op, operands, fixed, observe, dtype)
         else:
-            made = node_value(node, given)
-        if not any(value.is_floating_point() for value in given):
-            made = tuple(value.to(dtype) if value.is_floating_point() else value for value in made)
+            outputs = node_value(node, operands)
+        if not any(value.is_floating_point() for value in operands):
+            outputs = tuple(value.to(dtype) if value.is_floating_point() else value for value in outputs)
         if observe is not None:
-            observe(node, given, made)
-        values |= zip(node.outputs, made, strict=True)
+            observe(node, operands, outputs)
+        values |= zip(node.outputs, outputs, strict=True)
     return {label: values[ref] for label, ref in graph.outputs}
 
 
@@ -91,11 +91,11 @@ def _loop(
     carried, stepped, others = inputs[: scan.carried], inputs[scan.carried : last], inputs[last:]
     rows: list[list[Tensor]] = []
     for t in range(stepped[0].shape[1]):
-        given = (*carried, *(sequence.narrow(1, t, 1) for sequence in stepped), *others)
-        named = {name: value for (name, _), value in zip(step.inputs, given, strict=True)}
-        made = list(_outputs(programs, step, named, fixed, observe, dtype).values())
-        carried = made[: scan.carried]
-        rows.append(made[scan.carried :])
+        operands = (*carried, *(sequence.narrow(1, t, 1) for sequence in stepped), *others)
+        named = {name: value for (name, _), value in zip(step.inputs, operands, strict=True)}
+        outputs = list(_outputs(programs, step, named, fixed, observe, dtype).values())
+        carried = outputs[: scan.carried]
+        rows.append(outputs[scan.carried :])
     return *carried, *(torch.cat(outputs, 1) for outputs in zip(*rows, strict=True))
 
 

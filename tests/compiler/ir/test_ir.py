@@ -108,9 +108,9 @@ def test_types_read_back(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("graph g() {\n  nonsense\n}", "line 2: not a line of a graph: '  nonsense'"),
-        ("graph g(x: f32[2]) {\n  y = nothing(x) : f32[2]\n}", "line 2: no op is named 'nothing'"),
-        ("graph g(x: f32) {\n}", "line 1: not a type: 'f32'"),
+        ("graph g() {\n  nonsense\n}", "line 2: '  nonsense' is not a line of a graph"),
+        ("graph g(x: f32[2]) {\n  y = nothing(x) : f32[2]\n}", "line 2: 'nothing' is not an op"),
+        ("graph g(x: f32) {\n}", "line 1: 'f32' is not a type"),
     ],
 )
 def test_bad_graph_text_is_refused(text: str, message: str) -> None:

@@ -95,11 +95,11 @@ def test_it_is_judged_on_codes_of_both_signs(bits: Literal[8, 16]) -> None:
 
 CHANGES = {
     "c": (TensorType(("B", 12), "f32"), "takes h and c of floats alike, not f32[B,8] and f32[B,12]"),
-    "x": (TensorType(("B", 24), "f32"), "of 8 features wants f32[B,32], but the gates of x are f32[B,24]"),
-    "w": (TensorType((32, 8), "i8"), "of 8 features wants i8[32,16], but the weight is i8[32,8]"),
-    "offset": (TensorType((31,), "i32"), "of 8 features wants i32[32], but the bias is i32[31]"),
-    "scale": (TensorType((32,), "bf16"), "of 8 features wants f32[32], but the scale is bf16[32]"),
-    "inverse": (TensorType((16,), "f32"), "of 8 features wants f32[8], but the inverse is f32[16]"),
+    "x": (TensorType(("B", 24), "f32"), "of 8 features takes gates of x f32[B,32], not f32[B,24]"),
+    "w": (TensorType((32, 8), "i8"), "of 8 features takes weights i8[32,16], not i8[32,8]"),
+    "offset": (TensorType((31,), "i32"), "of 8 features takes biases i32[32], not i32[31]"),
+    "scale": (TensorType((32,), "bf16"), "of 8 features takes scales f32[32], not bf16[32]"),
+    "inverse": (TensorType((16,), "f32"), "of 8 features takes inverses f32[8], not f32[16]"),
 }
 
 
@@ -115,7 +115,7 @@ def test_a_graph_refuses_what_does_not_fit(name: str) -> None:
 
 
 def test_sizes_that_no_product_takes_are_refused() -> None:
-    with pytest.raises(TypeRuleError, match="wants a multiple of 4 features, and h is f32"):
+    with pytest.raises(TypeRuleError, match="takes a multiple of 4 features, but h is f32"):
         step_site(6)
     with pytest.raises(TypeRuleError, match="sums at most 66,560 products in int32"):
         step_site(70_000)
