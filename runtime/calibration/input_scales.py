@@ -45,11 +45,11 @@ class InputScales:
     def measure(self, weights: Mapping[str, Tensor]) -> None:
         """Measures the scales for `weights` (f32, by parameter name) on rank 0 and sets them on all ranks."""
 
-        def found() -> dict[str, Tensor]:
+        def scales() -> dict[str, Tensor]:
             with torch.no_grad():
                 return {leader: scale.cpu() for leader, scale in self._measure(weights).items()}
 
-        self._write(self._world.first(found))
+        self._write(self._world.first(scales))
 
     def state(self) -> dict[str, Tensor]:
         """Returns the scales for a checkpoint; ones if they have not been measured."""

@@ -67,6 +67,6 @@ def _copy_artifact(run: Run, out: Path, say: Say) -> None:
     def check(temporary: Path) -> None:
         read_verified(temporary)
         if temporary.read_bytes() != data:
-            raise IntegrityError(f"{out}: what was written does not read back", "check disk and memory")
+            raise IntegrityError(f"{out}: the data read back differ from what was written", "check disk and memory")
 
     write_atomically(out, [data], check)

@@ -25,19 +25,19 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
             raise RunFailure(f"{path}: {name} is a {tensor.layout} tensor, and safetensors holds dense ones only")
-    whole = torch.contiguous_format
-    own = {name: tensors[name].detach().cpu().clone(memory_format=whole) for name in sorted(tensors)}
+    dense = torch.contiguous_format
+    copies = {name: tensors[name].detach().cpu().clone(memory_format=dense) for name in sorted(tensors)}
     try:
-        data = _sorted_metadata(save(own, dict(metadata)))
+        data = _sorted_metadata(save(copies, dict(metadata)))
     except (SafetensorError, KeyError, ValueError) as error:
         raise RunFailure(f"{path}: safetensors cannot store these tensors: {error}") from error
 
     def check(temporary: Path) -> None:
-        unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
+        unreadable = IntegrityError(f"{path}: the data read back differ from what was written", "check disk and memory")
         try:
             with safe_open(str(temporary), framework="pt") as file:
-                same = set(file.keys()) == set(own) and (file.metadata() or {}) == dict(metadata)
-                same = same and all(_same_bits(file.get_tensor(name), tensor) for name, tensor in own.items())
+                same = set(file.keys()) == set(copies) and (file.metadata() or {}) == dict(metadata)
+                same = same and all(_same_bits(file.get_tensor(name), tensor) for name, tensor in copies.items())
         except SafetensorError as error:
             raise unreadable from error
         if not same:

@@ -120,12 +120,12 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
 
 def clipped_line(rows: Sequence[InputRow]) -> str:
     """Returns a line about the inputs that exceed the range of their scales, largest `reach` first; empty if none."""
-    found = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
-    if not found:
+    clipped = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
+    if not clipped:
         return ""
-    each = [f"{row.weights[0]} (to {row.reach:.3g} times it, {row.clipped:.2%} of its numbers)" for row in found]
-    told = "inputs are cut off beyond the range of the scale that training measured"
-    return f"{told}: {', '.join(each)}; a smaller train.qat.below measures it later"
+    inputs = [f"{row.weights[0]} (to {row.reach:.3g} times it, {row.clipped:.2%} of its numbers)" for row in clipped]
+    problem = "inputs are cut off beyond the range of the scale that training measured"
+    return f"{problem}: {', '.join(inputs)}; a smaller train.qat.below measures it later"
 
 
 def input_table(rows: Sequence[InputRow]) -> str:
@@ -174,10 +174,10 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
     largest = float(hessian.abs().max())
     hessian = hessian / largest if largest > 0 else hessian
     wrong = max(float((delta @ hessian * delta).sum()), 0.0)
-    whole = max(float((weight @ hessian * weight).sum()), 0.0)
-    if whole == 0.0:
+    output = max(float((weight @ hessian * weight).sum()), 0.0)
+    if output == 0.0:
         return 0.0 if wrong == 0.0 else math.inf
-    return math.sqrt(wrong / whole)
+    return math.sqrt(wrong / output)
 
 
 def solution_line(rows: Sequence[Row]) -> str:
@@ -188,9 +188,9 @@ def solution_line(rows: Sequence[Row]) -> str:
     solved = {row.name: row.solution for row in rows if row.solution is not None}
     if not solved:
         return ""
-    asked = " or ".join(f"{damping:g}" for damping in sorted({one.asked for one in solved.values()}))
-    more = [f"{name} by {one.damping:g}" for name, one in solved.items() if one.damping > one.asked]
-    dead = [f"{one.dead:,} columns of {name}" for name, one in solved.items() if one.dead]
+    asked = " or ".join(f"{damping:g}" for damping in sorted({solution.asked for solution in solved.values()}))
+    more = [f"{name} by {solution.damping:g}" for name, solution in solved.items() if solution.damping > solution.asked]
+    dead = [f"{solution.dead:,} columns of {name}" for name, solution in solved.items() if solution.dead]
     parts = [f"{len(solved)} Hessians damped by {asked} mean diagonals"]
     parts += [f"as Cholesky failed there, {', '.join(more)}"] if more else []
     parts += [f"without input, so rounded to nearest: {', '.join(dead)}"] if dead else []
@@ -210,8 +210,10 @@ def table(rows: Sequence[Row]) -> str:
     cells: list[tuple[str, ...]] = [
         ("parameter", "bits", "weight mse", "output error", "added nats", "compressed", "bytes")
     ]
-    cells += [(f"{name} x {len(one)}" if len(one) > 1 else name, *_told(one)) for name, one in roles.items()]
-    sums = _told(rows)[3:]
+    cells += [
+        (f"{name} x {len(members)}" if len(members) > 1 else name, *_cells(members)) for name, members in roles.items()
+    ]
+    sums = _cells(rows)[3:]
     cells.append(("total", "", "", "", *sums))
     if all(row.added_nats is None for row in rows):
         cells = [(*line[:4], *line[5:]) for line in cells]
@@ -219,7 +221,7 @@ def table(rows: Sequence[Row]) -> str:
     return _aligned([(_shortened(line[0], room), *line[1:]) for line in cells], left=1)
 
 
-def _told(rows: Sequence[Row]) -> tuple[str, ...]:
+def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
     """Returns the cells of `table` for rows that share a line, without the name."""
     bits = sorted({row.bits for row in rows})
     errors = [row.output_error for row in rows if row.output_error is not None]

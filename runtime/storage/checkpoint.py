@@ -216,8 +216,8 @@ def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
     if snapshot.average is not None:
         groups[AVERAGE] = snapshot.average
     for name, tensors in groups.items():
-        own = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
-        yield name, tensor_bytes(own)
+        copies = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
+        yield name, tensor_bytes(copies)
     yield STATE, state.model_dump_json(indent=1).encode()
 
 
@@ -232,11 +232,11 @@ def _outdated(folder: Path, keep: int) -> list[Path]:
     """Returns the checkpoints older than the `keep` newest complete checkpoints. A damaged checkpoint does not count
     toward `keep`."""
     steps = all_in(folder)
-    whole = [path for path in steps if _looks_whole(path)]
-    return [path for path in steps if len(whole) >= keep and steps.index(path) < steps.index(whole[-keep])]
+    complete = [path for path in steps if _is_complete(path)]
+    return [path for path in steps if len(complete) >= keep and steps.index(path) < steps.index(complete[-keep])]
 
 
-def _looks_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
         return Committed.open(path).in_full_size()
     except IntegrityError:

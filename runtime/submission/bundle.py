@@ -81,7 +81,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     files = modules(spec, lock, targets, tokenizer, codec)
     data = "\0".join(part for file in files.items() for part in file).encode()
     filters = [{**LZMA, "nice_len": length} for length in MATCHES]
-    packed = min((lzma.compress(data, lzma.FORMAT_ALONE, filters=[one]) for one in filters), key=len)
+    packed = min((lzma.compress(data, lzma.FORMAT_ALONE, filters=[chain]) for chain in filters), key=len)
     entry = _flat(ENTRY)
     return STUB.format(data=base64.b85encode(packed).decode(), package=PACKAGE, entry=entry)
 
@@ -129,14 +129,14 @@ def _without_comments(text: str) -> str:
 
 def _sources() -> dict[str, str]:
     """Returns the source texts of all modules of `specc.compiler` and `specc.runtime`, by module name."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for package in (specc.compiler, specc.runtime):
         root = Path(str(package.__file__)).parent
         for path in sorted(root.rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             inner = parts[:-1] if parts[-1] == "__init__" else parts
-            found[".".join((package.__name__, *inner))] = path.read_text(encoding="utf-8")
-    return found
+            texts[".".join((package.__name__, *inner))] = path.read_text(encoding="utf-8")
+    return texts
 
 
 def _plan(
@@ -145,15 +145,15 @@ def _plan(
     """Returns the source of the module `plan`, and the generated files by path."""
     quant = spec.quant
     assert quant is not None and isinstance(spec.eval, BitsSpec)
-    built, unfused = (compile_loaded(one, None, tuple(targets), lock) for one in (spec, replace_fuse(spec)))
+    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, replace_fuse(spec)))
     programs = {target: plan.programs for target, plan in built.plans.items()}
     params = {
-        target: [dataclasses.replace(p, init=None, storage="") for p in one.params]  # type: ignore[arg-type]
-        for target, one in programs.items()
+        target: [dataclasses.replace(p, init=None, storage="") for p in program.params]  # type: ignore[arg-type]
+        for target, program in programs.items()
     }
     first = programs[targets[0]]
     base = base_schemes(quant, first.params)
-    whole = resolved(spec, base)
+    deployed = resolved(spec, base)
     pieces = tokenizer.piece_bytes()
     facts = (tokenizer.name, tokenizer.vocab, tokenizer.bos, tokenizer.lossless, tokenizer.digest())
     kinds = {str(scheme.model_fields["scheme"].default): scheme for scheme in SCHEMES}
@@ -172,9 +172,9 @@ def _plan(
         "BASE": base,
         "SCHEMES": used,
         "RULES": {optimizer.kind: rule_of(optimizer) for optimizer in spec.train.optimizers},
-        "SPEC": canonical(whole),
+        "SPEC": canonical(deployed),
         "SPEC_DIGEST": "",
-        "CODE": Deployment.of(whole).code,
+        "CODE": Deployment.of(deployed).code,
         "TOKENIZER": facts,
         "BYTES": pieces.base.tolist(),
         "SPACES": pieces.leading_space.nonzero()[0].tolist(),
@@ -185,8 +185,8 @@ def _plan(
     imports = sorted(f"from {kind.__module__} import {kind.__name__}" for kind in classes)
     generated = {
         f"{folder}{suffix}/{file}": text
-        for made, suffix in ((built, ""), (unfused, "_plain"))
-        for name, text in made.files.items()
+        for build, suffix in ((built, ""), (unfused, "_plain"))
+        for name, text in build.files.items()
         for folder, _, file in [name.rpartition("/")]
         if folder in targets
     }
@@ -202,7 +202,7 @@ def spelled(value: Any, classes: set[type]) -> str:
 
     def call(kind: type, fields: Iterable[tuple[str, Any]]) -> str:
         classes.add(kind)
-        return f"{kind.__name__}({', '.join(f'{name}={spelled(one, classes)}' for name, one in fields)})"
+        return f"{kind.__name__}({', '.join(f'{name}={spelled(field, classes)}' for name, field in fields)})"
 
     if isinstance(value, StrictModel):
         fields = type(value).model_fields

@@ -78,13 +78,13 @@ def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
     sizes = []
     for name in (CODE, WEIGHTS):
         try:
-            found = (path / name).lstat()
+            status = (path / name).lstat()
         except OSError as error:
             hint = "export it again: specc export RUN --format submission --force"
             raise IntegrityError(f"{path / name}: {error.strerror}", hint) from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise IntegrityError(f"{path / name} is not a regular file", "what a link leads to would not be counted")
-        sizes.append(found.st_size)
+        sizes.append(status.st_size)
     others = tuple(sorted(entry.name for entry in path.iterdir() if entry.name not in (CODE, WEIGHTS)))
     if budget is None:
         quant = deployment_of(peek_spec(path / WEIGHTS))[0].quant

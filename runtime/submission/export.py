@@ -82,7 +82,7 @@ def export_submission(
     if _without_rules(canonical(found.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
-        raise RunFailure(f"{source} was made of another spec than the run has now", again)
+        raise RunFailure(f"{source} was written for another spec than the run has now", again)
     text = _code(run, targets, search, codec)
     with _removed_on_failure(out, weights):
         try:
@@ -94,7 +94,9 @@ def export_submission(
 
         def check(temporary: Path) -> None:
             if temporary.read_bytes() != text.encode():
-                raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
+                raise IntegrityError(
+                    f"{code}: the data read back differ from what was written", "check disk and memory"
+                )
 
         write_atomically(code, [text.encode()], check)
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write syntax that older versions cannot parse
@@ -134,7 +136,7 @@ def _of_text(run: Run) -> Run:
     """Returns the run. Raises ExportError if it is not a quantized text model or trains by teacher forcing."""
     spec = run.spec
     if spec.quant is None or not isinstance(spec.eval, BitsSpec):
-        raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
+        raise ExportError(f"{spec.name} is not a quantized model of text", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
         raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")
     return run

@@ -89,14 +89,14 @@ class Shaker:
 
     def texts(self) -> dict[str, str]:
         """Returns the sources of the new modules, by file name."""
-        made: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for name, module in sorted(self._modules.items()):
             if module.kept or module.used:
                 body = [self._without_unmentioned(module.body[i]) for i in sorted(module.kept)]
                 tree = ast.Module([*self._import_lines(module), *body], [])
                 tree = ast.fix_missing_locations(_Imports(self).visit(tree))
-                made[f"{_flat(name)}.py"] = _text(tree)
-        return made
+                texts[f"{_flat(name)}.py"] = _text(tree)
+        return texts
 
     def _without_unmentioned(self, statement: ast.stmt) -> ast.stmt:
         """Returns a statement. Methods that no kept statement mentions are removed from a class."""
@@ -110,7 +110,7 @@ class Shaker:
         names: dict[str, list[ast.alias]] = {}
         for name, (source, symbol) in sorted(module.used.items()):
             if name in module.dotted and symbol is None:
-                yield from (ast.Import([ast.alias(whole)]) for whole in module.dotted[name])
+                yield from (ast.Import([ast.alias(submodule)]) for submodule in module.dotted[name])
                 continue
             statement = self.import_of(source, symbol, name)
             if isinstance(statement, ast.ImportFrom):
@@ -147,10 +147,10 @@ class Shaker:
             return symbol
         if f"{module}.{name}" in self._sources:
             return f"{module}.{name}", None
-        found = self._module(module)
-        if name in found.imports:
-            return self._resolved(found.imports[name])
-        if name not in found.bound:
+        origin = self._module(module)
+        if name in origin.imports:
+            return self._resolved(origin.imports[name])
+        if name not in origin.bound:
             raise ShakeError(f"{module} has no {name}")
         return symbol
 
@@ -252,8 +252,8 @@ class Shaker:
             if (origin, symbol) in (("typing", "Generic"), ("typing", "Protocol")):
                 continue
             places = self._module(origin).bound.get(symbol or "", ()) if origin in self._sources else ()
-            found = [self._module(origin).body[place] for place in places]
-            if not found or not all(isinstance(one, ast.ClassDef) and self._is_closed(origin, one) for one in found):
+            classes = [self._module(origin).body[place] for place in places]
+            if not classes or not all(isinstance(c, ast.ClassDef) and self._is_closed(origin, c) for c in classes):
                 return False
         return True
 
