@@ -102,7 +102,7 @@ class Translator:
             if (t + 1) % CHECK and t + 1 < self.window:
                 continue
             if search.broken:  # checked before rows are removed, because rows of NaN count as finished
-                raise RunFailure("the largest logit is no number", "the model is broken: try an earlier checkpoint")
+                raise RunFailure("the largest logit is not finite", "the model is broken: try an earlier checkpoint")
             done = search.done(t + 1)
             unfinished = (~done).nonzero()[:, 0]
             if len(unfinished) == 0 or t + 1 == self.window:
@@ -258,7 +258,7 @@ def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BAT
 
 
 @torch.no_grad()
-def fed(
+def decoder_inputs(
     model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str] = ("encode", "extend")
 ) -> Tensor:
     """Computes decoder inputs for scheduled sampling, a mix of target tokens and the model's own predictions.

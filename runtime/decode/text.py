@@ -44,11 +44,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SamplingError(f"the temperature {self.temperature} is not 0 or more", "0 is greedy")
+            raise SamplingError(
+                f"the temperature is {self.temperature}; it must be a number of at least 0",
+                "0 selects the most probable token",
+            )
         if self.top_k is not None and self.top_k < 1:
-            raise SamplingError(f"top-k {self.top_k} keeps no token", "give 1 or more, or leave it out")
+            raise SamplingError(f"top-k is {self.top_k}; it must be at least 1", "leave it out to keep all tokens")
         if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top-p {self.top_p} is not in (0, 1]", "1 keeps every token")
+            raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "1 keeps all tokens")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].

@@ -40,9 +40,9 @@ class SetScore:
     untried: int = 0
 
     def __str__(self) -> str:
-        known = str(self.overlap) if self.overlap else "the share that was trained on is not known"
+        known = str(self.overlap) if self.overlap else "overlap with the training data unknown"
         trained = "held out of the training file" if self.held_out else known
-        untried = f"; none of them exact, so {self.untried:,} more were not tried" if self.untried else ""
+        untried = f"; none is exact, so {self.untried:,} more were not decoded" if self.untried else ""
         return f"{self.name}: {self.score.line()}; {trained}{untried}"
 
 
@@ -97,7 +97,7 @@ def evaluate_lines(
         raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in its spec")
     if options.stride is not None or options.window is not None:
         option = "stride" if options.stride is not None else "window"
-        raise EvaluateError(f"lines are scored one by one, and have no {option}", f"leave --{option} out")
+        raise EvaluateError(f"lines are scored individually and have no {option}", f"leave --{option} out")
     if world is not None and world.size > 1:
         raise EvaluateError("lines are scored by one process", "leave --gpus out")
     if options.max_tokens is not None and options.max_tokens < 1:

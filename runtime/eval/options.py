@@ -47,7 +47,7 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         """Raises EvaluateError if `data` is blank."""
         if self.data is not None and not self.data.strip():
-            raise EvaluateError("--data is empty", "name the data, or leave --data out for those of the run")
+            raise EvaluateError("--data is empty", "name the data, or leave --data out to use the data of the run")
 
 
 def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
@@ -61,14 +61,14 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
         raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
     window = how.window or context if options.window is None else options.window
     if not 1 <= window <= context:
-        message = f"the window {window} is not in 1 .. {context}, the context that the model is built for"
-        raise EvaluateError(message, "give another one")
+        message = f"the window {window} is not in 1 .. {context}, the context of the model"
+        raise EvaluateError(message, "change --window")
     stride = how.stride if options.stride is None else options.stride
     if options.stride is None and stride is not None and options.window is not None:
         stride = min(stride, window)  # the spec's stride may exceed a smaller window
     if stride is not None and not 1 <= stride <= window:
         what = "context" if window == context else "window"
-        raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "give another one")
+        raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "change --stride")
     if options.max_tokens is not None and options.max_tokens < 1:
         raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
     return WindowPlan(window, options.batch or how.batch, window if stride is None else stride)

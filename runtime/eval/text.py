@@ -157,16 +157,16 @@ def evaluate_adapted(
     windows, how = windows_of(opened.spec, options, str(opened.path)), opened.spec.eval
     assert isinstance(how, BitsSpec) and how.adapt is not None
     if next(opened.model.buffers(), None) is not None:
-        hint = "adapt the run that it was made from, before it was quantized"
-        raise EvaluateError(f"{opened.path} computes in whole numbers, through which nothing learns", hint)
+        hint = "adapt the run from before quantization"
+        raise EvaluateError(f"{opened.path} computes in integers, which have no gradients", hint)
     method, model, compiled = method_of(how.adapt), opened.model, _compiled(opened, options)
     learns = [weight for weight in model.parameters() if weight.requires_grad]
     fixed = method.rows(how.adapt) if method.rows is not None else None
     if fixed is not None and options.batch not in (None, fixed):
-        message = f"{how.adapt.kind} takes {fixed} windows at once, as its settings say, and has no other batches"
+        message = f"{how.adapt.kind} has a fixed batch of {fixed} windows, which its settings state"
         raise EvaluateError(message, "leave --batch out, or set it in the settings of --adapt")
     rows, fewer = (
-        (windows.batch, FEWER) if fixed is None else (fixed, "lower what the settings of --adapt take at once")
+        (windows.batch, FEWER) if fixed is None else (fixed, "lower the number of windows in the settings of --adapt")
     )
     with _stream(opened, options, world) as stream, _memory(fewer):
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
@@ -185,7 +185,9 @@ def evaluate_adapted(
                 weight.requires_grad_()
         result = account.total(work.share)
     if not math.isfinite(result.nats):
-        raise RunFailure(f"the loss is {result.nats}", "the model is broken, or eval.adapt learns too fast")
+        raise RunFailure(
+            f"the loss is {result.nats}", "the model is broken, or the learning rate of eval.adapt is too high"
+        )
     return Adapted(how.adapt, windows, done, replace(result, held_out=_held_out(opened, stream)))
 
 
@@ -199,7 +201,7 @@ def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iter
     """Opens the text to score. Raises EvaluateError if none is named, RunFailure if it differs between processes."""
     data = options.data or opened.data
     if data is None:
-        raise EvaluateError(f"{opened.path} does not say what to score", "name it with --data PATH")
+        raise EvaluateError(f"{opened.path} does not state its data", "name the data with --data PATH")
     with world.in_turn("data"):  # the first process tokenizes for all
         stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
     try:

@@ -114,7 +114,7 @@ class ScoredText:
         stream, tokenizer = self.stream, self.tokenizer
         if stream.tokenizer_digest not in (None, tokenizer.digest()) or stream.vocab != tokenizer.vocab:
             raise DataError(
-                f"the stream was not made with the tokenizer {tokenizer.name}",
+                f"the stream was not tokenized with {tokenizer.name}",
                 "open the stream with the same tokenizer",
             )
         stream.require_scorable(tokenizer)
@@ -249,13 +249,13 @@ def _result(
     nats: float, tokens: int, piece_bytes: int, document_bytes: int | None, tokenizer: Tokenizer
 ) -> BitsPerByte:
     if piece_bytes < 1:
-        raise DataError(f"the {tokens:,} scored tokens stand for no bytes of text", "score more tokens")
+        raise DataError(f"the {tokens:,} scored tokens represent no bytes of text", "score more tokens")
     bits = nats / math.log(2)
     if tokenizer.lossless and document_bytes not in (None, piece_bytes):
         raise DataIntegrityError(
-            f"{tokenizer.name} is lossless, but the tokens stand for {piece_bytes:,} bytes "
+            f"{tokenizer.name} is lossless, but the tokens represent {piece_bytes:,} bytes "
             f"and the documents have {document_bytes:,}",
-            "the token cache is damaged: delete it; it is made again from the source",
+            "the token cache is damaged: delete it; it is created again from the source",
         )
     known = piece_bytes if tokenizer.lossless else document_bytes
     bpb = None if known is None else bits / known

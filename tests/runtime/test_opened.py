@@ -199,7 +199,7 @@ def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> No
     (tmp_path / "letters.tiktoken").write_text(letters, encoding="ascii")
     small = small_spec("train.data={tokenizer: letters.tiktoken}", "model.vocab=200")
     model = open_model(make_run(tmp_path / "run", small, "stdlib").directory, search=[tmp_path])
-    with pytest.raises(DataError, match="has 257 ids, the model only 200"):
+    with pytest.raises(DataError, match="has 257 ids, but the model has only 200"):
         _ = model.tokenizer
     marked = small_spec("train.data={tokenizer: letters.tiktoken}", "model.blocks.layers.0.bos=0")
     model = open_model(make_run(tmp_path / "marked", marked, "stdlib").directory, search=[tmp_path])

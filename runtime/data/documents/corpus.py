@@ -47,8 +47,8 @@ class Corpus:
         """Raises DataError if the split has no files."""
         if not self.files:
             split = self.split
-            hint = f"put a {split}.txt or {split}.jsonl beside them"
-            raise DataError(f"{self.source}: no files for the {split} split", hint)
+            hint = f"add a {split}.txt or {split}.jsonl"
+            raise DataError(f"{self.source} has no files for the {split} split", hint)
 
     def documents(self) -> Iterator[bytes]:
         """Yields the split's non-empty documents in order.
@@ -63,9 +63,11 @@ class Corpus:
                     empty = False
                     yield document
         if empty:
-            hint = "put a text in it that is not empty"
+            hint = "add a document that is not empty"
             if self.in_val is not None:
-                hint = "a share of the documents, by hash, is val: give more, or files of their own for each split"
+                hint = (
+                    "val is a fraction of the documents, by hash: add more documents, or separate files for each split"
+                )
             raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
 
     def listing(self) -> list[list[str | int]]:
@@ -137,12 +139,14 @@ def split_corpus(
     name, files = ", ".join(map(str, sources)), _files(sources)
     val, train = _files(validation), files
     if bounds not in (None, "record") and all(kind_of(path) == ".jsonl" for _, path in files + val):
-        raise DataError(f"{name}: its documents are the records, and cannot end at `{bounds}`", "leave --bounds out")
+        raise DataError(
+            f"{name}: documents of .jsonl files are records and cannot end at `{bounds}`", "leave --bounds out"
+        )
     in_val: Callable[[bytes], bool] | None = None
     if validation:
         both = {path.resolve() for _, path in train} & {path.resolve() for _, path in val}
         if both:
-            raise DataError(f"{min(both)}: both to train on and to validate on", "give other files for validation")
+            raise DataError(f"{min(both)} is in both splits", "use other files for validation")
     elif share is not None:
         val, in_val = files, partial(in_share, share)
     elif list(sources) == ["stdlib"]:
@@ -194,7 +198,9 @@ def _stdlib_files() -> list[tuple[str, Path]]:
     files = [file for file in _walk(root, _NOT_STDLIB) if file[1].suffix == ".py"]
     files = [file for file in files if not file[1].name.startswith("_sysconfigdata") and _is_utf8(file[1])]
     if not files:
-        raise DataError(f"Python {platform.python_version()} has no source of its library in {root}", "use other data")
+        raise DataError(
+            f"Python {platform.python_version()} has no source files of its library in {root}", "use other data"
+        )
     return files
 
 

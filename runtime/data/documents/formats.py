@@ -84,8 +84,8 @@ def _is_blank(line: bytes) -> bool:
 def _bounded(document: bytes, where: str | Path) -> bytes:
     """Returns the document. Raises DataError if it has more than DOCUMENT_BYTES."""
     if len(document) > DOCUMENT_BYTES:
-        hint = "cut it into smaller ones, or let documents end elsewhere with `specc data pack --bounds`"
-        raise DataError(f"{where}: a document of more than {DOCUMENT_BYTES:,} bytes, which is held in memory", hint)
+        hint = "split it, or change the boundaries between documents with `specc data pack --bounds`"
+        raise DataError(f"{where}: a document has more than {DOCUMENT_BYTES:,} bytes", hint)
     return document
 
 
@@ -168,7 +168,9 @@ def _json_lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes]:
         try:
             yield text.encode("utf-8")
         except UnicodeEncodeError:
-            raise DataError(f'{where}: "text" has half a surrogate pair, which is no character', _LINE_HINT) from None
+            raise DataError(
+                f'{where}: "text" has half a surrogate pair, which is not a character', _LINE_HINT
+            ) from None
 
 
 _LINE_HINT = 'each line must be one JSON object such as {"text": "a document"}; correct the line or remove it'

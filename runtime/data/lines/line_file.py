@@ -64,8 +64,8 @@ class LineFile:
     def require_both_splits(self) -> None:
         """Raises DataError if all lines, or none, are held out."""
         if self.held_out.all() or not self.held_out.any():
-            message = f"{self.path}: too few lines to hold some out"
-            raise DataError(message, "one line in ten, by hash, validates: give more")
+            message = f"{self.path} has too few lines to hold some out"
+            raise DataError(message, "one line in ten, by hash, is used for validation: add more lines")
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str]]:
@@ -91,7 +91,7 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
         sides[0].append(left)
         sides[1].append(right)
     if not texts:
-        raise DataError(f"{path}: has no lines")
+        raise DataError(f"{path} has no lines")
     return sides
 
 

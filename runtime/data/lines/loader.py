@@ -182,7 +182,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
             )
         values = [state.get(name, -1) for name in ("position", "samples", "tokens")]
         if not all(isinstance(value, int) and value >= 0 for value in values):
-            raise DataError(f"the saved position in the data is not one: {dict(state)}")
+            raise DataError(f"the saved position in the data is invalid: {dict(state)}")
         self.close()
         self._position, self.samples, self.tokens = values
         self._taken = self._passes

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,13 +91,15 @@ class Lines:
 
     def factors(self) -> Rows:
         """Returns the left sides as ASCII, u8 [N, LONGEST], zero-padded."""
-        return np.concatenate([_factors(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
+        return self._printed(_factors)
 
     def expansions(self) -> Rows:
         """Returns the right sides as ASCII, u8 [N, LONGEST], zero-padded."""
-        return np.concatenate(
-            [_expansions(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)]
-        )
+        return self._printed(_expansions)
+
+    def _printed(self, side: Callable[[Lines], Rows]) -> Rows:
+        """Prints a side in blocks, which bounds memory."""
+        return np.concatenate([side(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
 
     def sides(self) -> tuple[Rows, Rows]:
         """Returns left and right sides as ASCII, u8 [N, LONGEST] each, zero-padded."""
@@ -289,13 +291,13 @@ def parse(factors: Iterable[str]) -> Lines:
     lines = Lines.of(variable, function, outer, np.array([line[3] for line in read], np.int64).reshape(-1, 2, 2))
     for text, row in zip(texts, lines.factors(), strict=True):
         if (printed := row[row != 0].tobytes().decode("ascii")) != text:
-            raise DataError(f"{text!r} is not in the form of the task", f"there it is {printed}")
+            raise DataError(f"{text!r} is not in the format of the task", f"write {printed}")
     return lines
 
 
 def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
     shown = repr(text) if len(text) <= 60 else f"{text[:60]!r}..."
-    bad = DataError(f"{shown} is no product of two linear forms", "e.g. (7-3*z)*(-5*z-9), 3*x*(x+7) or -9*s**2")
+    bad = DataError(f"{shown} is not a product of two linear forms", "e.g. (7-3*z)*(-5*z-9), 3*x*(x+7) or -9*s**2")
     if (variable := _V.search(text)) is None or "V" in text or len(text) > LONGEST:
         raise bad
     plain = text.replace(variable[0], "V")

@@ -67,9 +67,9 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
         DataError: the split does not exist, the count is out of range, or too few lines are disjoint from `training`.
     """
     if split not in SPLITS:
-        raise DataError(f"there is no split {split!r}", f"there are {', '.join(SPLITS)}")
+        raise DataError(f"unknown split {split!r}", f"use one of {', '.join(SPLITS)}")
     if not 1 <= count <= MOST_HELD_OUT:
-        raise DataError(f"cannot hold out {count:,} lines", f"a split has up to {MOST_HELD_OUT:,}")
+        raise DataError(f"cannot hold out {count:,} lines", f"a split has 1 to {MOST_HELD_OUT:,} lines")
     apart = SPLITS[split].apart
     if apart is None:
         return draw(split, seed, 0, count)
@@ -80,8 +80,8 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     while len(seen) < count:
         if start >= MOST_DRAWN:
             raise DataError(
-                f"{split}: beside {len(training):,} lines to train on, {start:,} drawn ones have {len(seen):,} apart, "
-                f"not {count:,}",
+                f"{split}: of {start:,} sampled lines, only {len(seen):,} are disjoint from the {len(training):,} "
+                f"training lines; {count:,} are needed",
                 "train on fewer lines (train.data.lines)",
             )
         drawn = draw(split, seed, start, BLOCK)

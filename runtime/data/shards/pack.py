@@ -82,7 +82,7 @@ def pack(
     left = corpora["train"].left_out
     if left and say is not None:
         more = f" and {len(left) - 3:,} more" * (len(left) > 3)
-        say(f"left out, as their names begin with neither train nor val: {', '.join(left[:3])}{more}")
+        say(f"left out, because their names begin with neither train nor val: {', '.join(left[:3])}{more}")
     listings = [corpus.listing() for corpus in corpora.values()]
     name = ", ".join(Path(source).absolute().name for source in options.sources)  # the last component only
     out = options.out.expanduser().resolve()
@@ -103,7 +103,7 @@ def pack(
                 ),
             )
         if [corpus.listing() for corpus in corpora.values()] != listings:
-            raise DataError(f"{name}: changed while it was being packed", "run again when it is complete")
+            raise DataError(f"{name} changed while it was packed", "run again when it is complete")
         record = ShardRecord.of(name, tokenizer, options.marks, splits)
         write_record(folder, record)
     return record
@@ -134,10 +134,10 @@ def _staged(out: Path) -> Iterator[Path]:
     """
     staging = out.with_name(f".{out.name}.packing")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        left = f"; {staging}, which a killed one left, can be removed" * staging.is_dir()
-        raise DataError(f"{out}: is there already", f"name another --out, or remove it{left}")
+        left = f"; {staging}, which an interrupted run left, can be removed" * staging.is_dir()
+        raise DataError(f"{out} already exists", f"name another --out, or remove it{left}")
     if staging.exists() and not staging.is_dir():
-        raise DataError(f"{staging}: is in the way, and is no folder that was left by packing", "remove it")
+        raise DataError(f"{staging} exists and is not a folder", "remove it")
     try:
         staging.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -189,5 +189,5 @@ def _lock(descriptor: int, staging: Path, out: Path) -> None:
     except (BlockingIOError, FileNotFoundError):
         same = False
     if not same:
-        hint = f"wait for that, which makes {staging} into it, or name another --out"
-        raise DataError(f"{out}: another process packs into it", hint)
+        hint = "wait until it has finished, or name another --out"
+        raise DataError(f"another process packs into {out}", hint)

@@ -20,7 +20,7 @@ from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
 from specc.runtime.storage.committed import in_words
 
 RECORD = "shards.json"
-HINT = "make or fetch the folder again; `specc data check` tells all that is wrong"
+HINT = "pack or fetch the folder again; `specc data check` lists all problems"
 
 Marks = Literal["document", "none"]
 Count = Annotated[int, Field(ge=0)]
@@ -84,9 +84,9 @@ class ShardRecord(StrictModel):
         """Raises DataError unless `tokenizer` is the tokenizer that wrote the tokens."""
         if self.tokenizer_digest != tokenizer.digest():
             raise DataError(
-                f"{folder}: holds tokens of {self.tokenizer} ({self.vocab:,} ids), not of this {tokenizer.name} "
+                f"{folder} has tokens of {self.tokenizer} ({self.vocab:,} ids), not of {tokenizer.name} "
                 f"({tokenizer.vocab:,} ids)",
-                f"give data of the model's tokenizer, or set train.data.tokenizer to {self.tokenizer}",
+                f"use data of the model's tokenizer, or set train.data.tokenizer to {self.tokenizer}",
             )
 
 
@@ -101,8 +101,8 @@ def read_record(folder: Path) -> ShardRecord | None:
         raise DataIntegrityError(f"{path}: {error.strerror}", HINT) from None
     if not text:
         left = Path(folder).name.endswith(".packing")
-        hint = "pack again with the same --out, which begins anew in it; or remove it" if left else HINT
-        raise DataIntegrityError(f"{folder}: was never completed ({RECORD} is empty)", hint)
+        hint = "pack again with the same --out, which starts over; or remove the folder" if left else HINT
+        raise DataIntegrityError(f"{folder} was never completed ({RECORD} is empty)", hint)
     try:
         return ShardRecord.model_validate_json(text)
     except ValidationError as error:

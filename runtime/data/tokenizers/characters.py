@@ -40,7 +40,7 @@ class CharTokenizer:
         if twice is not None:
             raise DataError(f"the vocabulary has the character {twice!r} twice", "remove one of the two")
         if not 0 < len(chars) <= MOST or "\0" in chars:
-            raise DataError(f"a vocabulary of characters has 1 to {MOST} of them, and no NUL")
+            raise DataError(f"a vocabulary of characters must have 1 to {MOST} characters, without NUL")
         self.chars = chars
         self.vocab = SPECIAL + len(chars)
         self._codes = _codes([chars])[0]
@@ -82,7 +82,7 @@ class CharTokenizer:
         return tokens
 
     def _unknown(self, row: int, line: str, char: str) -> LineError:
-        message = f"{_shown(line)} holds {char!r}, which is not in the vocabulary"
+        message = f"{_shown(line)} has {char!r}, which is not in the vocabulary"
         return LineError(row, message, f"its characters are {self.chars}")
 
     def decode(self, ids: Sequence[int] | Codes) -> str:
@@ -101,7 +101,8 @@ class CharTokenizer:
 
 
 def _too_long(row: int, line: str, width: int) -> LineError:
-    message = f"{_shown(line)} has {len(line):,} characters; a context of {width} tokens holds {width - 1} and a stop"
+    room = f"a context of {width} tokens has room for {width - 1} and a stop token"
+    message = f"{_shown(line)} has {len(line):,} characters; {room}"
     return LineError(row, message, "shorten the line, or train a model with a longer model.context")
 
 

@@ -20,24 +20,24 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
     """
     data = spec.train.data
     if not isinstance(data, TextData):
-        raise DataError(f"{spec.name} has a vocabulary of characters, and no tokenizer")
+        raise DataError(f"{spec.name} has a vocabulary of characters, not a tokenizer")
     tokenizer = open_tokenizer(data.tokenizer, search)
     require_16_bits(tokenizer)
     if tokenizer.vocab > spec.model.vocabulary:
         raise DataError(
-            f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {spec.model.vocabulary:,}",
+            f"{tokenizer.name} has {tokenizer.vocab:,} ids, but the model has only {spec.model.vocabulary:,}",
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
     for path, mark in spec.model.marks:
         if mark != tokenizer.bos:  # else no document start would be detected, without an error
             written = "writes none" if tokenizer.bos is None else f"writes {tokenizer.bos}"
-            message = f"{dotted(path)} is {mark}, and before each document {tokenizer.name} {written}"
-            raise DataError(message, "name the tokenizer's own mark, or leave it out")
+            message = f"{dotted(path)} is {mark}, but before each document {tokenizer.name} {written}"
+            raise DataError(message, "use the id of the tokenizer, or leave it out")
     return tokenizer
 
 
 def characters_of(spec: Spec) -> CharTokenizer:
     """Returns the character tokenizer of a spec of lines. Raises DataError for a text spec."""
     if spec.model.characters is None:
-        raise DataError(f"{spec.name} reads one stream of tokens, and has no vocabulary of characters")
+        raise DataError(f"{spec.name} is a text model and has no vocabulary of characters")
     return CharTokenizer(spec.model.characters)

@@ -46,11 +46,10 @@ def find_file(name: str, search: Sequence[Path]) -> Path:
     in the current folder. In each folder, both the path `name` and its last component are tried, because copies in runs
     and in packed data are stored under the last component. The path `name` itself is tried last.
     """
-    given = Path(name).expanduser()
-    named = [Path(folder) / one for folder in search for one in (given, given.name)]
-    places = list(dict.fromkeys([*named, given]))
-    for place in places:
-        if place.is_file():
-            return place
-    looked = ", ".join(str(place) for place in places)
-    raise DataError(f"no tokenizer {name!r}; looked at {looked}", "give its path; tokenizers are never downloaded")
+    path = Path(name).expanduser()
+    candidates = [*(Path(folder) / part for folder in search for part in (path, path.name)), path]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    searched = ", ".join(map(str, dict.fromkeys(candidates)))
+    raise DataError(f"no tokenizer {name!r}; searched {searched}", "give its path; tokenizers are never downloaded")

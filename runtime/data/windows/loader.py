@@ -236,7 +236,7 @@ class Loader(BackgroundReader[tuple[Windows, int, int]]):
             )
         epoch, position = state.get("epoch", -1), state.get("position", -1)
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and position >= 0):
-            raise DataError(f"the saved position in the data is not one: {epoch=}, {position=}")
+            raise DataError(f"the saved position in the data is invalid: {epoch=}, {position=}")
         self.close()
         self._plan = replace(self._plan, version=version)
         self._epoch, self._position = epoch, position

@@ -67,7 +67,7 @@ class TokenStream:
             if part.size and int(part.max()) >= self.vocab:
                 first = int(np.argmax(part >= self.vocab))
                 raise DataIntegrityError(
-                    f"{shard.path}: holds token {int(part[first])}, but the tokenizer has {self.vocab:,} "
+                    f"{shard.path}: has token {int(part[first])}, but the tokenizer has {self.vocab:,} ids "
                     f"(at byte {shard_offset(offset + first):,})",
                     "open the shards with the tokenizer that wrote them",
                 )
@@ -88,7 +88,7 @@ class TokenStream:
             raise DataError(
                 f"the stream starts with token {opening}, not with the separator {tokenizer.bos} of "
                 f"{tokenizer.name}, so its first token could not be scored",
-                "give shards that have the separator before each document",
+                "use shards with the separator before each document",
             )
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
         if entry is None or entry.tokens != shard.tokens:
             raise DataIntegrityError(f"{shard.path}: not the shard that {RECORD} describes", HINT)
     if whole and (missing := sorted(listed.keys() - {path.name for path in paths})):
-        raise DataIntegrityError(f"{paths[0].parent}: lacks {missing[0]}, which {RECORD} lists", HINT)
+        raise DataIntegrityError(f"{paths[0].parent} lacks {missing[0]}, which {RECORD} lists", HINT)
     entry_of_split = record.splits[split] if len(shards) == len(listed) else None
     digest = hashlib.sha256("\n".join(listed[path.name].sha256 for path in paths).encode()).hexdigest()
     return TokenStream(

@@ -97,8 +97,8 @@ class Learner:
         covered = {n: p for n, p in work.model.named_parameters() if matches(how.match, n)}
         shown = {n: p for n, p in covered.items() if how.lora is None or p.dim() == 2}
         if not shown:
-            what = "parameter" if not covered else "matrix, and lora corrects matrices"
-            raise AdaptError(f"ttt: `match: {how.match}` covers no {what}", "e.g. `blocks.*` or `*`")
+            what = "parameter" if not covered else "matrix, and lora requires matrices"
+            raise AdaptError(f"ttt: `match: {how.match}` matches no {what}", "e.g. `blocks.*` or `*`")
         self.shown = shown
         self.weights = [_learning(name, weight, how, work.seed) for name, weight in shown.items()]
         self.leaves = [leaf for weight in self.weights for leaf in weight.leaves]
@@ -193,7 +193,7 @@ def _run(how: TestTimeTraining, work: Work) -> str:
             if number + 1 < len(chunks):
                 learner.learn(work.account.span(chunk), number / max(len(chunks) - 1, 1))
                 if not all(bool(leaf.isfinite().all()) for leaf in learner.leaves):
-                    message = f"test-time training broke the weights in chunk {number + 1} of {len(chunks)}"
+                    message = f"weights are not finite after chunk {number + 1} of {len(chunks)}"
                     raise RunFailure(message, "lower eval.adapt.optimizer.lr, or clip_norm")
     count = sum(leaf.numel() for leaf in learner.leaves)
     return f"{count:,} numbers learned from {len(chunks) - 1:,} of {len(chunks):,} chunks"

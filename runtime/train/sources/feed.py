@@ -16,7 +16,7 @@ from specc.compiler.characters import START
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.train import ForcingSpec
 from specc.runtime.data.lines.loader import PairLoader
-from specc.runtime.decode.lines import fed
+from specc.runtime.decode.lines import decoder_inputs
 
 Program = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
@@ -129,7 +129,7 @@ class Forced(Feed):
         if probability >= 1:
             return source, shifted(target), target, weight
         forcing = self._forced_positions(probability, step, part, target.shape[1]).to(target.device)
-        return source, fed(self._model, source, target, forcing, phase.writes), target, weight
+        return source, decoder_inputs(self._model, source, target, forcing, phase.writes), target, weight
 
     def _forced_positions(self, probability: float, step: int, part: int, width: int) -> Tensor:
         """Returns the forced positions of this rank's rows, bool [B, T]."""

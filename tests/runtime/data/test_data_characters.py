@@ -51,11 +51,11 @@ def test_lines_of_the_task_are_encoded_as_bytes_or_as_text() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     tokens = CharTokenizer("ab")
-    with pytest.raises(DataError, match=r"'aXb' holds 'X'"):
+    with pytest.raises(DataError, match=r"'aXb' has 'X'"):
         tokens.encode_rows(["ab", "aXb"], 9)
     with pytest.raises(DataError, match=r"'b\U0001F600' holds"):
         tokens.encode("b😀")
-    with pytest.raises(DataError, match="'aab' has 3 characters; a context of 3 tokens holds 2 and a stop"):
+    with pytest.raises(DataError, match="'aab' has 3 characters; a context of 3 tokens has room for 2 and a stop token"):
         tokens.encode_rows(["ab", "aab"], 3)
     with pytest.raises(DataError, match="the character 'a' twice"):
         CharTokenizer("aba")

@@ -262,5 +262,5 @@ def test_a_record_of_another_tokenizer_is_refused(packed: Path, capsys: pytest.C
         def digest(self) -> str:
             return "other"
 
-    with pytest.raises(Exception, match="holds tokens of bytes"):
+    with pytest.raises(Exception, match="has tokens of bytes"):
         check(packed, Other())

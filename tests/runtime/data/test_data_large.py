@@ -85,7 +85,7 @@ def test_what_a_killed_pack_left_is_taken_over_or_said_what_to_do_with(tmp_path:
     pack(options)
     assert check(out).findings == [] and not staging.exists()
     staging.mkdir()
-    with pytest.raises(DataError, match="is there already") as caught:
+    with pytest.raises(DataError, match="already exists") as caught:
         pack(options)
     assert f"{staging}, which a killed one left, can be removed" in caught.value.hint
     staging.rmdir()

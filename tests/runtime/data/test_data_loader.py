@@ -196,7 +196,7 @@ def test_a_state_of_other_data_or_no_state_is_refused(stream: TokenStream, tmp_p
     with pytest.raises(DataError, match="does not fit: version, stream, length, order, seed differ"):
         loader.restore({})
     for bad in ({"epoch": -1}, {"position": "3"}, {"position": None}):
-        with pytest.raises(DataError, match="is not one"):
+        with pytest.raises(DataError, match="is invalid"):
             loader.restore({**loader.state(), **bad})  # type: ignore[dict-item]
 
 

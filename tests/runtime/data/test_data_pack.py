@@ -167,7 +167,7 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["a.txt", "--validation", "a.txt"], 2, "both to train on and to validate on"),
+        (["a.txt", "--validation", "a.txt"], 2, "is in both splits"),
         (["a.txt", "--validation", "none.txt"], 2, "no such file"),
         (["a.txt", "--validation", "v.txt", "--validation-fraction", "0.1"], 2, "name one of them"),
         (["a.txt", "--validation-fraction", "1"], 2, "0<x<1"),
@@ -179,8 +179,8 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
         (["bad.txt.xz", "--validation", "v.txt"], 5, "damaged compressed file"),
         (["latin.txt", "--validation", "v.txt", "--tokenizer", "{model}"], 2, "not valid UTF-8"),
         (["a.txt", "--validation", "v.txt", "--tokenizer", "gone.model"], 2, "no tokenizer 'gone.model'"),
-        (["a.txt", "--validation", "v.txt", "--out", "full"], 2, "is there already"),
-        (["a.txt", "--validation", "v.txt", "--out", "v.txt"], 2, "is there already"),
+        (["a.txt", "--validation", "v.txt", "--out", "full"], 2, "already exists"),
+        (["a.txt", "--validation", "v.txt", "--out", "v.txt"], 2, "already exists"),
         (["a.bin", "--validation", "v.txt"], 2, "cannot read documents from a .bin file"),
     ],
 )
@@ -298,11 +298,11 @@ def test_one_process_at_a_time_packs_into_a_folder(tmp_path: Path, monkeypatch: 
     options = PackOptions((str(text),), tmp_path / "out", "bytes")
 
     def second(split: str, done: int) -> None:
-        with pytest.raises(DataError, match="another process packs into it"):
+        with pytest.raises(DataError, match="another process packs into"):
             pack(options)
 
     pack(options, second)
-    with pytest.raises(DataError, match="is there already"):
+    with pytest.raises(DataError, match="already exists"):
         pack(options)
     assert check(tmp_path / "out").findings == []
 
@@ -346,7 +346,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     def meddle(split: str, done: int) -> None:
         os.utime(text / "train.txt", ns=(1, 1))
 
-    with pytest.raises(DataError, match="changed while it was being packed"):
+    with pytest.raises(DataError, match="changed while it was packed"):
         pack(PackOptions((str(text),), tmp_path / "out", "bytes"), meddle)
     assert sorted(os.listdir(tmp_path)) == ["text"]
 

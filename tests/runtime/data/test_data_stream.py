@@ -221,7 +221,7 @@ def test_shards_of_others_are_opened_where_they_are(tmp_path: Path) -> None:
         writer.write(np.full(100, 257))
     foreign = open_stream(tmp_path, "train", ByteTokenizer(), tmp_path / "cache")
     assert foreign.digest != found.digest
-    with pytest.raises(DataIntegrityError, match="holds token 257, but the tokenizer has 257"):
+    with pytest.raises(DataIntegrityError, match="has token 257, but the tokenizer has 257"):
         foreign.read(99, 2)
 
 

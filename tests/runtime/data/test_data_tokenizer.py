@@ -201,7 +201,7 @@ def test_tokenizers_are_found_in_the_search_folders_then_as_given(folder: Path, 
     assert open_tokenizer("small.model", [tmp_path, folder]).vocab == 330
     with pytest.raises(DataError) as caught:
         open_tokenizer("small.model", [tmp_path])
-    assert caught.value.message == f"no tokenizer 'small.model'; looked at {tmp_path}/small.model, small.model"
+    assert caught.value.message == f"no tokenizer 'small.model'; searched {tmp_path}/small.model, small.model"
     with pytest.raises(DataError, match="unknown tokenizer 'gpt2'"):
         open_tokenizer("gpt2", [folder])
 

@@ -17,9 +17,9 @@ GOOD = "x*(x-1)=x**2-x\n"
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("(" + "9" * 40 + "*x)=z\n", "has 44 characters; a context of 30 tokens holds 29 and a stop"),
+        ("(" + "9" * 40 + "*x)=z\n", "has 44 characters; a context of 30 tokens has room for 29 and a stop token"),
         ("x=" + "9" * 40 + "\n", "has 40 characters"),
-        ("x/y=z\n", "'x/y' holds '/', which is not in the vocabulary"),
+        ("x/y=z\n", "'x/y' has '/', which is not in the vocabulary"),
     ],
 )
 def test_a_line_that_does_not_fit_is_named(bad: str, message: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from specc.compiler.characters import PAD, START, STOP
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.characters import CharTokenizer
-from specc.runtime.decode.lines import Translator, fed, translator
+from specc.runtime.decode.lines import Translator, decoder_inputs, translator
 from specc.runtime.decode.step_graphs import Eager
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import Loaded, initialize, instantiate
@@ -199,7 +199,7 @@ def test_a_model_that_gives_no_numbers_is_refused() -> None:
     chain = Chain(0)
     chain.steps[4] = float("nan")
     chain.steps[START, 4] = 50.0
-    with pytest.raises(RunFailure, match="no number"):
+    with pytest.raises(RunFailure, match="the largest logit is not finite"):
         Translator(Eager(chain), TOKENIZER, 5, True, torch.device("cpu")).tokens(torch.ones(2, 1, dtype=torch.int64))
 
 
@@ -213,12 +213,12 @@ def test_a_row_without_numbers_is_refused_though_the_others_go_on(beam: int) -> 
             return logits.masked_fill(state["decoder.count"][1] == 19, float("nan"))
 
     search = Translator(Eager(Part(1, window=24)), TOKENIZER, 24, True, torch.device("cpu"), beam=beam)
-    with pytest.raises(RunFailure, match="no number"):
+    with pytest.raises(RunFailure, match="the largest logit is not finite"):
         search.tokens(torch.arange(200)[:, None] * 7 % 20)
 
 
 def test_a_line_that_is_too_long_or_has_another_character_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(DataError, match="holds 29 and a stop"):
+    with pytest.raises(DataError, match="has room for 29 and a stop token"):
         of(loaded).translate(["x", "x" * 30])
     with pytest.raises(DataError, match="not in the vocabulary"):
         of(loaded).translate(["x+y=1"])
@@ -231,7 +231,7 @@ def test_what_is_fed_is_the_truth_or_the_models_own(loaded: Loaded) -> None:
     generator = torch.Generator().manual_seed(0)
     forcing = torch.rand(target.shape, generator=generator) < 0.5
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    inputs = fed(model, source, target, forcing)
+    inputs = decoder_inputs(model, source, target, forcing)
     truth = shifted(target)
     assert torch.equal(inputs[:, 0], truth[:, 0])
     assert torch.equal(inputs[:, 1:][forcing[:, 1:]], truth[:, 1:][forcing[:, 1:]])
@@ -242,7 +242,7 @@ def test_what_is_fed_is_the_truth_or_the_models_own(loaded: Loaded) -> None:
             own = logits.index_fill(1, torch.tensor([PAD, START]), float("-inf")).argmax(-1)
             assert torch.equal(inputs[:, t + 1][~forcing[:, t + 1]], own[~forcing[:, t + 1]])
     assert not torch.equal(inputs, truth)
-    assert torch.equal(fed(model, source, target, torch.ones(14, dtype=torch.bool)), truth)
+    assert torch.equal(decoder_inputs(model, source, target, torch.ones(14, dtype=torch.bool)), truth)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
@@ -275,7 +275,7 @@ def test_what_is_fed_where_nothing_is_forced_is_what_is_decoded() -> None:
     chain.steps[:, START] = 50.0
     source = torch.ones(9, 1, dtype=torch.int64)
     written = Translator(Eager(chain), TOKENIZER, 8, True, torch.device("cpu")).tokens(source)
-    own = fed(chain, source, torch.zeros(9, 8, dtype=torch.int64), torch.zeros(8, dtype=torch.bool))
+    own = decoder_inputs(chain, source, torch.zeros(9, 8, dtype=torch.int64), torch.zeros(8, dtype=torch.bool))
     for row, line in zip(own[:, 1:].tolist(), written[:, :-1].tolist(), strict=True):
         ended = line.index(STOP) + 1 if STOP in line else len(line)
         assert row[:ended] == line[:ended]

@@ -55,13 +55,13 @@ def test_a_bad_line_is_an_error_and_gives_nothing(
 ) -> None:
     path = tmp_path / "lines.txt"
     for text, message in (
-        ("x**2\nx=2\n", f"{path}:2: 'x=2' holds '=', which is not in the vocabulary"),
-        ("x\n\n(x-1)*(x-2)\nx\0\n", f"{path}:4: 'x\\x00' holds '\\x00', which is not"),
+        ("x**2\nx=2\n", f"{path}:2: 'x=2' has '=', which is not in the vocabulary"),
+        ("x\n\n(x-1)*(x-2)\nx\0\n", f"{path}:4: 'x\\x00' has '\\x00', which is not"),
         (
             "y\n" + "x" * 30 + "\nx=2\n",
-            f"{path}:2: '{'x' * 30}' has 30 characters; a context of 30 tokens holds 29 and a stop",
+            f"{path}:2: '{'x' * 30}' has 30 characters; a context of 30 tokens has room for 29 and a stop token",
         ),
-        ("x\ry\n", f"{path}:1: 'x\\ry' holds '\\r', which is not"),  # of two lines it would be another
+        ("x\ry\n", f"{path}:1: 'x\\ry' has '\\r', which is not"),  # of two lines it would be another
         ("x" * 5_000_000 + "\n" + "x\n" * 2000, f"{path}:1: '{'x' * 60}'... has 5,000,000 characters"),
     ):
         path.write_text(text)

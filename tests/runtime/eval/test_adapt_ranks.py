@@ -84,7 +84,7 @@ def test_mistakes_end_with_exit_code_2(run: Run, capsys: pytest.CaptureFixture[s
         (["--window", "64"], "the window 64 is not in 1 .. 32"),
         (["--window", "8", "--stride", "9"], "the stride 9 is not in 1 .. 8, the window"),
         (["--stride", "0"], "0 is not in the range"),
-        (["--adapt", "{kind: ttt, match: nothing}"], "covers no parameter"),
+        (["--adapt", "{kind: ttt, match: nothing}"], "matches no parameter"),
     ):
         assert specc([*given, *more]) == 2
         assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())

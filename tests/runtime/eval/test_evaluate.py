@@ -144,7 +144,7 @@ def test_the_spec_has_a_say_on_windows(run: Run, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_scored_is_a_usage_error(run: Run) -> None:
-    with pytest.raises(EvaluateError, match="does not say what to score") as caught:
+    with pytest.raises(EvaluateError, match="does not state its data") as caught:
         evaluate(run.quantized / "model.specc", EvaluateOptions())
     assert caught.value.exit_code == 2
     for stride in (33, -1):

@@ -308,14 +308,14 @@ def test_a_lossless_tokenizer_whose_bytes_do_not_add_up_is_refused(folder: Path)
     stream = open_stream(folder / "val.jsonl", "val", tokenizer, folder / "cache")
     assert stream.document_bytes is not None
     wrong = dataclasses.replace(stream, document_bytes=stream.document_bytes + 1)
-    with pytest.raises(DataIntegrityError, match="bytes is lossless, but the tokens stand for"):
+    with pytest.raises(DataIntegrityError, match="bytes is lossless, but the tokens represent"):
         bits(score, wrong, tokenizer, 64, 4)
 
 
 def test_a_stream_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     stream = open_stream(folder / "val.jsonl", "val", ByteTokenizer(), folder / "cache")
     other: Tokenizer = open_tokenizer("small.tiktoken", [folder])
-    with pytest.raises(DataError, match=r"not made with the tokenizer small\.tiktoken"):
+    with pytest.raises(DataError, match=r"not tokenized with small\.tiktoken"):
         bits(score, stream, other, 64, 4)
     with ShardWriter(tmp_path / "train.bin") as writer:
         writer.write(np.array([65, 256, 66]))
@@ -347,7 +347,7 @@ def test_nothing_to_score(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "one" / "val_0.bin") as writer:
         writer.write(np.zeros(9, np.int64))
     separators = open_stream(tmp_path / "one", "val", Wide(), tmp_path)
-    with pytest.raises(DataError, match="stand for no bytes"):
+    with pytest.raises(DataError, match="represent no bytes"):
         bits(score, separators, Wide(), 64, 4)
 
 

@@ -38,8 +38,8 @@ def test_shards_that_are_not_those_of_their_record_are_refused(made: Made, tmp_p
     (cut / "train_000001.bin").unlink()
     (none / RECORD).write_text('{"format": 1, "splits": {"train": 5}}')
     for command, data, status, words in (
-        ("train", other, 2, "holds tokens of else.model (300 ids), not of this bytes (257 ids)"),
-        ("score", other, 2, "holds tokens of else.model (300 ids), not of this bytes (257 ids)"),
+        ("train", other, 2, "has tokens of else.model (300 ids), not of bytes (257 ids)"),
+        ("score", other, 2, "has tokens of else.model (300 ids), not of bytes (257 ids)"),
         ("train", cut, 5, f"lacks train_000001.bin, which {RECORD} lists"),
         ("train", none, 5, f"{none / RECORD}: unreadable"),
     ):

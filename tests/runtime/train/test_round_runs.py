@@ -22,7 +22,7 @@ from specc.compiler.programs.programs import LoweringError
 from specc.compiler.quant.scheme import Seen
 from specc.compiler.spec.check import load
 from specc.runtime.calibration.input_ranges import trained_scales
-from specc.runtime.decode.lines import fed
+from specc.runtime.decode.lines import decoder_inputs
 from specc.runtime.model.load import choose_target
 from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
@@ -135,9 +135,9 @@ def test_what_a_decoder_is_fed_is_written_by_what_trains(tmp_path: Path, monkeyp
 
     def spied(model: Any, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
         asked.append(writes)
-        return fed(model, source, target, forcing, writes)
+        return decoder_inputs(model, source, target, forcing, writes)
 
-    monkeypatch.setattr("specc.runtime.train.sources.feed.fed", spied)
+    monkeypatch.setattr("specc.runtime.train.sources.feed.decoder_inputs", spied)
     result = go(tmp_path / "run", "train.teacher_forcing=[[0, 0.5]]")
     assert asked == [("encode", "extend")] * 6 + [("encode_rounded", "extend_rounded")] * 6
     quantize(result.run, QuantizeOptions(), lambda line: None)

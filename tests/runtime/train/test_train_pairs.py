@@ -20,12 +20,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The forcings that the model was asked to fill in; its own token is always 7."""
     asked: list[Tensor] = []
 
-    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
+    def decoder_inputs(
+        model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]
+    ) -> Tensor:
         assert forcing.dtype == torch.bool and forcing.shape == target.shape
         asked.append(forcing)
         return torch.where(forcing, shifted(target), 7)
 
-    monkeypatch.setattr("specc.runtime.train.sources.feed.fed", fed)
+    monkeypatch.setattr("specc.runtime.train.sources.feed.decoder_inputs", decoder_inputs)
     return asked
 
 

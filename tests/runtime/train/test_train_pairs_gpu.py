@@ -14,10 +14,12 @@ pytestmark = pytest.mark.gpu
 def test_a_captured_step_is_the_eager_one(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the step from which tokens are drawn: nothing is captured anew, only what the graph reads."""
 
-    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
+    def decoder_inputs(
+        model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]
+    ) -> Tensor:
         return torch.where(forcing, shifted(target), 7)
 
-    monkeypatch.setattr("specc.runtime.train.sources.feed.fed", fed)
+    monkeypatch.setattr("specc.runtime.train.sources.feed.decoder_inputs", decoder_inputs)
     fast = {"optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},), "steps": 12, "micro_batch": micro_batch}
     train, forced = pair_spec(**fast, teacher_forcing=((0, 1.0), (6, 0.5))), pair_trainer(pair_spec(**fast))
     truth = [step.loss for _ in range(12) for step in forced.advance()]
