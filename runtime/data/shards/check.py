@@ -141,7 +141,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
     try:
         record = read_record(folder)
     except DataIntegrityError as error:
-        what = error.message.removeprefix(f"{folder / RECORD}: ").removeprefix(f"{folder}: ")
+        what = error.message.removeprefix(f"{folder / RECORD}: ")
         findings.append(Finding(str(folder / RECORD), what, True))
     if record is not None and tokenizer is not None:
         record.require(tokenizer, folder)

@@ -22,10 +22,11 @@ from specc.runtime.data.shards.record import (
     read_record,
     write_record,
 )
-from specc.runtime.data.shards.shard_file import TokenShard, split_of, sync_folder
+from specc.runtime.data.shards.shard_file import TokenShard, split_of
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.open import open_tokenizer
 from specc.runtime.errors import EnvironmentFailure, cannot_write
+from specc.runtime.storage.atomic import sync_folder
 
 Say = Callable[[str], None]
 

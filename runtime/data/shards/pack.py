@@ -15,12 +15,12 @@ from specc.runtime.data.documents.corpus import split_corpus
 from specc.runtime.data.documents.formats import Bounds
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
-from specc.runtime.data.shards.shard_file import sync_folder
 from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.open import open_tokenizer, tokenizer_files
 from specc.runtime.data.tokenizers.tokenizer import require_16_bits, require_bos
 from specc.runtime.errors import cannot_write
+from specc.runtime.storage.atomic import sync_folder
 
 Progress = Callable[[Split, int], None]
 SPLITS: tuple[Split, ...] = ("val", "train")  # val first: it is small, so an empty val split is reported early

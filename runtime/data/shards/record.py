@@ -14,9 +14,9 @@ from pydantic import Field, ValidationError
 from specc.compiler.generated_folder import replace_file
 from specc.compiler.strict import StrictModel
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.shard_file import sync_folder
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
+from specc.runtime.storage.atomic import sync_folder
 from specc.runtime.storage.committed import in_words
 
 RECORD = "shards.json"
@@ -102,7 +102,7 @@ def read_record(folder: Path) -> ShardRecord | None:
     if not text:
         left = Path(folder).name.endswith(".packing")
         hint = "pack again with the same --out, which starts over; or remove the folder" if left else HINT
-        raise DataIntegrityError(f"{folder} was never completed ({RECORD} is empty)", hint)
+        raise DataIntegrityError(f"{path}: is empty, because the folder was never completed", hint)
     try:
         return ShardRecord.model_validate_json(text)
     except ValidationError as error:

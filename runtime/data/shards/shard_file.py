@@ -193,12 +193,3 @@ def split_of(name: str) -> Split | None:
     """Returns the split in the name of a shard; None if there is none."""
     match = _SPLIT_IN_NAME.search(name)
     return None if match is None else "val" if match[1].lower() == "val" else "train"
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs a folder, so that renames in it survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

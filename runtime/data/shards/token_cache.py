@@ -18,11 +18,12 @@ from specc.compiler.generated_folder import replace_file
 from specc.compiler.strict import StrictModel
 from specc.runtime.data.documents.corpus import Corpus, find_corpus
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.shard_file import TokenShard, sync_folder
+from specc.runtime.data.shards.shard_file import TokenShard
 from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
 from specc.runtime.errors import cannot_write
+from specc.runtime.storage.atomic import sync_folder
 
 FORMAT = 2  # version of the cache; version 1 wrongly cut files with a long first document into blocks
 _RECORD = "stream.json"

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, checked_ids
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer, checked_ids
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A tokenizer whose ids 0..255 are the bytes and whose id 256 is BOS. It is lossless on any bytes."""
 
     name = "bytes"
     vocab = 257
-    bos: int | None = 256
+    bos = 256
     lossless = True
+    _digest = hashlib.sha256(b"bytes 0..255, bos 256").hexdigest()
 
     def encode(self, text: bytes) -> TokenArray:
         return np.frombuffer(text, np.uint8).astype(np.uint16)
@@ -31,6 +32,3 @@ class ByteTokenizer:
     def piece_bytes(self) -> PieceBytes:
         boundary = np.arange(257) == 256
         return PieceBytes((~boundary).astype(np.int64), np.zeros(257, np.bool_), boundary)
-
-    def digest(self) -> str:
-        return hashlib.sha256(b"bytes 0..255, bos 256").hexdigest()

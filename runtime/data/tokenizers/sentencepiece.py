@@ -9,12 +9,20 @@ from pathlib import Path
 import numpy as np
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, checked_ids, cores, id_dtype, read_file
+from specc.runtime.data.tokenizers.tokenizer import (
+    PieceBytes,
+    TokenArray,
+    Tokenizer,
+    checked_ids,
+    cores,
+    id_dtype,
+    read_file,
+)
 
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A tokenizer from a SentencePiece `.model` file.
 
     It is never lossless: it normalizes text, and U+2581 decodes to a space. The document separator is the model's BOS,
@@ -39,7 +47,7 @@ class SentencePieceTokenizer:
         if self.vocab == 0:
             raise DataError(f"{path}: not a SentencePiece model", "copy the .model file again")
         specials = (int(self._model.bos_id()), int(self._model.eos_id()))
-        self.bos: int | None = next((token for token in specials if token >= 0), None)
+        self.bos = next((token for token in specials if token >= 0), None)
         self.name = Path(path).name
         self._digest = hashlib.sha256(b"sentencepiece\0" + data).hexdigest()
 
@@ -87,6 +95,3 @@ class SentencePieceTokenizer:
         base = np.where(is_byte, 1, np.array(lengths, np.int64))
         base[boundary] = 0
         return PieceBytes(base, space & ~is_byte & ~boundary, boundary)
-
-    def digest(self) -> str:
-        return self._digest

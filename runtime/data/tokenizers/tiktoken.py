@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, checked_ids, cores, id_dtype, read_file
+from specc.runtime.data.tokenizers.tokenizer import (
+    PieceBytes,
+    TokenArray,
+    Tokenizer,
+    checked_ids,
+    cores,
+    id_dtype,
+    read_file,
+)
 
 # GPT-2's pre-tokenizer. Possessive quantifiers match the same pieces as greedy quantifiers, without backtracking.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -27,7 +35,7 @@ _LONG_BLANK = re.compile(f"[{_WHITE}]{{2000,}}")
 _ESCAPED = re.compile("([\udc80-\udcff]+)")
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """A tokenizer from a `.tiktoken` rank file (lines of base64 bytes and rank) with the pattern of GPT-2.
 
     It is lossless on any bytes. `<|endoftext|>`, which separates documents, has the id after the last rank; within a
@@ -48,7 +56,7 @@ class TiktokenTokenizer:
         ranks = _parse_ranks(data, Path(path))
         self.name = Path(path).name
         self.vocab = len(ranks) + 1
-        self.bos: int | None = len(ranks)
+        self.bos = len(ranks)
         self._pieces = sorted(ranks, key=ranks.__getitem__)
         self._byte_ids: TokenArray = np.array([ranks[bytes([value])] for value in range(256)], id_dtype(self.vocab))
         self._encoding = Encoding(
@@ -85,9 +93,6 @@ class TiktokenTokenizer:
     def piece_bytes(self) -> PieceBytes:
         base = np.array([len(piece) for piece in self._pieces] + [0], np.int64)
         return PieceBytes(base, np.zeros(self.vocab, np.bool_), np.arange(self.vocab) == self.bos)
-
-    def digest(self) -> str:
-        return self._digest
 
 
 def _segments(text: str) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,7 @@ class PieceBytes:
         return counts
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """A mapping between the bytes of a document and token ids.
 
     Attributes:
@@ -52,37 +53,34 @@ class Tokenizer(Protocol):
         lossless: whether `decode(encode(text)) == text` for every document that it accepts.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def bos(self) -> int | None: ...
-    @property
-    def lossless(self) -> bool: ...
+    name: str
+    vocab: int
+    bos: int | None
+    lossless: bool
+    _digest: str
 
+    @abstractmethod
     def encode(self, text: bytes) -> TokenArray:
         """Returns the ids of a document without BOS: uint16, or uint32 if `vocab` exceeds 65,536.
 
         Raises DataError if the document cannot be encoded.
         """
-        ...
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
         """Encodes several documents as `encode` does, on all cores if the tokenizer supports it."""
-        ...
 
+    @abstractmethod
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
         """Returns the text of the ids, without control ids. Raises DataError if an id is out of range."""
-        ...
 
+    @abstractmethod
     def piece_bytes(self) -> PieceBytes:
         """Returns the table of bytes per token. Raises DataError if bytes cannot be counted by tokens."""
-        ...
 
     def digest(self) -> str:
         """Returns the SHA-256 (hex) of everything that determines the ids."""
-        ...
+        return self._digest
 
 
 def require_16_bits(tokenizer: Tokenizer) -> None:

@@ -156,7 +156,7 @@ def garbled(folder: Path) -> None:
         (unread, 1, "other.bin: is not read: its name contains neither train nor val"),
         (swapped, 5, "train_000000.bin: not the file that shards.json describes"),
         (dangling, 5, "train_000001.bin: No such file or directory"),
-        (emptied, 5, "was never completed (shards.json is empty)"),
+        (emptied, 5, "shards.json: is empty, because the folder was never completed"),
         (garbled, 5, "source: Field required"),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_document_beyond_the_limit_is_refused_and_one_of_it_is_not(tmp_path: P
     path = tmp_path / name
     path.write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
     if spare:
-        with pytest.raises(DataError, match=r"a document of more than 1,000 bytes") as caught:
+        with pytest.raises(DataError, match=r"a document has more than 1,000 bytes") as caught:
             list(read_documents(path))
         assert str(path) in caught.value.message and "--bounds" in caught.value.hint
         return
@@ -67,7 +67,7 @@ def test_packing_refuses_it_and_leaves_nothing(tmp_path: Path, capsys: pytest.Ca
     command = ["data", "pack", str(tmp_path), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
     assert run(command) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "train.jsonl:31: a document of more than 1,000 bytes" in told and "--bounds" in told
+    assert "train.jsonl:31: a document has more than 1,000 bytes" in told and "--bounds" in told
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.packing").exists()
 
 
@@ -87,11 +87,11 @@ def test_what_a_killed_pack_left_is_taken_over_or_said_what_to_do_with(tmp_path:
     staging.mkdir()
     with pytest.raises(DataError, match="already exists") as caught:
         pack(options)
-    assert f"{staging}, which a killed one left, can be removed" in caught.value.hint
+    assert f"{staging}, which an interrupted run left, can be removed" in caught.value.hint
     staging.rmdir()
     staging.write_text("")
     shutil.rmtree(out)
-    with pytest.raises(DataError, match="no folder that was left by packing"):
+    with pytest.raises(DataError, match="exists and is not a folder"):
         pack(options)
 
 

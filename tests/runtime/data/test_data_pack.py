@@ -172,7 +172,7 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
         (["a.txt", "--validation", "v.txt", "--validation-fraction", "0.1"], 2, "name one of them"),
         (["a.txt", "--validation-fraction", "1"], 2, "0<x<1"),
         (["a.txt", "--validation-fraction", "0.000001"], 2, "the val split has no documents"),
-        (["a.jsonl", "--validation-fraction", "0.5", "--bounds", "blank-line"], 2, "documents are the records"),
+        (["a.jsonl", "--validation-fraction", "0.5", "--bounds", "blank-line"], 2, "are records and cannot end at"),
         (["a.txt", "--validation", "v.txt", "--bounds", "record"], 2, "v.txt:1: not JSON"),
         (["empty.txt", "--validation", "v.txt"], 2, "the train split has no documents"),
         (["a.txt", "--validation", "empty.txt"], 2, "empty.txt: the val split has no documents"),

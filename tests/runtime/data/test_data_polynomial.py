@@ -175,7 +175,7 @@ def test_a_product_in_another_form_is_refused(text: str, printed: str) -> None:
     assert parse([printed]).texts()[0].startswith(f"{printed}=")
     with pytest.raises(DataError, match="is not in the format of the task") as raised:
         parse([printed, text])
-    assert raised.value.hint == f"there it is {printed}"
+    assert raised.value.hint == f"write {printed}"
 
 
 def test_splits_are_apart_from_the_training_set() -> None:
@@ -194,7 +194,7 @@ def test_splits_are_apart_from_the_training_set() -> None:
     assert overlap(free, training).structures > 0.05
     assert structures.isdisjoint(disjoint.structures.tolist())
     assert held_out("structure-disjoint", 3, 700, training).texts() == disjoint.texts()[:700]
-    with pytest.raises(DataError, match="no split 'random'"):
+    with pytest.raises(DataError, match="unknown split 'random'"):
         held_out("random", 3, 10, training)
     with pytest.raises(DataError, match="cannot hold out 100,001 lines"):
         held_out("same-law", 3, 100_001, training)

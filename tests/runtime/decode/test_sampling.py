@@ -79,13 +79,13 @@ def test_logits_that_are_no_numbers_give_no_token(value: float, sampling: Sampli
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -0.1}, "temperature -0.1"),
-        ({"temperature": float("nan")}, "temperature nan"),
-        ({"temperature": float("inf")}, "temperature inf"),
-        ({"top_k": 0}, "top-k 0"),
-        ({"top_p": 0.0}, "top-p 0.0"),
-        ({"top_p": 1.1}, "top-p 1.1"),
-        ({"top_p": float("nan")}, "top-p nan"),
+        ({"temperature": -0.1}, "temperature is -0.1; it must be"),
+        ({"temperature": float("nan")}, "temperature is nan; it must be"),
+        ({"temperature": float("inf")}, "temperature is inf; it must be"),
+        ({"top_k": 0}, "top-k is 0; it must be"),
+        ({"top_p": 0.0}, "top-p is 0.0; it must be"),
+        ({"top_p": 1.1}, "top-p is 1.1; it must be"),
+        ({"top_p": float("nan")}, "top-p is nan; it must be"),
     ],
 )
 def test_settings_out_of_range_are_usage_errors(settings: dict[str, Any], message: str) -> None:
