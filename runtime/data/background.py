@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from specc.runtime.data.errors import DataError
+
 Item = TypeVar("Item")
+
+
+def saved_position(
+    state: Mapping[str, int], identity: Mapping[str, int], places: Sequence[str], hint: str
+) -> list[int]:
+    """Returns the values of `places` in the saved state of a loader.
+
+    Args:
+        state: the saved state.
+        identity: the entries that the state must have, because they determine the order of the data.
+        places: names of the entries that state the position.
+        hint: the hint of the error if `identity` differs.
+
+    Returns:
+        The values, in the order of `places`, each at least 0.
+
+    Raises:
+        DataError: the state belongs to other data, or is incomplete.
+    """
+    differs = [name for name, value in identity.items() if state.get(name) != value]
+    if differs:
+        raise DataError(f"the saved position in the data does not fit: {', '.join(differs)} differ", hint)
+    values = [state.get(place, -1) for place in places]
+    if not all(isinstance(value, int) and value >= 0 for value in values):
+        raise DataError(f"the saved position in the data is invalid: {dict(state)}")
+    return values
 
 
 class BackgroundReader(ABC, Generic[Item]):

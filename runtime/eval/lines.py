@@ -16,7 +16,7 @@ from specc.runtime.data.lines.task import LineSet, Overlap, task_of
 from specc.runtime.decode.lines import translator
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
-from specc.runtime.eval.options import EvaluateError, EvaluateOptions
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions, memory
 from specc.runtime.metrics.exact_match import ExactMatch, exact_match
 from specc.runtime.open_model import OpenedModel
 
@@ -100,8 +100,6 @@ def evaluate_lines(
         raise EvaluateError(f"lines are scored individually and have no {option}", f"leave --{option} out")
     if world is not None and world.size > 1:
         raise EvaluateError("lines are scored by one process", "leave --gpus out")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
     compiled = options.compiled and opened.device.type == "cuda"
     batch = options.batch or how.batch
     decoder = translator(
@@ -113,19 +111,13 @@ def evaluate_lines(
     scores = []
     for lines in _sets(opened, options, how):
         pairs = lines.pairs
-        try:
+        with memory():
             match = exact_match(score, decoder, pairs, tokenizer, batch, opened.device, progress, options.hopeless)
-        except torch.OutOfMemoryError as error:
-            raise RunFailure("out of GPU memory", "lower --batch, or eval.batch in the spec") from error
         if not math.isfinite(match.nats):
             raise RunFailure(f"the loss is {match.nats}", "the model is broken: evaluate an earlier checkpoint")
         overlap, untried = lines.overlap(match.lines), len(pairs) - match.lines
         scores.append(SetScore(lines.name, match, overlap, lines.held_out, untried))
     return ExactMatches(tuple(scores))
-
-
-def _unknown(count: int) -> Overlap | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +126,7 @@ class _Lines:
 
     name: str
     pairs: Pairs
-    overlap: Callable[[int], Overlap | None] = _unknown
+    overlap: Callable[[int], Overlap | None] = lambda count: None
     held_out: bool = False
 
 

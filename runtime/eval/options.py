@@ -1,12 +1,18 @@
 """The options of an evaluation, and the windows that they select for a model of text."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.data.windows.evaluation import WindowPlan
-from specc.runtime.errors import RuntimeFailure
+from specc.runtime.errors import RunFailure, RuntimeFailure
+
+FEWER = "lower --batch, or eval.batch in the spec"  # the hint for full GPU memory
 
 
 class EvaluateError(RuntimeFailure):
@@ -45,16 +51,18 @@ class EvaluateOptions:
     hopeless: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises EvaluateError if `data` is blank."""
+        """Raises EvaluateError if `data` is blank or `max_tokens` is not positive."""
         if self.data is not None and not self.data.strip():
             raise EvaluateError("--data is empty", "name the data, or leave --data out to use the data of the run")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise EvaluateError(f"cannot score {self.max_tokens} tokens", "give a positive --max-tokens")
 
 
 def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
     """Returns the windows of `options`, with defaults from the spec.
 
-    `name` is the model's name for messages. Raises EvaluateError if the spec has another metric, or if the window,
-    stride or number of tokens is out of range.
+    `name` is the model's name for messages. Raises EvaluateError if the spec has another metric, or if the window or
+    stride is out of range.
     """
     context, how = spec.model.window, spec.eval
     if not isinstance(how, BitsSpec):
@@ -69,6 +77,13 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
     if stride is not None and not 1 <= stride <= window:
         what = "context" if window == context else "window"
         raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "change --stride")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
     return WindowPlan(window, options.batch or how.batch, window if stride is None else stride)
+
+
+@contextmanager
+def memory(hint: str = FEWER) -> Iterator[None]:
+    """Raises RunFailure with `hint` if the block runs out of GPU memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunFailure("out of GPU memory", hint) from error

@@ -18,14 +18,12 @@ from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
 from specc.runtime.eval.adapt.method import Work, method_of
-from specc.runtime.eval.options import EvaluateError, EvaluateOptions, windows_of
+from specc.runtime.eval.options import FEWER, EvaluateError, EvaluateOptions, memory, windows_of
 from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte, ScoredText, evaluate_bits
 from specc.runtime.metrics.share import Share
 from specc.runtime.model.protocols import text_model_in_halves
 from specc.runtime.open_model import OpenedModel, token_cache
 from specc.runtime.storage.run_directory import readable
-
-FEWER = "lower --batch, or eval.batch in the spec"  # the hint for full GPU memory
 
 
 def evaluate_text(
@@ -55,7 +53,7 @@ def evaluate_text(
     world = world or World.alone()
     windows = windows_of(opened.spec, options, str(opened.path))
     score = _compiled(opened, options)(opened.text_model.score)
-    with _stream(opened, options, world) as stream, _memory():
+    with _stream(opened, options, world) as stream, memory():
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
         share = Share(world.rank, world.size, world.totals)
         result = evaluate_bits(score, text, windows, opened.device, share, progress)
@@ -168,7 +166,7 @@ def evaluate_adapted(
     rows, fewer = (
         (windows.batch, FEWER) if fixed is None else (fixed, "lower the number of windows in the settings of --adapt")
     )
-    with _stream(opened, options, world) as stream, _memory(fewer):
+    with _stream(opened, options, world) as stream, memory(fewer):
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
         halves = text_model_in_halves(model)
@@ -209,11 +207,3 @@ def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iter
         yield stream
     finally:
         stream.close()
-
-
-@contextmanager
-def _memory(hint: str = FEWER) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise RunFailure("out of GPU memory", hint) from error

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specc.runtime.data.background import BackgroundReader
+from specc.runtime.data.background import BackgroundReader, saved_position
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.pairs import Ints, Pairs, lengths, placed
 from specc.runtime.data.lines.task import LineStream
@@ -175,14 +175,8 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         Raises:
             DataError: the state belongs to other data, or is incomplete.
         """
-        if any(state.get(name) != value for name, value in self._identity().items()):
-            raise DataError(
-                "the saved position in the data does not fit: the data differ",
-                "resume with the data, vocabulary and seed of the run, or start a new run",
-            )
-        values = [state.get(name, -1) for name in ("position", "samples", "tokens")]
-        if not all(isinstance(value, int) and value >= 0 for value in values):
-            raise DataError(f"the saved position in the data is invalid: {dict(state)}")
+        hint = "resume with the data, vocabulary and seed of the run, or start a new run"
+        values = saved_position(state, self._identity(), ("position", "samples", "tokens"), hint)
         self.close()
         self._position, self.samples, self.tokens = values
         self._taken = self._passes

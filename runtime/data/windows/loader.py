@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from specc.runtime.data.background import BackgroundReader
+from specc.runtime.data.background import BackgroundReader, saved_position
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
@@ -224,19 +224,10 @@ class Loader(BackgroundReader[tuple[Windows, int, int]]):
             DataError: data, length, order or seed differ from those of the state, its version is unknown, or it is
                 incomplete.
         """
-        identity = self._identity()
-        differs = [name for name, value in identity.items() if state.get(name) != value]
-        version = state.get("version", 0)
-        if version not in _STATE_VERSIONS:
-            differs.insert(0, "version")
-        if differs:
-            raise DataError(
-                f"the saved position in the data does not fit: {', '.join(differs)} differ",
-                "resume with the data, tokenizer, length, order and seed of the run, or start a new run",
-            )
-        epoch, position = state.get("epoch", -1), state.get("position", -1)
-        if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and position >= 0):
-            raise DataError(f"the saved position in the data is invalid: {epoch=}, {position=}")
+        version = state["version"] if state.get("version") in _STATE_VERSIONS else _STATE_VERSION
+        hint = "resume with the data, tokenizer, length, order and seed of the run, or start a new run"
+        identity = {"version": version, **self._identity()}
+        epoch, position = saved_position(state, identity, ("epoch", "position"), hint)
         self.close()
         self._plan = replace(self._plan, version=version)
         self._epoch, self._position = epoch, position

@@ -1,4 +1,4 @@
-"""What `specc data check` tells of sound folders, and that it names each thing that is wrong."""
+"""`specc data check` reports no problem of a sound folder, and names each problem of a damaged one."""
 
 from __future__ import annotations
 

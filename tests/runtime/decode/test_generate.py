@@ -115,7 +115,7 @@ class Scripted(nn.Module):
 
 @dataclass
 class Told:
-    """What a generation says and streams."""
+    """A generation streams its text and reports its speed."""
 
     lines: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
