@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer, checked_ids
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer
 
 
 class ByteTokenizer(Tokenizer):
@@ -26,7 +26,7 @@ class ByteTokenizer(Tokenizer):
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
-        array = checked_ids(ids, self)
+        array = self.checked(ids)
         return bytes(array[array != 256].astype(np.uint8))
 
     def piece_bytes(self) -> PieceBytes:

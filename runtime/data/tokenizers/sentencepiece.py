@@ -9,15 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import (
-    PieceBytes,
-    TokenArray,
-    Tokenizer,
-    checked_ids,
-    cores,
-    id_dtype,
-    read_file,
-)
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer, cores, id_dtype, read_file
 
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
@@ -69,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
             ) from None
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
-        text = self._model.decode(checked_ids(ids, self).tolist(), out_type=str)
+        text = self._model.decode(self.checked(ids).tolist(), out_type=str)
         return str(text).encode("utf-8")
 
     def piece_bytes(self) -> PieceBytes:

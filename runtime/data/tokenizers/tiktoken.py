@@ -13,15 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import (
-    PieceBytes,
-    TokenArray,
-    Tokenizer,
-    checked_ids,
-    cores,
-    id_dtype,
-    read_file,
-)
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer, cores, id_dtype, read_file
 
 # GPT-2's pre-tokenizer. Possessive quantifiers match the same pieces as greedy quantifiers, without backtracking.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -88,7 +80,7 @@ class TiktokenTokenizer(Tokenizer):
             return list(pool.map(self.encode, texts))
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
-        return b"".join(self._pieces[i] for i in checked_ids(ids, self).tolist() if i != self.bos)
+        return b"".join(self._pieces[i] for i in self.checked(ids).tolist() if i != self.bos)
 
     def piece_bytes(self) -> PieceBytes:
         base = np.array([len(piece) for piece in self._pieces] + [0], np.int64)

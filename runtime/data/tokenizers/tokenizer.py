@@ -82,6 +82,14 @@ class Tokenizer(ABC):
         """Returns the SHA-256 (hex) of everything that determines the ids."""
         return self._digest
 
+    def checked(self, ids: Sequence[int] | TokenArray) -> npt.NDArray[np.int64]:
+        """Returns the ids as an i64 array. Raises DataError if an id is out of range."""
+        array = np.asarray(ids, np.int64)
+        bad = array[(array < 0) | (array >= self.vocab)]
+        if bad.size:
+            raise DataError(f"{self.name}: no token {bad[0]}; the vocabulary has {self.vocab:,} ids")
+        return array
+
 
 def require_16_bits(tokenizer: Tokenizer) -> None:
     """Raises DataError unless every id fits in the 16 bits of a token shard."""
@@ -100,15 +108,6 @@ def require_bos(tokenizer: Tokenizer) -> int:
             "train the SentencePiece model with a bos_id",
         )
     return tokenizer.bos
-
-
-def checked_ids(ids: Sequence[int] | TokenArray, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """Returns the ids as an i64 array. Raises DataError if an id is out of range."""
-    array = np.asarray(ids, np.int64)
-    if array.size and (array.min() < 0 or array.max() >= tokenizer.vocab):
-        bad = array[(array < 0) | (array >= tokenizer.vocab)][0]
-        raise DataError(f"{tokenizer.name}: no token {bad}; the vocabulary has {tokenizer.vocab:,}")
-    return array
 
 
 def read_file(path: Path) -> bytes:
