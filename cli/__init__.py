@@ -18,6 +18,7 @@ LAYERS = (
     "ir",
     "diff",
     "init",
+    "migrate",
     "data",
     "train",
     "quantize",

@@ -91,6 +91,7 @@ specc = click.option(
             "ir": "Print the graphs of a spec as text.",
             "diff": "Compare two specs: a summary, then the specs, model.py and the kernels, paired by node.",
             "init": "Start a new spec from another one, comments and all.",
+            "migrate": "Rewrite specs of an old version in the current one.",
             "data": data,
             "train": "Train a spec.",
             "eval": "Score a run or an artifact: text in bits per byte on the validation split, lines by exact match.",

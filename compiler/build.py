@@ -20,6 +20,7 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Parameter
 from specc.compiler.report.lock_use import LockUse, lock_use
 from specc.compiler.spec.check import load, to_diagnostics
+from specc.compiler.spec.migrate import upgraded
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.text.source import Source
@@ -179,8 +180,16 @@ def canonical(spec: Spec) -> str:
 
 
 def spec_of(text: str | bytes) -> Spec:
-    """Parses the output of `canonical`. Raises pydantic.ValidationError if the text is not a valid spec."""
-    return Spec.model_validate_json(text)
+    """Parses the output of `canonical`, also of an old version.
+
+    Raises:
+        pydantic.ValidationError: if the text is not a valid spec.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError:  # Pydantic reports what is wrong
+        data = None
+    return Spec.model_validate_json(text if upgraded(data) is data else json.dumps(upgraded(data)))
 
 
 def interface_digest(parameters: Iterable[Parameter], storage: Mapping[str, str]) -> bytes:

@@ -91,6 +91,8 @@ RESERVED = frozenset(
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 # The name of a part, which is an attribute in the generated code.
 PartName = Annotated[Name, AfterValidator(_usable)]
+# The path of a learned value below its block or layer, such as `residual` or `mix.stream`.
+LearnedName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,2}$")]
 # A node inside a part, such as `act`, or `q.norm` for the norm of an attention's q.
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
 
@@ -101,11 +103,12 @@ Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 def _no_truth(value: object) -> object:
     """Rejects booleans. Python and pydantic treat True as 1, but YAML and JSON Schema do not."""
     if isinstance(value, bool):
-        raise PydanticKnownError("literal_error", {"expected": "1"})
+        raise PydanticKnownError("int_type", {})
     return value
 
 
 One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version number that can only be 1
+Two = Annotated[Literal[2], BeforeValidator(_no_truth)]  # a version number that can only be 2
 Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -149,6 +152,15 @@ class StrictModel(BaseModel):
     untagged: ClassVar[bool] = False
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+    def __hash__(self) -> int:  # fields may be mappings, which have no hash
+        return hash(self.model_dump_json())
+
+    @classmethod
+    def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
+        """Yields the parts of the data of this model that stand under names instead of keys: the path, the expected
+        type, and the data with the tags that the part inherits."""
+        yield from ()
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems that involve several fields of this model. Paths are relative to the model."""

@@ -143,7 +143,9 @@ def value_text(field: Mapping[str, Any], headings: Mapping[str, str]) -> str:
             return f"[{', '.join(value_text(item, headings) for item in field['prefixItems'])}]"
         return f"list of {value_text(field.get('items', {}), headings)}"
     if kind == "object":
-        return f"one key, with {value_text(field.get('additionalProperties') or {}, headings)}"
+        inner = next(iter(field.get("patternProperties", {}).values()), field.get("additionalProperties"))
+        values = value_text(inner, headings) if isinstance(inner, dict) else "fields"
+        return f"one key, with {values}" if field.get("maxProperties") == 1 else f"mapping of names to {values}"
     if kind in ("integer", "number"):
         return ("whole number" if kind == "integer" else "number") + bounds(field)
     if kind == "boolean":

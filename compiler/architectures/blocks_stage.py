@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from specc.compiler.architectures.stack import Blocks, Stack
+from specc.compiler.architectures.blocks import Blocks
+from specc.compiler.architectures.stack import Stack
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Stage
 from specc.compiler.ir.graph import Builder
@@ -22,11 +23,11 @@ class BlocksStage(Blocks, Stage):
 
     @property
     def reads_source(self) -> bool:
-        return any(layer.reads_source for layer in self.layers)
+        return any(layer.reads_source for _, _, layer in self.all_layers)
 
     @property
     def in_place(self) -> bool:
-        return any(layer.in_place for layer in self.layers)
+        return any(layer.in_place for _, _, layer in self.all_layers)
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         assert context.site is not None

@@ -1,21 +1,25 @@
 """The decoder: a causal language model, from token ids to a distribution over the next token through residual
 blocks."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from specc.compiler.architectures.architecture import Architecture
+from specc.compiler.architectures.blocks import Between, Blocks, one_of
 from specc.compiler.architectures.function_table import Functions
-from specc.compiler.architectures.stack import Blocks, Stack, one_of
+from specc.compiler.architectures.stack import Stack
 from specc.compiler.blocks.context import CallSite, LoweringContext, Shape, SizeNames, Tokens
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.parts import Embed, Norm, formula_problems
+from specc.compiler.blocks.parts import Embed, Norm
 from specc.compiler.blocks.token import order_problems
+from specc.compiler.blocks.wiring import number_problem
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
@@ -31,59 +35,80 @@ else:
     AnyEmbed, AnyNorm = map(one_of, (Embed, Norm))
 
 
+def indices(text: str) -> tuple[int, ...]:
+    """Returns the indices that an order lists, such as `0..2 1..2 3`.
+
+    Raises:
+        ValueError: if the text is not such a list, or lists more than 4,000 indices.
+    """
+    found: list[int] = []
+    for word in text.split(" "):
+        match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", word, re.ASCII)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"`{word}` is neither an index nor a range such as 3..5")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(found) > 4000:
+            raise ValueError("an order has at most 4,000 runs")
+    return tuple(found)
+
+
+def _ordered(text: str) -> str:
+    indices(text)
+    return text
+
+
+Order = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_ordered)]
 WHOLE = ("train", "score")
 HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
-class Loop(StrictModel):
-    """Depth recurrence: some blocks run several times in sequence.
+class OrderSchedule(StrictModel):
+    """Orders of blocks, each with the share of training, by steps or by the clock, at which it begins: the first at 0.
 
-    Runs of a block share its parameters. Parameters that no program reads yet are not updated.
+    Parameters that no program reads yet are not updated.
 
     Attributes:
-        first: the first block of the loop, counted from 0.
-        last: the last block of the loop.
-        passes: how often the blocks run.
-        after: the share of training, by steps or by the clock, until which each block runs once. With 0, blocks loop
-            from the start; with 1, they never loop.
+        at: pairs of a share and an order.
     """
 
-    first: Annotated[int, Field(ge=0, lt=1000)]
-    last: Annotated[int, Field(ge=0, lt=1000)]
-    passes: Annotated[int, Field(ge=2, le=64)]
-    after: Unit = later(0.0)
+    at: Annotated[tuple[tuple[Unit, Order], ...], Field(min_length=1, max_length=16)]
 
 
 class DecoderBlocks(Blocks):
-    """Blocks that run several times if `loop` selects them. Skips then connect runs instead of blocks.
+    """Blocks that may run in another `order`, and more than once: `0..5 3..5 6..10` runs blocks 3 to 5 twice. Runs of a
+    block share its parameters.
 
     Attributes:
-        loop: the blocks that run several times.
+        order: the blocks in the order in which they run, or a schedule of orders. If unset, each block runs once.
+        between: modules that stand between runs.
     """
 
-    loop: Loop | None = later(None)
+    order: Order | OrderSchedule | None = later(None)
+    between: Annotated[tuple[Between, ...], Field(max_length=16)] = later(())
 
     @property
-    def order(self) -> tuple[int, ...]:
-        if self.loop is None or self.loop.after >= 1:
-            return super().order
-        again = tuple(range(self.loop.first, self.loop.last + 1))
-        return (*range(self.loop.last + 1), *again * (self.loop.passes - 1), *range(self.loop.last + 1, self.count))
+    def orders(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
+        if self.order is None:
+            return super().orders
+        points = self.order.at if isinstance(self.order, OrderSchedule) else ((0.0, self.order),)
+        return tuple((share, indices(text)) for share, text in points)
 
     @property
-    def orders(self) -> tuple[tuple[int, ...], ...]:
-        late = self.loop is not None and 0 < self.loop.after < 1
-        return (self.order, super().order) if late else (self.order,)
-
-    @property
-    def loops(self) -> bool:
-        return self.loop is not None
+    def modules(self) -> tuple[Between, ...]:
+        return self.between
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        if self.loop is not None and not self.loop.first <= self.loop.last < self.count:
-            message = f"a loop from block {self.loop.first} to {self.loop.last} of {self.count}"
-            hint = f"blocks go from 0 to {self.count - 1}, the last not before the first"
-            yield Problem(("loop",), "S243", message, hint)
+        shares = [share for share, _ in self.orders]
+        if shares[0] != 0 or sorted(set(shares)) != shares:
+            message = f"the orders begin at {', '.join(f'{share:g}' for share in shares)}"
+            yield Problem(("order", "at"), "S243", message, "the first begins at 0, and each later than the one before")
+            return
+        stated = {i for _, order in self.orders for i in order}
+        if stated != set(range(self.count)):
+            wrong = min(stated ^ set(range(self.count)))
+            message = f"block {wrong} {'is not one' if wrong in stated else 'never runs'} of {self.count}"
+            yield Problem(("order",), "S243", message, f"blocks go from 0 to {self.count - 1}; each runs in some order")
+            return
         yield from super().problems_in(dim, layers)
 
 
@@ -115,9 +140,9 @@ class Decoder(Architecture):
 
     @property
     def title(self) -> str:
-        loop = self.blocks.loop
-        runs = f" in {len(self.blocks.order)} runs" if loop and loop.after < 1 else ""
-        runs += f" once {loop.after:.0%} of training are done" if loop and 0 < loop.after < 1 else ""
+        share, order = self.blocks.orders[-1]
+        runs = f" in {len(order)} runs" if len(order) != self.blocks.count else ""
+        runs += f" once {share:.0%} of training are done" if runs and share else ""
         blocks = f"{self.blocks.count} blocks of {self.dim}{runs}"
         return f"decoder, {blocks}, {self.context} tokens, vocabulary {self.vocab}"
 
@@ -130,24 +155,28 @@ class Decoder(Architecture):
         return self.context
 
     def after(self, done: float) -> "Decoder":
-        loop = self.blocks.loop
-        if loop is None or loop.after <= done:
+        order = self.blocks.order
+        if not isinstance(order, OrderSchedule):
             return self
-        blocks = self.blocks.model_copy(update={"loop": loop.model_copy(update={"after": 1.0})})
+        begun = tuple((share, text) for share, text in order.at if share <= done)
+        blocks = self.blocks.model_copy(update={"order": order.model_copy(update={"at": begun})})
         return self.model_copy(update={"blocks": blocks})
 
     @property
     def late(self) -> tuple[tuple[Path, str, float], ...]:
-        loop = self.blocks.loop
-        return (
-            () if loop is None or loop.after >= 1 else ((("model", "blocks", "loop", "after"), "the loop", loop.after),)
-        )
+        orders = enumerate(self.blocks.orders)
+        place = ("model", "blocks", "order", "at")
+        return tuple(((*place, i, 0), "the order of blocks", share) for i, (share, _) in orders if share)
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:
         marked: list[tuple[Path, int | None]] = [(("embed", i), step.mark) for i, step in enumerate(self.embed)]
-        marked += [(("blocks", "layers", i), layer.mark) for i, layer in enumerate(self.blocks.layers)]
-        return tuple((("model", *at, "bos"), mark) for at, mark in marked if mark is not None)
+        blocks = self.blocks
+        marked += [
+            (("blocks", *blocks.source_of(("layers", j, "bos"), i)[:-1]), layer.mark)
+            for i, j, layer in blocks.all_layers
+        ]
+        return tuple(dict.fromkeys((("model", *at, "bos"), mark) for at, mark in marked if mark is not None))
 
     def problems(self) -> Iterator[Problem]:
         """Yields the problems of the model's parts."""
@@ -158,16 +187,20 @@ class Decoder(Architecture):
             hint = "use `layers`, the number of blocks"
             yield Problem(("norm", "scale"), "S216", "the last norm is in no layer, but its scale reads `layer`", hint)
         else:
-            yield from formula_problems(last, ("norm", "scale"), self.blocks.count)
+            yield from number_problem(last, ("norm", "scale"), 0, self.blocks.count)
         for (_, *at), mark in self.marks:
             if mark >= self.vocab:
                 message = f"the id {mark} starts a document, and ids end at {self.vocab - 1}"
                 yield Problem(tuple(at), "S249", message, "name the tokenizer's own mark, or leave it out")
-        for i, layer in enumerate(self.blocks.layers):
-            if layer.reads_source:
-                message = f"{layer.title} reads an encoder, and a decoder alone has none"
-                hint = "use `kind: encoder_decoder`, or let it read the sequence itself"
-                yield Problem(("blocks", "layers", i), "S230", message, hint)
+        reading = {
+            self.blocks.source_of(("layers", j), i): layer
+            for i, j, layer in self.blocks.all_layers
+            if layer.reads_source
+        }
+        for place, layer in reading.items():
+            message = f"{layer.title} reads an encoder, and a decoder alone has none"
+            hint = "use `kind: encoder_decoder`, or let it read the sequence itself"
+            yield Problem(("blocks", *place), "S230", message, hint)
 
     def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
         return _Lowering(self, name, dtype).run(halves)
@@ -186,12 +219,20 @@ class _Lowering:
         self.functions = Functions(count)
         embed_titles = [(f"embed.{step.title}", i) for i, step in enumerate(model.embed)]
         self.places: dict[str, Path] = {title: ("model", "embed", i) for title, i in embed_titles}
-        self.places |= {"head": ("model", "head"), "norm": ("model", "norm"), "skips": ("model", "blocks", "skips")}
+        self.places |= {"head": ("model", "head"), "norm": ("model", "norm")}
+        for i, module in enumerate(model.blocks.between):
+            self.places[module.name] = ("model", "blocks", "between", i)
         for layer in range(count):
             for i, part in enumerate(model.blocks.layers):
                 self.places[f"blocks.{layer}.{part.title}"] = ("model", "blocks", "layers", i)
 
     def run(self, halves: bool) -> Programs:
+        shape = replace(self.shape, names=SizeNames())  # the programs name the sizes in their order
+        states = [block.state(shape) for block in self.model.blocks.every]
+        if (other := next((i for i, state in enumerate(states) if state != states[0]), None)) is not None:
+            message = f"layer {other} keeps {_listed(states[other])} between tokens, and layer 0 {_listed(states[0])}"
+            hint = "generated code has one form of cache for all blocks: give them equal kv_heads and head_dim"
+            raise LoweringError((Problem(("model", "blocks", "changes"), "S255", message, hint),))
         programs: tuple[Graph, ...] = (
             self.scored("train", "mean"),
             self.scored("score", "none"),
@@ -200,11 +241,11 @@ class _Lowering:
             *(self.halves() if halves else ()),
         )
         phases: tuple[Phase, ...] = ()
-        loop = self.model.blocks.loop
-        for once in self.model.blocks.orders[1:]:
-            assert loop is not None
-            phases = (Phase(loop.after, "train_once", "score_once"),)
-            programs += self.scored("train_once", "mean", once), self.scored("score_once", "none", once)
+        for i, ((_, order), (until, _)) in enumerate(pairwise(self.model.blocks.orders)):
+            once = order == tuple(range(self.model.blocks.count))
+            names = ("train_once", "score_once") if once else (f"train_order{i}", f"score_order{i}")
+            phases += (Phase(until, *names),)
+            programs += self.scored(names[0], "mean", order), self.scored(names[1], "none", order)
         if refused := self.functions.refused:
             hint = "change the number or formula"
             raise LoweringError(tuple(Problem(self.place_of(init), "S221", refused[init], hint) for init in refused))
@@ -333,6 +374,10 @@ class _Lowering:
     def place_of(self, init: Init) -> Path:
         """Returns the spec path of an initialization."""
         return ("model", *next((path for found, path in _inits(self.model) if found is init), ()))
+
+
+def _listed(state: Mapping[str, TensorType]) -> str:
+    return " and ".join(f"{key} {type}" for key, type in state.items()) or "nothing"
 
 
 def _unread(programs: Programs, phase: Phase) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from pydantic import Field
 
 from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture, Form
+from specc.compiler.architectures.blocks import one_of
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.function_table import Functions
 from specc.compiler.architectures.side import Side
-from specc.compiler.architectures.stack import one_of
 from specc.compiler.architectures.stage_names import collisions
 from specc.compiler.architectures.time_loop import spans, step_name
 from specc.compiler.blocks.context import LoweringContext, Shape, SizeNames
@@ -138,9 +138,12 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
     ):
         message = f"{stage.title} attends with the state of {stage.query_stage}, which is no recurrent stage after it"
         yield Problem((), "S236", message, "name an lstm that follows it")
-    if isinstance(stage, Layer) and stage.residual is not None:
-        message = f"{stage.title} weighs its residual branch, and outside of blocks no stage has one"
-        yield Problem(("residual",), "S252", message, "take `residual` out, or put the layer into `blocks`")
+    for name in ("learn", "read", "write"):
+        if isinstance(stage, Layer) and getattr(stage, name):
+            message = (
+                f"{stage.title} sets {name}, which is of residual branches, and outside of blocks no stage has one"
+            )
+            yield Problem((name,), "S252", message, f"take `{name}` out, or put the layer into `blocks`")
     inside = next((stage for first, last in spans(stages) if first < i <= last), None)
     if inside is not None and not stage.recurrent and stage.in_place:
         message = f"{stage.title} keeps what it has seen in place, which a loop over time cannot"

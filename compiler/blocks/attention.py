@@ -9,7 +9,7 @@ from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
 from specc.compiler.blocks.document_mask import Documents
 from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.parts import Layer, LayerList, layer_problems
+from specc.compiler.blocks.parts import Layer
 from specc.compiler.blocks.previous import TokenId
 from specc.compiler.blocks.rope import RopeSpec, RopeTable
 from specc.compiler.blocks.values import ValueEmbedding, ValueTable
@@ -39,13 +39,7 @@ class QkNorm(StrictModel):
 
 class Exclude(StrictModel):
     """Exclusive self-attention (XSA, arXiv 2603.09078): removes from each head's output its component along the token's
-    own value.
-
-    Attributes:
-        layers: the layers that it applies to, counted from 0; all if unset.
-    """
-
-    layers: LayerList | None = None
+    own value."""
 
 
 def _gate(text: str) -> str:
@@ -156,9 +150,6 @@ class Attention(Layer):
         if self.rope is not None and self.rope.trained is not None and (dims or self.size(dim)) == 2:
             message = "2 dims are one pair, which no change of the base slows down"
             yield Problem(("rope", "trained"), "S242", message, "leave it out, or turn more dims")
-        for name, part in (("values", self.values), ("exclude", self.exclude)):
-            if part is not None:
-                yield from layer_problems(part.layers, (name, "layers"), layers)
         if self.gate is not None and (self.gate.features or 0) > dim:
             message = f"the gate reads {self.gate.features} features of {dim}"
             yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or leave it out for all")
@@ -218,7 +209,7 @@ class Attention(Layer):
             attended = b.add("y", Sdpa(self.window, bool(starts)), (q, k, v, *starts))
         else:
             attended = b.add("y", SdpaSeen(), (q, k, v, context.seen))
-        attended = self._gated(b, x, self._excluded(b, attended, v, context), shape)
+        attended = self._gated(b, x, self._excluded(b, attended, v), shape)
         return Lowered(self._out(b, attended, shape), state)
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
@@ -247,7 +238,7 @@ class Attention(Layer):
         size = (heads * self._channels(shape), features)
         made = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
         values = self._values(shape)
-        if context is not None and values is not None and values.read_in(context.layer):
+        if context is not None and values is not None:
             scale = b.param("value_scale", shape.activation(1), constant(1.0))
             added = Pointwise(("v + scale * values",), ("v", "values", "scale"))
             made = b.add("v.values", added, (made, context.shared[values.name], scale))
@@ -261,10 +252,8 @@ class Attention(Layer):
             x = b.add(f"{name}.rope", Rope(), (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
         return x
 
-    def _excluded(self, b: Builder, y: str, v: str, context: LoweringContext) -> str:
-        if self.exclude is None or context.layer not in (self.exclude.layers or (context.layer,)):
-            return y
-        return b.add("y.exclusive", Exclusive(), (y, v))
+    def _excluded(self, b: Builder, y: str, v: str) -> str:
+        return y if self.exclude is None else b.add("y.exclusive", Exclusive(), (y, v))
 
     def _gated(self, b: Builder, x: str, y: str, shape: Shape) -> str:
         if self.gate is None:

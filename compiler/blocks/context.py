@@ -48,6 +48,7 @@ class Shape:
         kept: the number of positions that caches hold.
         source: the number of features of the encoder's output; 0 without an encoder.
         names: the names of sizes in generated code.
+        layer: the index of the block that is lowered, from 0.
     """
 
     dim: int
@@ -60,6 +61,7 @@ class Shape:
     kept: Dim = "S"
     source: Dim = 0
     names: SizeNames = field(default_factory=SizeNames, compare=False, repr=False)
+    layer: int = 0
 
     def size(self, name: str, value: int, words: str, title: str = "") -> int:
         """Returns `value` as a dim called `name` in generated code, or `TITLE_NAME` if `name` is taken.
@@ -161,7 +163,6 @@ class LoweringContext:
         training: whether dropout applies.
         extends: whether the input continues a sequence whose state is in `cache`.
         site: the call site of a part that calls functions.
-        layer: the index of the block that holds the part, from 0.
     """
 
     positions: str
@@ -177,7 +178,6 @@ class LoweringContext:
     training: bool = False
     extends: bool = False
     site: "CallSite | None" = None
-    layer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +190,11 @@ class Shared:
     Attributes:
         name: the name of the computation.
         labels: the names of its outputs in generated code.
-        layers: the indices of the layers that read it, from 0; None means all layers.
         positional: true if it depends only on the positions of the tokens.
     """
 
     name: str
     labels: tuple[str, ...]
-    layers: tuple[int, ...] | None = None
     positional: bool = False
 
     def state(self) -> Mapping[str, TensorType]:
@@ -210,10 +208,6 @@ class Shared:
         the previous state.
         """
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
-
-    def read_in(self, layer: int) -> bool:
-        """Returns whether the layer with index `layer` reads it."""
-        return self.layers is None or layer in self.layers
 
     @property
     def refs(self) -> tuple[str, ...]:

@@ -23,6 +23,9 @@ def formula(*variables: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+LayerFormula = Annotated[float | str, formula("layer", "layers")]
+
+
 def value_of(value: float | str, **variables: float) -> float:
     """Returns the value of a number or formula.
 

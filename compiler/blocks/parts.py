@@ -1,33 +1,19 @@
 """The base classes of the parts of a model, and the properties and methods that each part implements."""
 
+import operator
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field
 
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared, Tokens
-from specc.compiler.blocks.init import constant, formula, stated, value_of
-from specc.compiler.expr import ExprError, parse, variables
+from specc.compiler.blocks.init import LayerFormula
+from specc.compiler.blocks.wiring import Expressions, Learned, WiringText, number
+from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, Dim, TensorType
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import PartName, Path, Problem, StrictModel
-
-# Indices of layers, from 0.
-LayerList = Annotated[tuple[Annotated[int, Field(ge=0, lt=1000)], ...], Field(min_length=1, max_length=1000)]
-
-
-def layer_problems(layers: tuple[int, ...] | None, at: Path, count: int) -> Iterator[Problem]:
-    """Yields a problem for each index that a model of `count` layers does not have, and for each index listed twice."""
-    for i, layer in enumerate(layers or ()):
-        if layer >= count:
-            hint = f"the last one is {count - 1}: layers are counted from 0"
-            yield Problem((*at, i), "S240", f"there is no layer {layer} in {count} blocks", hint)
-        elif layers is not None and layer in layers[:i]:
-            yield Problem((*at, i), "S240", f"layer {layer} is listed twice", "remove one of the two")
-
-
-LayerFormula = Annotated[float | str, formula("layer", "layers")]
+from specc.compiler.strict import LearnedName, PartName, Problem, StrictModel, later
 
 
 class Norm(StrictModel):
@@ -51,12 +37,8 @@ class Norm(StrictModel):
         normed = self.normalize(b, x, name)
         if self.scale is None:
             return normed
-        if _by_layer(self.scale):
-            factor = b.scalar("norm_scale")
-            return b.add(f"{name}.scaled", Pointwise(("x * scale",), ("x", "scale")), (normed, factor))
-        layers = float(shape.layers)
-        value = b.constant("norm_scale", value_of(self.scale, layers=layers), stated(self.scale, layers=layers))
-        return b.add(f"{name}.scaled", Pointwise((f"x * {value!r}",), ("x",)), (normed,))
+        text, numbers = number(b, self.scale, "norm_scale", shape)
+        return b.add(f"{name}.scaled", Pointwise((f"x * {text}",), ("x", *numbers)), (normed, *numbers.values()))
 
     @property
     def of_no_layer(self) -> Self:
@@ -66,46 +48,9 @@ class Norm(StrictModel):
     def normalize(self, b: Builder, x: str, name: str) -> str:
         raise TypeError(f"{type(self).__name__} does not say how it normalizes")
 
-    def scalars(self, layer: int, layers: int) -> Mapping[str, float]:
-        """Returns the scalars that this norm needs in layer `layer` of `layers`, by name."""
-        return bound("norm_scale", self.scale, layer, layers)
-
-    @property
-    def formulas(self) -> Mapping[str, str]:
-        """The formulas of the scalars, by name."""
-        return {"norm_scale": self.scale} if isinstance(self.scale, str) else {}
-
 
 def _by_layer(value: float | str | None) -> bool:
-    """Returns whether a factor depends on the layer. Such a factor is a scalar of the function; any other is
-    inlined."""
     return isinstance(value, str) and "layer" in variables(parse(value))
-
-
-def bound(scalar: str, value: float | str | None, layer: int, layers: int) -> Mapping[str, float]:
-    """Returns the value of a scalar in one layer, by the scalar's name. Returns an empty mapping unless the factor
-    depends on the layer.
-
-    Args:
-        scalar: the name of the scalar.
-        value: the factor: a number, a formula over `layer` and `layers`, or None.
-        layer: the index of the layer, from 0.
-        layers: the number of layers.
-    """
-    if isinstance(value, str) and _by_layer(value):
-        return {scalar: value_of(value, layer=float(layer), layers=float(layers))}
-    return {}
-
-
-def formula_problems(value: float | str | None, at: Path, layers: int) -> Iterator[Problem]:
-    """Yields a problem for the first of `layers` layers in which a factor is not a finite number."""
-    for layer in range(layers if isinstance(value, str) else 0):
-        try:
-            value_of(value, layer=float(layer), layers=float(layers))  # type: ignore[arg-type]
-        except ExprError as error:
-            hint = "layers are counted from 0: change the formula"
-            yield Problem(at, "S216", f"in layer {layer}, {error.message}", hint)
-            return
 
 
 class Embed(StrictModel):
@@ -245,86 +190,21 @@ class Stage(Part):
 
 
 class Layer(Part):
-    """One residual branch of a block: x + residual * f(norm(x)).
+    """One residual branch of a block.
+
+    The branch reads the norm of a value of the block, and gives a value `y`. Expressions are as in the block.
 
     Attributes:
-        residual: a factor, a formula, or `learned`: one learned factor per feature, from 1. If unset, it is 1.
-        dropout: the probability that an element of the branch is dropped in training.
+        learn: learned values, by name.
+        read: the value whose norm the layer reads. If unset, the first residual stream.
+        write: the residual stream behind the layer. If unset, `x + y`.
+        dropout: the probability with which each element of `y` is dropped in training.
     """
 
-    residual: Literal["learned"] | LayerFormula | None = None
+    learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
+    read: WiringText | None = later(None)
+    write: Expressions | None = later(None)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-
-    def weighed(self, b: Builder, y: str, shape: Shape) -> str:
-        """Adds the branch's value `y` times its residual factor, for a caller that adds it to the stream itself."""
-        operands = ("scale * branch",), ("branch", "scale")
-        if self.residual == "learned":
-            scale = b.param("residual", TensorType((shape.dim,), shape.dtype), constant(1.0))
-            return b.add("branch", Pointwise(*operands), (y, scale))
-        if self.residual is None:
-            return y
-        if _by_layer(self.residual):
-            return b.add("branch", Pointwise(*operands), (y, b.scalar(f"{self.title}_residual")))
-        factor = self._factor(b, shape)
-        return b.add("branch", Pointwise((f"{factor!r} * branch",), ("branch",)), (y,))
-
-    def join(self, b: Builder, x: str, y: str, shape: Shape) -> str:
-        """Adds the branch's value, times its residual factor, to the residual stream and returns the result.
-
-        Args:
-            b: the builder of the function.
-            x: the residual stream, [B, T, D].
-            y: the branch's value, [B, T, D].
-            shape: the shape dims of the model.
-        """
-        if self.residual == "learned":
-            scale = b.param("residual", TensorType((shape.dim,), shape.dtype), constant(1.0))
-            return b.add("x", Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (x, y, scale))
-        if self.residual is None:
-            return b.add("x", Pointwise(("x + branch",), ("x", "branch")), (x, y))
-        if _by_layer(self.residual):
-            scale = b.scalar(f"{self.title}_residual")
-            return b.add("x", Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (x, y, scale))
-        factor = self._factor(b, shape)
-        return b.add("x", Pointwise((f"x + {factor!r} * branch",), ("x", "branch")), (x, y))
-
-    def scalars(self, layer: int, layers: int) -> Mapping[str, float]:
-        """Returns the scalars that this layer needs in layer `layer` of `layers`, by name."""
-        factor = None if self.residual == "learned" else self.residual
-        return bound(f"{self.title}_residual", factor, layer, layers)
-
-    @property
-    def formulas(self) -> Mapping[str, str]:
-        """The formulas of the scalars, by name."""
-        return {f"{self.title}_residual": self.residual} if isinstance(self.residual, str) else {}
-
-    def _factor(self, b: Builder, shape: Shape) -> float:
-        """Returns the residual factor, which must be the same in every layer."""
-        assert self.residual is not None and self.residual != "learned"
-        layers = float(shape.layers)
-        value = value_of(self.residual, layers=layers)
-        return b.constant(f"{self.title}_residual", value, stated(self.residual, layers=layers))
-
-
-class Skips(StrictModel):
-    """Skip connections: maps a block to the earlier block whose output it reads in addition to that of the previous
-    block."""
-
-    def sources(self, layers: int) -> Mapping[int, int]:
-        """Returns the index of the earlier block that each block reads, by the index of the reader, for `layers`
-        blocks."""
-        raise TypeError(f"{type(self).__name__} does not say what it connects")
-
-    def lower(self, b: Builder, x: str, skip: str, shape: Shape) -> str:
-        """Adds an earlier block's output to the stream, at the start of a block, and returns the result.
-
-        Args:
-            b: the builder of the function.
-            x: the stream, [B, T, D].
-            skip: the earlier block's output, [B, T, D].
-            shape: the shape dims of the model.
-        """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 
 class Bridge(StrictModel):
@@ -342,22 +222,6 @@ class Bridge(StrictModel):
 
         Raises:
             TypeRuleError: if the bridge cannot return `width` features.
-        """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
-
-
-class Mix(StrictModel):
-    """Combines the stream with the first block's input. It runs in each block after the skip connection, before the
-    layers."""
-
-    def lower(self, b: Builder, x: str, embedded: str, shape: Shape) -> str:
-        """Adds the mix of the stream with the first block's input and returns the result.
-
-        Args:
-            b: the builder of the function.
-            x: the stream, [B, T, D].
-            embedded: the first block's input, [B, T, D].
-            shape: the shape dims of the model.
         """
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 

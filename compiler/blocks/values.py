@@ -1,10 +1,9 @@
 """Value embeddings: a learned embedding of each token that is added to the values of attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specc.compiler.blocks.context import Shape, Shared, Tokens
 from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.parts import LayerList
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
@@ -13,27 +12,23 @@ from specc.compiler.strict import Positive, StrictModel
 
 
 class ValueEmbedding(StrictModel):
-    """scale * P E[id] for a table E [V, dim], a matrix P, and a learned number.
-
-    The layers share all of them. Each layer adds the result to its values, times a learned number from 1.
+    """scale * P E[id] for a table E [V, dim], a matrix P, and a learned number from `scale`, all shared by the
+    layers that have equal value embeddings. Each layer adds the result to its values, times a learned number from 1.
 
     Attributes:
         dim: the columns of E.
-        layers: the layers that have it, counted from 0; all if unset.
         scale: the initial value of the learned number.
         init: the initialization of E.
     """
 
     dim: Positive
-    layers: LayerList | None = None
     scale: float = 0.1
     init: Init = Init(normal=0.01)
 
     def table(self, title: str, features: int, shape: Shape) -> "ValueTable":
         """Returns the computation that the layers named `title` share, with `features` output features."""
-        return ValueTable(
-            f"{title}_values", (f"{title}_values",), self.layers, spec=self, features=features, shape=shape
-        )
+        name = f"{title}_values"
+        return ValueTable(name, (name,), spec=self, features=features, shape=replace(shape, layer=0))
 
 
 @dataclass(frozen=True, slots=True)

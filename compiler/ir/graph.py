@@ -464,7 +464,7 @@ class Builder:
     nodes: list[Node] = field(default_factory=list)
     inputs: list[Named] = field(default_factory=list)
     params: dict[str, TensorType] = field(default_factory=dict)
-    scalars: list[str] = field(default_factory=list)
+    scalars: dict[str, tuple[float, str]] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
     inits: dict[str, object] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -476,11 +476,11 @@ class Builder:
         self.types[name] = type
         return name
 
-    def scalar(self, name: str) -> str:
-        """Declares a number that each caller passes, and returns a reference to it."""
-        if name not in self.scalars:
-            self.scalars.append(name)
-            self.types[f"${name}"] = TensorType((), "f32")
+    def scalar(self, name: str, value: float, formula: str) -> str:
+        """Declares a number that each caller passes, here `value`, and returns a reference to it. `formula` is its
+        text in the spec."""
+        self.scalars.setdefault(name, (value, formula))
+        self.types[f"${name}"] = TensorType((), "f32")
         return f"${name}"
 
     def param(self, name: str, type: TensorType, init: object) -> str:

@@ -101,30 +101,29 @@ class FirstFeatures(Moves):
 
 
 @dataclass(frozen=True, slots=True)
-class Halves(Moves):
-    """Splits the features of x [..., 2 D] into two halves. `labels` are their names in generated code."""
+class Split(Moves):
+    """Splits the features of x [..., n D] into n equal parts [..., D]. `labels` are their names in generated code."""
 
-    name: ClassVar[str] = "halves"
+    name: ClassVar[str] = "split"
     inline: ClassVar[bool] = False
-    labels: tuple[str, str] = ("first", "second")
+    labels: tuple[str, ...] = ("first", "second")
 
     @property
     def output_labels(self) -> tuple[str, ...]:
         return self.labels
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        x = inputs[0]
-        if not isinstance(x.width, int) or x.width % 2:
-            raise TypeRuleError(f"splits {{input}} of {x.width} features into two equal halves", (0,))
-        half = x.with_shape(*x.shape[:-1], x.width // 2)
-        return half, half
+        x, parts = inputs[0], len(self.labels)
+        if not isinstance(x.width, int) or x.width % parts:
+            raise TypeRuleError(f"splits {{input}} of {x.width} features into {parts} equal parts", (0,))
+        return (x.with_shape(*x.shape[:-1], x.width // parts),) * parts
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall(".chunk", (Input(0), 2), (("dim", -1),))
+        return TorchCall(".chunk", (Input(0), len(self.labels)), (("dim", -1),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        half = inputs[0].shape[-1] // 2
-        return inputs[0].narrow(-1, 0, half), inputs[0].narrow(-1, half, half)
+        width = inputs[0].shape[-1] // len(self.labels)
+        return tuple(inputs[0].narrow(-1, i * width, width) for i in range(len(self.labels)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from specc.compiler.render.function import (
     tuple_text,
     types_doc,
 )
-from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines
+from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines, shape_text
 
 LINE = 120
 
@@ -36,12 +36,14 @@ class Tables:
     """Module constants that distinguish the blocks of a list.
 
     Attributes:
+        taken: the names of other constants.
         texts: the definition of each constant, by name.
         values: the value of each constant as text, by name.
         layers: the name of the constant with a set of blocks, by list and set.
         arguments: the name of the constant with the blocks that receive an optional argument, by list and argument.
     """
 
+    taken: frozenset[str] = frozenset()
     texts: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
     layers: dict[tuple[str, frozenset[int]], str] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class Tables:
             layers: the blocks in the table, if it is a set of blocks.
         """
         options = (name, f"{place.upper().replace('.', '_')}_{name}")
-        chosen = free(options, lambda option: self.values.get(option, text) != text)
+        chosen = free(options, lambda option: option in self.taken or self.values.get(option, text) != text)
         self.texts[chosen] = f"{chosen} = {text}  # {comment}"
         if len(self.texts[chosen]) > LINE:
             self.texts[chosen] = "\n".join((f"# {comment}", *fitted(f"{chosen} = {text}", LINE)))
@@ -239,9 +241,13 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact]) -> list[Fac
     holders = {path.partition(".")[0] for graph in merged.variants for path, _ in graph.params}
     groups: dict[frozenset[int], list[str]] = {}
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
-        having = uses.having(graph for graph in merged.variants if name in graph.by_name)
-        if having != uses.every:
-            groups.setdefault(having, []).append(name)
+        graphs = [graph for graph in merged.variants if name in graph.by_name]
+        # blocks differ in the nodes that they have, and in the operation or the sizes of a node
+        forms = {graph.name: (graph.by_name[name].op, graph.by_name[name].types) for graph in graphs}
+        for form in (None, *dict.fromkeys(forms.values())):
+            having = uses.having(graph for graph in graphs if form in (None, forms[graph.name]))
+            if having != uses.every and name not in groups.get(having, ()):
+                groups.setdefault(having, []).append(name)
 
     def shared(name: str) -> bool:
         return name.partition(".")[0] in common
@@ -293,16 +299,28 @@ def _begin(
     return begin, used
 
 
+def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[str, frozenset[int]]]:
+    """Yields the shapes of a parameter other than that of `type`, each with the blocks that have it."""
+    for other in dict.fromkeys(dict(graph.params).get(path, type) for graph in uses.functions):
+        if other != type:
+            yield shape_text(other), uses.having(g for g in uses.functions if dict(g.params).get(path) == other)
+
+
 def _init(uses: _Uses, runs: Sequence[Graph], facts: Sequence[Fact], tables: Tables, table: str) -> tuple[str, ...]:
     """Returns the lines of a block's constructor: parameters, scalars, and attributes from tables."""
     params = {path: type for graph in reversed(uses.functions) for path, type in graph.params}
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
-    where = {}
+    where: dict[str, str] = {}
+    shapes: dict[str, str] = {}
     for path in dict.fromkeys(path for graph in uses.functions for path, _ in graph.params):
         having = uses.having(graph for graph in uses.functions if path in dict(graph.params))
         if having != uses.every:
             where[path] = f"layer in {tables.of(uses.place, having, path.rpartition('.')[2])}"
-    lines = [*parameter_lines([(path, params[path]) for path in order], where, table=table)]
+        for shape, other in _other_shapes(uses, path, params[path]):
+            table_name = tables.of(uses.place, other, f"{path.rpartition('.')[2]}_{len(shapes)}")
+            rest = shapes.get(path, shape_text(params[path]))
+            shapes[path] = f"{shape} if layer in {table_name} else {rest}"
+    lines = [*parameter_lines([(path, params[path]) for path in order], where, table=table, shapes=shapes)]
     for scalar, values in uses.scalars.items():
         text = python_formula(uses.formulas.get(scalar, ""), layers=len(values))
         if not text:  # Python has no such function

@@ -74,7 +74,7 @@ def model_context(plan: Plan) -> ModelContext:
         *called.values(),
         *called_ones,
     }
-    tables = Tables()
+    tables = Tables(frozenset((*(name for name, _, _ in programs.sizes), *(name for name, _, _ in programs.constants))))
     for name, value, formula in programs.constants:
         text = python_formula(formula, layers=0)
         tables.texts[name] = f"{name} = {text}" if text else f"{name} = {value!r}  # {formula}"

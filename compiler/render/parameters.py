@@ -34,7 +34,11 @@ class ClassContext:
 
 
 def parameter_lines(
-    params: Sequence[Named], where: Mapping[str, str] | None = None, modules: Sequence[str] = (), table: str = BUFFERS
+    params: Sequence[Named],
+    where: Mapping[str, str] | None = None,
+    modules: Sequence[str] = (),
+    table: str = BUFFERS,
+    shapes: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Returns the lines that create parameters and buffers.
 
@@ -44,6 +48,7 @@ def parameter_lines(
             have.
         modules: paths of modules that are created elsewhere; the lines create their parent modules.
         table: the name of the table of buffers.
+        shapes: the text of the shape of parameters whose shape depends on the instance.
 
     Returns:
         The lines of the constructor.
@@ -55,8 +60,10 @@ def parameter_lines(
     for path, type in params:
         holder, _, name = path.rpartition(".")
         otherwise = f" if {where[path]} else None" if path in where else ""
+        shape = (shapes or {}).get(path, shape_text(type))
+        shape = f"({shape})" if otherwise and path in (shapes or {}) else shape
         if holder and not type.storage:
-            holders.setdefault(holder, []).append((name, _shape(type), otherwise))
+            holders.setdefault(holder, []).append((name, shape, otherwise))
         elif not type.storage:
             lines.append(f"self.{name} = nn.Parameter(torch.empty({', '.join(map(spelled, type.shape))})){otherwise}")
     bare = [at for at in dict.fromkeys(path.rpartition(".")[0] for path in stored) if at and at not in holders]
@@ -82,10 +89,10 @@ def parameter_lines(
 def buffer_tables(params: Sequence[Named], table: str = BUFFERS) -> tuple[str, ...]:
     """Returns the definition of the table of buffers; empty if there are none."""
     stored = [(path, type) for path, type in params if type.storage]
-    rows = [f'    "{path}": ({_shape(type)}, {STORED[type.dtype]}),' for path, type in stored]
+    rows = [f'    "{path}": ({shape_text(type)}, {STORED[type.dtype]}),' for path, type in stored]
     return ("\n".join((f"{table} = {{", *rows, "}")),) if rows else ()
 
 
-def _shape(type: TensorType) -> str:
+def shape_text(type: TensorType) -> str:
     """Returns a shape as the text of a tuple."""
     return tuple_text(list(map(spelled, type.shape)))

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from specc.compiler.errors import Diagnostic, SpecError
 from specc.compiler.spec.messages.expected import Model, keys_of, places
 from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
+from specc.compiler.spec.migrate import refuse_old, upgraded
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Path, Problem, StrictModel
 from specc.compiler.text.overrides import apply_overrides
@@ -35,6 +36,7 @@ CODES: Mapping[str, str] = {
     "S105": "an unknown kind",
     "S106": "a value that its field refuses",
     "S107": "an expression that cannot be read",
+    "S108": "a spec of an old version",
     "S201": "a run that does not end by exactly one of steps and budget_seconds",
     "S202": "a schedule that is longer than the run",
     "S203": "a promotion without a count or a byte budget",
@@ -52,7 +54,7 @@ CODES: Mapping[str, str] = {
     "S217": "a step that is no whole number of micro-batches",
     "S218": "a window of the evaluation that is longer than the context, or a stride than the window",
     "S219": "a vocabulary that lacks some of the data's tokens",
-    "S220": "skips that connect nothing",
+    "S220": "an output of a run that does not exist",
     "S221": "a start of a parameter that no numbers have",
     "S222": "data that the model cannot read",
     "S223": "a context that is shorter than the lines",
@@ -72,19 +74,21 @@ CODES: Mapping[str, str] = {
     "S237": "a stage that cannot be in a loop over time",
     "S238": "a bridge without two sides",
     "S239": "a stage that wants a recurrent encoder",
-    "S240": "a list of layers with one that is not there, or twice",
+    "S240": "a condition without a value, or one that holds in no layer",
     "S241": "a gate that reads more features than there are",
     "S242": "RoPE over two dims with a length that it was trained on",
-    "S243": "a loop over blocks that are not there",
+    "S243": "an order of blocks that does not exist, or that omits a block",
     "S244": "quantization-aware training of a model that is not quantized, or keeps all its weights as they are",
     "S245": "bits that are given both by promotion and by allocation, or an allocation without a budget",
-    "S246": "lanes of blocks that are not there, or that have not two layers",
-    "S247": "lanes of blocks that run more than once, are parallel, or that a skip reads",
+    "S246": "an expression that reads a name that does not exist there",
+    "S247": "a learned value that nothing reads, or two writes of one stream",
     "S248": "documents in a model of pairs of lines",
     "S249": "a mark of documents that is no id",
     "S250": "lengths of rows that do not begin with the run, or go back",
     "S251": "a length of rows that windows cannot be cut into",
-    "S252": "a residual factor of a stage that has no residual branch",
+    "S252": "wiring of a stage that has no residual branch",
+    "S254": "a change of a layer that does not exist",
+    "S255": "blocks whose caches differ",
     "S253": "a decoder that reads nothing of its encoder",
     "S259": "a way to adapt to a text whose settings, or whose windows, do not go together",
     "S260": "a setting of text that the model writes itself, where it is calibrated on other text",
@@ -118,10 +122,26 @@ def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, S
     """Returns the checked spec of a file (a path) or a text (a string), and its source with the position of each value.
 
     `overrides` are `path=value` texts that are applied first. Raises SpecError with all problems if the spec is
-    invalid.
+    invalid, or of an old version.
     """
-    source = apply_overrides(read(origin), overrides)
+    source = read(origin)
+    refuse_old(source)
+    source = apply_overrides(source, overrides)
     return check(source), source
+
+
+def load_recorded(path: FilePath, overrides: Iterable[str] = ()) -> tuple[Spec, Source, bool]:
+    """Returns the spec that a run recorded, its source, and whether it is of an old version, as `load` does.
+
+    A spec of an old version is rewritten in memory.
+    """
+    source = read(path)
+    data = upgraded(source.data)
+    old = data is not source.data
+    if old:
+        source = Source(source.file, source.text, data)
+    source = apply_overrides(source, overrides)
+    return check(source), source, old
 
 
 def check(source: Source) -> Spec:

@@ -10,7 +10,7 @@ from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
-from specc.compiler.strict import Name, NodeName, One, Pattern, Positive, PositiveFloat, Problem, StrictModel, later
+from specc.compiler.strict import Name, NodeName, Pattern, Positive, PositiveFloat, Problem, StrictModel, Two, later
 from specc.compiler.targets import TARGETS
 
 SCHEMES = models(quant, Scheme, "scheme")
@@ -191,7 +191,7 @@ class Spec(StrictModel):
         eval: how `specc eval` scores the model.
     """
 
-    spec_version: One
+    spec_version: Two
     name: Name
     targets: Annotated[tuple[TargetName, ...], Field(min_length=1)]
     model: AnyModel

@@ -63,6 +63,12 @@ class _Record(StrictModel):
     data_digests: DataDigests | None = None
 
 
+def _digest_of(path: Path) -> str:
+    """Returns the SHA-256 (hex) of a recorded spec as canonical JSON."""
+    text = json.dumps(json.loads(path.read_bytes()), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Run:
     """A run directory and the recorded settings of the run.
@@ -75,6 +81,7 @@ class Run:
         overrides: the `--set` texts that `spec` contains.
         lock: the measured kernels that it runs with.
         data_digests: the digests of the content of `data` at the start of the run. None for a run of an older specc.
+        old_digest: the digest of the spec as the run recorded it, if that is of an old version.
     """
 
     directory: Path
@@ -84,6 +91,7 @@ class Run:
     overrides: tuple[str, ...] = ()
     lock: Lock = NO_LOCK
     data_digests: DataDigests | None = None
+    old_digest: str | None = None
 
     @property
     def generated(self) -> Path:
@@ -119,7 +127,7 @@ class Run:
     @property
     def spec_digest(self) -> str:
         """SHA-256 (hex) of the canonical spec, stored in checkpoints."""
-        return hashlib.sha256(canonical(self.spec).encode()).hexdigest()
+        return self.old_digest or hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     def create(self, files: Sequence[Path] = ()) -> "Run":
         """Creates the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory
@@ -147,14 +155,15 @@ class Run:
             what = "is not a run: it has no spec.json" if directory.exists() else "no such run"
             raise RunDirectoryError(f"{directory}: {what}", "name a directory that `specc train` made")
         try:
-            spec, _ = check.load(directory / SPEC)
+            spec, _, old = check.load_recorded(directory / SPEC)
+            digest = _digest_of(directory / SPEC) if old else None
             lock = read_lock(directory / LOCK)
             record = _Record.model_validate_json((directory / "run.json").read_bytes())
         except SpecError as error:
             raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}") from None
         except (OSError, ValidationError) as error:
             raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
-        return cls(directory, spec, record.target, record.data, record.overrides, lock, record.data_digests)
+        return cls(directory, spec, record.target, record.data, record.overrides, lock, record.data_digests, digest)
 
     def record(self) -> None:
         """Writes run.json. Raises EnvironmentFailure if it cannot be written."""
@@ -172,7 +181,7 @@ class Run:
         """
         if not overrides:
             return self
-        spec, source = check.load(self.directory / SPEC, tuple(overrides))
+        spec, source, _ = check.load_recorded(self.directory / SPEC, tuple(overrides))
         if spec.model_copy(update={"quant": self.spec.quant}) != self.spec:
             message = f"{self.directory} is trained: of its spec only what is under `quant` can still be set"
             raise RunDirectoryError(message, "take out the other --set")

@@ -140,6 +140,6 @@ def test_a_comment_for_a_pull_request(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_spec_that_does_not_build(tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
-    broken.write_text("spec_version: 1\n")
+    broken.write_text("spec_version: 2\n")
     with pytest.raises(SpecError):
         Comparison.of(SPEC, broken)

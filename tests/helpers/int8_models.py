@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tiny_models import version_2
 from torch import Tensor, nn
 
 from specc.compiler import pipeline
@@ -96,21 +97,23 @@ MODELS = {"lstm": LSTM, "additive": ADDITIVE, "loops": LOOPS, "blocks": BLOCKS}
 
 def data_of(model: Mapping[str, Any], quant: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     """A spec of pairs as the data of its YAML file."""
-    return {
-        "spec_version": 1,
-        "name": "tiny_int8",
-        "targets": ["cpu"],
-        "model": dict(model),
-        "quant": dict(quant or QUANT),
-        "train": {
-            "data": {"kind": "polynomial", "lines": 100},
-            "batch": 4,
-            "steps": 1,
-            "optimizers": [{"match": "*", "kind": "adamw", "lr": 0.001}],
-        },
-        "eval": {"metric": "exact_match"},
-        **more,
-    }
+    return version_2(
+        {
+            "spec_version": 1,
+            "name": "tiny_int8",
+            "targets": ["cpu"],
+            "model": dict(model),
+            "quant": dict(quant or QUANT),
+            "train": {
+                "data": {"kind": "polynomial", "lines": 100},
+                "batch": 4,
+                "steps": 1,
+                "optimizers": [{"match": "*", "kind": "adamw", "lr": 0.001}],
+            },
+            "eval": {"metric": "exact_match"},
+            **more,
+        }
+    )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from tiny_models import version_2
 from torch import Tensor
 
 from specc.compiler.spec.check import load
@@ -38,15 +39,17 @@ def pairs_data(
 ) -> dict[str, Any]:
     """A spec of 31 tokens and 30 positions as the data of its YAML file; `model` are more of its keys."""
     start = {"kind": "encoder_decoder", "vocab": {"chars": CHARS}, "context": 30}
-    return {
-        "spec_version": 1,
-        "name": name,
-        "targets": ["cpu"],
-        "model": {**start, "encoder": list(encoder), "decoder": list(decoder), **model},
-        "fuse": list(fuse),
-        "train": TRAIN,
-        "eval": {"metric": "exact_match"},
-    }
+    return version_2(
+        {
+            "spec_version": 1,
+            "name": name,
+            "targets": ["cpu"],
+            "model": {**start, "encoder": list(encoder), "decoder": list(decoder), **model},
+            "fuse": list(fuse),
+            "train": TRAIN,
+            "eval": {"metric": "exact_match"},
+        }
+    )
 
 
 def pairs_spec(*args: Any, **words: Any) -> Spec:

@@ -1,5 +1,6 @@
 """Small models for tests: specs from a few words, modules in float64 beside their reference, random parameters."""
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Programs
 from specc.compiler.spec.check import load
+from specc.compiler.spec.migrate import migrate
 from specc.compiler.spec.spec import Spec
 from specc.runtime.model.load import instantiate, replace_fuse
 
@@ -27,6 +29,13 @@ TRAIN: dict[str, Any] = {
     "steps": 2,
     "optimizers": [{"kind": "adamw", "match": "*", "lr": 0.01}],
 }
+
+
+def version_2(data: dict[str, Any]) -> dict[str, Any]:
+    """The data of a spec, with the block options of version 1 rewritten."""
+    data = copy.deepcopy(data)
+    migrate(data)
+    return data
 
 
 def spec_data(
@@ -42,14 +51,16 @@ def spec_data(
     stack = {"count": count, "layers": list(layers), **(blocks or {})}
     start = {"kind": "decoder", "vocab": 11, "dim": 8, "context": 12, "embed": [{"kind": "token"}], "blocks": stack}
     shape = {**start, **model}
-    return {
-        "spec_version": 1,
-        "name": name,
-        "targets": list(targets),
-        "model": shape,
-        "fuse": list(fuse),
-        "train": {**TRAIN, "tokens_per_step": 2 * shape["context"]},
-    }
+    return version_2(
+        {
+            "spec_version": 1,
+            "name": name,
+            "targets": list(targets),
+            "model": shape,
+            "fuse": list(fuse),
+            "train": {**TRAIN, "tokens_per_step": 2 * shape["context"]},
+        }
+    )
 
 
 def spec_of(data: Mapping[str, Any]) -> Spec:

@@ -264,7 +264,7 @@ def rewritten(artifact: Path, spec: bytes | None = None, code: bytes | None = No
     [
         ('"heads":4', '"heads":5', "heads"),
         ('"kind":"decoder"', '"kind":"robot"', "not valid for this version of specc"),
-        ('"spec_version":1', '"spec_version":2', "not valid for this version of specc"),
+        ('"spec_version":2', '"spec_version":3', "not valid for this version of specc"),
         ('"name":"gpt_mini"', '"name":"../../etc"', "not valid for this version of specc"),
         ('"match":"blocks.0.mlp.up"', '"match":"blocks.9.mlp.up"', "matches no parameter"),
         ('"dim":32', '"dim":40', "its parameters differ from those"),

@@ -48,6 +48,8 @@ def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Pat
             for key, info in keys_of(model).items():
                 if key in data:
                     yield from places(info.annotation, data[key], (*path, key))
+            for inner, type, fields in model.parts_by_name(data):
+                yield from places(type, fields, (*path, *inner))
         for one in alternatives(annotation):
             if get_origin(one) is dict:
                 for key, value in data.items():

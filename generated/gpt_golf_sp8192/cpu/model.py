@@ -27,7 +27,7 @@ ORDER = (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)  # the blocks as th
 SKIPS = {8: (0, 7), 9: (1, 6), 10: (2, 5), 11: (3, 4), 12: (4, 3), 13: (5, 2), 14: (6, 1), 15: (7, 0)}
 # run -> the skip before it, and the earlier run whose output it joins
 SKIPS_ONCE = {5: (0, 4), 6: (1, 3), 7: (2, 2), 8: (3, 1), 9: (4, 0)}
-PARALLEL = {7, 8, 9, 10}  # blocks with parallel
+WRITE = {7, 8, 9, 10}  # blocks with write
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
@@ -110,7 +110,7 @@ class FusedHead(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One block: mix, parallel, attention, mlp."""
+    """One block: read, attention, mlp, write."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Block(nn.Module):
         self.attention = weights(q=(H * C, D), k=(G * C, D), v=(G * C, D), q_gain=(H, 1), out=(D, H * C), residual=(D,))
         self.mlp = weights(up=(E, D), down=(D, E), residual=(D,))
         self.norm_scale = 1 / math.sqrt(layer + 1)
-        self.parallel = layer in PARALLEL
+        self.write = layer in WRITE
 
     def forward(self, x, x0, cos, sin, positions=None, cache=None) -> Tensor:
         """x, x0 f32[B, T, D], cos, sin f32[T, 8], positions i64[T] -> f32[B, T, D]. The cache is of attention_k,
@@ -143,29 +143,34 @@ class Block(nn.Module):
                 attention_v,
                 positions,
             )
-        x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
-        if not self.parallel:
+        out = F.linear(exclusive(y, v).flatten(-2), self.attention.out)
+        if not self.write:
+            x = x + self.attention.residual * out
             h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
         if cache is None:
             down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
             down = F.linear(act, self.mlp.down)
-        return x + self.mlp.residual * down
+        if not self.write:
+            x = x + self.mlp.residual * down
+        else:
+            x = x + self.attention.residual * out + self.mlp.residual * down
+        return x
 
 
 class Skip(nn.Module):
-    """One skip."""
+    """One block: joined."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty(D))
         self.share = nn.Parameter(torch.empty(D))
 
-    def forward(self, stream, skip) -> Tensor:
-        """stream, skip f32[B, T, D] -> f32[B, T, D]."""
-        scaled = self.scale * skip
-        return scaled + torch.sigmoid(self.share) * (stream - scaled)
+    def forward(self, x, skip) -> Tensor:
+        """x, skip f32[B, T, D] -> f32[B, T, D]."""
+        shared = self.scale * skip
+        return shared + torch.sigmoid(self.share) * (x - shared)
 
 
 class Model(nn.Module):

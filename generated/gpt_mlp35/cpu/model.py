@@ -131,13 +131,13 @@ class FusedHead(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One block: skip, mix, attention, mlp."""
+    """One block: read, attention, mlp."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()
+        self.mix = weights(stream=(D,), embedded=(D,))
         if layer in SKIPS:
             self.skip = weights(scale=(D,))
-        self.mix = weights(stream=(D,), embedded=(D,))
         self.attention = weights(
             q=(H * C, D),
             k=(G * C, D),

@@ -109,7 +109,7 @@ class FusedHead(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """One block: skip, attention, mlp."""
+    """One block: read, attention, mlp."""
 
     def __init__(self, layer: int) -> None:
         super().__init__()

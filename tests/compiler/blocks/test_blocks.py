@@ -12,7 +12,7 @@ from late_blocks import CASES as LATE
 from tiny_models import ATTENTION, FUSE_MLP, MLP, Pair, float64, pair, tiny
 
 from specc.compiler import blocks
-from specc.compiler.blocks.parts import Embed, Layer, Mix, Norm, Skips
+from specc.compiler.blocks.parts import Embed, Layer, Norm
 from specc.compiler.catalog import models
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs.programs import flatten
@@ -378,9 +378,7 @@ def test_generated_code_is_ruff_clean(both: tuple[Pair, Pair]) -> None:
 
 
 def test_every_kind_of_block_is_in_a_case() -> None:
-    wanted = {
-        tag_of(model, "kind") for role in (Embed, Layer, Mix, Norm, Skips) for model in models(blocks, role, "kind")
-    }
+    wanted = {tag_of(model, "kind") for role in (Embed, Layer, Norm) for model in models(blocks, role, "kind")}
     used: set[object] = {"rms"}  # the default
 
     def collect(value: object) -> None:

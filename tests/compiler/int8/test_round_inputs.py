@@ -103,7 +103,7 @@ def test_fusion_points_stay_with_the_programs_that_do_not_round() -> None:
 
 def test_a_loop_that_begins_late_is_rounded_as_it_is_then() -> None:
     data = decoder()
-    data["model"]["blocks"] |= {"count": 3, "loop": {"first": 1, "last": 1, "passes": 2, "after": 0.8}}
+    data["model"]["blocks"] |= {"count": 3, "order": {"at": [[0, "0..2"], [0.8, "0..1 1 2"]]}}
     data["fuse"] = []
     found = [(phase.until, phase.train, phase.rounds) for phase in pipeline.run(spec_of(data), "cpu").phases]
     assert found == [

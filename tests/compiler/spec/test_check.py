@@ -21,7 +21,7 @@ from specc.compiler.text.source import read
 ROOT = Path(__file__).parents[3]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 BASE = """\
-spec_version: 1
+spec_version: 2
 name: tiny
 targets: [cpu]
 model:
@@ -261,7 +261,7 @@ def test_data_of_any_shape_is_checked_without_a_crash() -> None:
         return [junk(depth - 1) for _ in range(rng.randrange(4))]
 
     for _ in range(400):
-        data = {"spec_version": 1, "model": junk(4), "quant": junk(4), "train": junk(4), "fuse": junk(3)}
+        data = {"spec_version": 2, "model": junk(4), "quant": junk(4), "train": junk(4), "fuse": junk(3)}
         for one in errors_of(json.dumps(data, indent=1)):
             assert one.code in CODES and one.message and one.hint
 

@@ -83,19 +83,19 @@ def test_it_has_the_published_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "count", "order"),
+    ("late", "count", "order"),
     [
         (
-            "{first: 3, last: 5, passes: 3, after: 0.35}",
+            "{at: [[0, 0..10], [0.35, 0..5 3..5 3..5 6..10]]}",
             35_944_536,
             (0, 1, 2, *(3, 4, 5) * 3, *range(6, 11)),
         ),
-        ("{first: 4, last: 5, passes: 3, after: 0.5}", 35_943_512, (0, 1, 2, 3, *(4, 5) * 3, *range(6, 11))),
+        ("{at: [[0, 0..10], [0.5, 0..5 4..5 4..5 6..10]]}", 35_943_512, (0, 1, 2, 3, *(4, 5) * 3, *range(6, 11))),
     ],
     ids=["layers 3 to 5", "PR 1394"],
 )
-def test_the_late_stack_has_the_published_parameters_and_order(loop: str, count: int, order: tuple[int, ...]) -> None:
-    spec = load(SPEC.with_name("gpt_golf_sp8192.yaml"), (f"model.blocks.loop={loop}",))[0]
+def test_the_late_stack_has_the_published_parameters_and_order(late: str, count: int, order: tuple[int, ...]) -> None:
+    spec = load(SPEC.with_name("gpt_golf_sp8192.yaml"), (f"model.blocks.order={late}",))[0]
     programs = pipeline.lower(spec, "cpu")
     assert sum(param.count for param in programs.params) == count
     for program, wanted in (("train", order), ("score", order), ("train_once", tuple(range(11)))):
@@ -106,12 +106,16 @@ def test_the_late_stack_has_the_published_parameters_and_order(loop: str, count:
 
 LATE = 35_944_536
 ABLATIONS = {
-    "no loop": (("model.blocks.loop=null",), LATE - 3 * 1024),
-    "a loop from the start": (("model.blocks.loop.after=0",), LATE),
-    "a loop that never begins": (("model.blocks.loop.after=1",), LATE - 3 * 1024),
-    "no parallel layers": (("model.blocks.parallel=null",), LATE),
-    "lanes": (("model.blocks.parallel=null", "model.blocks.lanes={first: 8}"), LATE + 3 * 6),
-    "additive skips": (("model.blocks.skips.gated=false",), LATE - 8 * 512),
+    "no loop": (("model.blocks.order=null",), LATE - 3 * 1024),
+    "a loop from the start": (("model.blocks.order=0..5 3..5 3..5 6..10",), LATE),
+    "no parallel layers": (("model.blocks.changes=[]",), LATE),
+    "additive skips": (
+        (
+            "model.blocks.between.0.learn={scale: {init: 1}}",
+            "model.blocks.between.0.read=x + scale * output(2 * (runs // 2) - 1 - run)",
+        ),
+        LATE - 8 * 512,
+    ),
     "gated attention": (("model.blocks.layers.0.gate={features: 12}",), LATE + 11 * 8 * 12),
     "documents": (("model.blocks.layers.0.bos=1",), LATE),
     "growing rows": (("train.lengths=[[0, 512], [0.3, 1024], [0.6, 2048]]",), LATE),

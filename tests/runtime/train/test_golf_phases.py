@@ -14,6 +14,7 @@ from run_samples import one_thread, small_spec, write_text
 from tiny_models import float64
 from torch import Tensor
 
+from specc.compiler.architectures.decoder import OrderSchedule
 from specc.compiler.spec.spec import Spec
 from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateOptions
@@ -29,8 +30,9 @@ from specc.runtime.train.train import TrainOptions, train
 LOOPED = (
     "train.steps=6",
     "model.blocks.count=4",
-    "model.blocks.skips={kind: unet}",
-    "model.blocks.loop={first: 1, last: 2, passes: 3, after: 0.5}",
+    "model.blocks.order={at: [[0, 0..3], [0.5, 0..2 1..2 1..2 3]]}",
+    "model.blocks.between=[{name: skips, where: run // (runs // 2) == 1, learn: {scale: {init: 1}}, "
+    "read: x + scale * output(2 * (runs // 2) - 1 - run)}]",
     'quant.rules.1.match="*.{residual,q_gain,scale}"',
     "train.optimizers.1.weight_decay=0.5",
 )
@@ -45,8 +47,9 @@ def single() -> Iterator[None]:
 def looped(p: Plain, after: float) -> Any:
     """The spec of `p`, whose loop begins late."""
     spec = spec_of(p)
-    loop = spec.model.blocks.loop.model_copy(update={"after": after})
-    blocks = spec.model.blocks.model_copy(update={"loop": loop})
+    once = f"0..{p.count - 1}"
+    order = OrderSchedule(at=((0, once), (after, spec.model.blocks.order)))
+    blocks = spec.model.blocks.model_copy(update={"order": order})
     return spec.model_copy(update={"model": spec.model.model_copy(update={"blocks": blocks})})
 
 
@@ -117,8 +120,8 @@ def test_a_run_resumed_on_either_side_of_the_switch_ends_the_same(tmp_path: Path
 
 def test_the_switch_changes_what_is_trained_and_parameters_rest_before_it(tmp_path: Path) -> None:
     data = str(write_text(tmp_path / "data"))
-    at_start = small_spec(*LOOPED, "model.blocks.loop.after=0")
-    late, never = small_spec(*LOOPED), small_spec(*LOOPED, "model.blocks.loop.after=1")
+    at_start = small_spec(*LOOPED, "model.blocks.order=0..2 1..2 1..2 3")
+    late, never = small_spec(*LOOPED), small_spec(*LOOPED, "model.blocks.order=0..3")
     before = saved(trained(tmp_path / "late", late, data, 3))
     alike = saved(trained(tmp_path / "never", never, data, 3))
     other = saved(trained(tmp_path / "start", at_start, data, 3))
@@ -150,7 +153,7 @@ def test_a_run_is_scored_with_the_model_that_it_trained(tmp_path: Path) -> None:
     result = trained(folder, spec, data, 3)
     said: list[str] = []
     opened = open_model(folder, say=said.append)
-    assert opened.spec.model.blocks.loop.after == 1 and any("ended before a later phase" in line for line in said)  # type: ignore[attr-defined]
+    assert len(opened.spec.model.blocks.order.at) == 1 and any("ended before a later phase" in line for line in said)  # type: ignore[attr-defined]
     assert evaluate(folder, EvaluateOptions(cache=tmp_path / "cache")).nats == pytest.approx(result.final.nats)
     full: Any = instantiate(spec, "cpu", tmp_path / "full").model
     weights = saved(result).average or saved(result).weights
@@ -164,7 +167,7 @@ def test_a_run_is_scored_with_the_model_that_it_trained(tmp_path: Path) -> None:
     assert len(cache) == 4
     quantized = quantize(folder, QuantizeOptions(cache=tmp_path / "cache", max_tokens=400), lambda line: None)
     artifact = open_model(quantized.artifact)
-    assert artifact.spec.model.blocks.loop.after == 1  # type: ignore[attr-defined]
+    assert len(artifact.spec.model.blocks.order.at) == 1  # type: ignore[attr-defined]
     assert evaluate(quantized.artifact, replace(scored, data=data), search=[folder]).nats == quantized.after.nats  # type: ignore[union-attr]
     trained(folder, spec, data, 4, resume=True)
     looping = open_model(folder, say=said.append)

@@ -1,0 +1,25 @@
+"""The `migrate` command, which rewrites specs of an old version."""
+
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import Compiling
+
+
+@click.command("migrate", cls=Compiling)
+@click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Write nothing. Exit 1 if a spec is of an old version.")
+def command(specs: tuple[Path, ...], check: bool) -> int:
+    """Rewrite specs of an old version in the current one. Comments, parameters, runs and artifacts stay."""
+    from specc.compiler.generated_folder import replace_file
+    from specc.compiler.spec.migrate import migrated_text
+
+    old = 0
+    for path in specs:
+        text = migrated_text(path)
+        old += text is not None
+        if text is not None and not check:
+            replace_file(path, text)
+        click.echo(f"{path}: {'current' if text is None else 'of an old version' if check else 'rewritten'}")
+    return int(check and old > 0)

@@ -1,0 +1,252 @@
+"""Wiring: how a block reads the residual stream and writes to it, as pointwise expressions over named values."""
+
+import ast
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from specc.compiler.blocks.context import Shape
+from specc.compiler.blocks.init import LayerFormula, constant, stated, value_of
+from specc.compiler.expr import Const, Expr, ExprError, Var, parse, substitute, variables
+from specc.compiler.expr import number as compute
+from specc.compiler.expr.index import condition_holds, names_in
+from specc.compiler.expr.values import children, rebuild
+from specc.compiler.ir.graph import Builder
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.strict import Name, Path, Problem, StrictModel
+
+SHARED = "_shared"  # the prefix of the variable of a part that stands in an expression more than once
+OUTPUT = "output"  # output(k) is the value of run k
+NUMBERS = ("layer", "layers")  # the names of numbers that every expression may read
+INDEX = ("layer", "layers", "run", "runs")  # the names that the k of output(k) may read
+
+
+class Learned(StrictModel):
+    """A learned value.
+
+    Attributes:
+        init: the value that it starts with, a number or a formula of `layer` and `layers`.
+        shape: 1 for a single number. If unset, there is one number per feature.
+    """
+
+    init: LayerFormula
+    shape: Literal[1] | None = None
+
+    def declare(self, b: Builder, name: str, shape: Shape) -> str:
+        """Declares the parameter `name`, a path such as `mix.stream`, and returns its reference."""
+        outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
+        start = constant(value_of(self.init, layer=float(shape.layer), layers=float(shape.layers)))
+        ref = b.param(name.rpartition(".")[2], shape.activation(self.shape or shape.dim), start)
+        b.scope = outer
+        return ref
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A parsed expression.
+
+    Attributes:
+        expr: the expression. Its variables have no dots.
+        names: each variable that is a value, with its name as the spec writes it.
+        outputs: each variable that is the output of an earlier run, with the formula of the run.
+    """
+
+    expr: Expr
+    names: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+@lru_cache(maxsize=1024)
+def parse_wiring(text: str) -> Wiring:
+    """Parses an expression over named values.
+
+    The language is the pointwise language with dotted names and `output(k)`, the value of run `k`, which is a formula
+    of whole numbers.
+
+    Raises:
+        ExprError: if the text is not such an expression.
+    """
+    dotted: dict[str, str] = {}
+    outputs: dict[str, str] = {}
+    plain = text
+    for node in _special(text):
+        start, end = node.col_offset, node.end_col_offset or 0
+        written = text[start:end]
+        if isinstance(node, ast.Call):
+            if len(node.args) != 1 or node.keywords:
+                raise ExprError(f"{OUTPUT} takes one argument", start, f"write {OUTPUT}(layer - 1)")
+            index = ast.unparse(node.args[0])
+            if unknown := names_in(index) - set(INDEX):
+                message = f"the run of {OUTPUT} reads `{min(unknown)}`"
+                raise ExprError(message, start, f"it may read {', '.join(INDEX)}")
+            label = next((name for name, known in outputs.items() if known == index), f"{OUTPUT}{len(outputs)}")
+            outputs[label] = index
+        else:
+            label = written.replace(".", "_")
+            dotted[label] = written
+        # a replacement of equal length keeps the columns of later errors
+        plain = f"{plain[:start]}{label:<{end - start}}{plain[end:]}"
+    expr = parse(plain)
+    names = {name: dotted.get(name, name) for name in variables(expr) if name not in outputs and name not in NUMBERS}
+    return Wiring(expr, names, outputs)
+
+
+def _special(text: str) -> Iterator[ast.Attribute | ast.Call]:
+    """Yields the dotted names and the calls of `output`. Text that Python cannot read has none."""
+    try:
+        tree = ast.parse(f"({text})", mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        special = isinstance(node, ast.Attribute) and _is_dotted(node)
+        if special or (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == OUTPUT):
+            assert isinstance(node, ast.Attribute | ast.Call)
+            node.col_offset, node.end_col_offset = node.col_offset - 1, (node.end_col_offset or 0) - 1
+            yield node
+
+
+def _is_dotted(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_dotted(node.value))
+
+
+def _wired(text: str) -> str:
+    parse_wiring(text)  # ExprError is a ValueError
+    return text
+
+
+WiringText = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_wired)]
+Expressions = WiringText | dict[Name, WiringText]  # the residual stream, or several streams by name
+
+
+def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
+    """Returns the expression E for which `expr` is `base` with E in place of the variable `name`; None if there is
+    none."""
+    if base == Var(name):
+        return expr
+    inner, other = children(base), children(expr)
+    if (
+        not inner
+        or len(inner) != len(other)
+        or rebuild(base, lambda _: Const(0.0)) != rebuild(expr, lambda _: Const(0.0))
+    ):
+        return None
+    found: Expr | None = None
+    for a, b in zip(inner, other, strict=True):
+        if name not in variables(a):
+            if a != b:
+                return None
+            continue
+        part = wrapped(a, b, name)
+        if part is None or found not in (None, part):
+            return None
+        found = part
+    return found
+
+
+def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]], prefix: str, shape: Shape) -> str:
+    """Adds an expression as the node `name` and returns its value. A lone variable adds no node.
+
+    Args:
+        b: the builder of the function.
+        name: the name of the node.
+        expr: the expression.
+        values: the value of each variable, with its name in generated code.
+        prefix: the name of numbers that depend on the layer, such as `attention_residual`.
+        shape: the shape dims of the model.
+    """
+    if isinstance(expr, Var):
+        return values[expr.name][0]
+    if (part := _repeated(expr)) is not None:  # computed once
+        shared = add(b, _free(b, f"{name}.shared"), part, values, prefix, shape)
+        known = sum(variable.startswith(SHARED) for variable in values)
+        variable, label = f"{SHARED}{known}", f"shared{known + 1 if known else ''}"
+        rest = _replaced(expr, part, Var(variable))
+        return add(b, name, rest, {**values, variable: (shared, label)}, prefix, shape)
+    operands: dict[str, str] = {}
+    renamed: dict[str, Expr] = {}
+    for variable in variables(expr):
+        if variable in values:
+            ref, label = values[variable]
+            short = label.rpartition(".")[2]
+            label = short if short not in operands else label.replace(".", "_")
+            operands[label], renamed[variable] = ref, Var(label)
+
+    def numbered(part: Expr) -> Expr:
+        if isinstance(part, Const) or not set(variables(part)) <= set(NUMBERS):
+            return rebuild(part, numbered)
+        text, scalars = number(b, str(part), prefix, shape)
+        operands.update(scalars)
+        return Var(text) if scalars else Const(float(text))
+
+    text = str(substitute(numbered(expr), renamed))
+    return b.add(name, Pointwise((text,), tuple(operands)), tuple(operands.values()))
+
+
+def _free(b: Builder, name: str) -> str:
+    """Returns a name that no node under the builder's scope has: `name`, or `name` with a number."""
+    options = (name, *(f"{name}{i}" for i in range(2, len(b.types) + 3)))
+    return next(option for option in options if b.path(option) not in b.types)
+
+
+def _repeated(expr: Expr) -> Expr | None:
+    """Returns the largest part of an expression that stands in it more than once and reads a value; None if there is
+    none."""
+    counts: Counter[Expr] = Counter()
+    queue = [expr]
+    for part in queue:  # the list grows during the loop
+        if children(part) and not set(variables(part)) <= set(NUMBERS):
+            counts[part] += 1
+        queue += children(part)
+    return max((part for part, count in counts.items() if count > 1), key=lambda part: part.size, default=None)
+
+
+def _replaced(expr: Expr, part: Expr, other: Expr) -> Expr:
+    return other if expr == part else rebuild(expr, lambda inner: _replaced(inner, part, other))
+
+
+def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[str, Mapping[str, str]]:
+    """Returns a number of the spec as text for an expression, and the operands of that text, by name.
+
+    A formula that reads `layer` becomes a scalar called `name` that the caller passes. Any other becomes its value.
+    """
+    layers = float(shape.layers)
+    text = stated(formula, layers=layers)
+    if not isinstance(formula, str) or "layer" not in variables(parse(formula)):
+        return repr(b.constant(name, value_of(formula, layers=layers), text)), {}
+    bound = value_of(formula, layer=float(shape.layer), layers=layers), str(text)
+    names = (name, *(f"{name}{i}" for i in range(2, len(b.scalars) + 3)))
+    free = next(option for option in names if b.scalars.get(option, bound) == bound)
+    return free, {free: b.scalar(free, *bound)}
+
+
+def number_problem(value: Wiring | float | str | None, at: Path, layer: int, layers: int) -> Iterator[Problem]:
+    """Yields a problem if a formula of numbers, or one inside an expression, is not a finite number in a layer."""
+    if not isinstance(value, str | Wiring):
+        return
+    values = {"layer": float(layer), "layers": float(layers)}
+
+    def check(part: Expr) -> Expr:
+        if set(variables(part)) <= set(NUMBERS):
+            compute(part, **values)
+            return part
+        return rebuild(part, check)
+
+    try:
+        check(parse(value) if isinstance(value, str) else value.expr)
+    except ExprError as error:
+        yield Problem(at, "S216", f"in layer {layer}, {error.message}", "layers are counted from 0: change the formula")
+
+
+def condition(*names: str) -> Callable[[str], str]:
+    """Returns a validator of conditions that read `names`."""
+    primes = (7919, 104729, 1299709, 15485863)  # with primes, divisors such as `layers - 1` are not 0
+
+    def check(text: str) -> str:
+        condition_holds(text, dict(zip(names, primes, strict=False)))
+        return text
+
+    return check

@@ -1,0 +1,292 @@
+"""Rewrites specs of version 1 in version 2. Parameters, programs and scores of the model stay as they are."""
+
+import io
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.tokens import CommentToken
+
+from specc.compiler.blocks.wiring import parse_wiring
+from specc.compiler.errors import Diagnostic, SpecError
+from specc.compiler.expr import Binary, Var, parse
+from specc.compiler.text.source import Source, read
+
+VERSION = 2
+OLD = ("skips", "mix", "loop", "parallel", "lanes")  # keys of blocks in version 1
+Data = MutableMapping[str, Any]
+
+
+def upgraded(data: Any) -> Any:
+    """Returns the data of a spec in the current version. Data of another form are returned unchanged."""
+    if not isinstance(data, Mapping) or data.get("spec_version") != 1 or isinstance(data["spec_version"], bool):
+        return data
+    new = _plain(data)
+    migrate(new)
+    return _frozen(new)
+
+
+def refuse_old(source: Source) -> None:
+    """Raises SpecError if a spec has version 1, with the command that rewrites it."""
+    data = source.data
+    if isinstance(data, dict) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool):
+        place = source.value(("spec_version",))
+        hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
+        message = f"the spec is of version 1; this specc reads version {VERSION}"
+        raise SpecError((Diagnostic("S108", message, hint, place.file, place.mark),), source.texts)
+
+
+def migrated_text(path: FilePath) -> str | None:
+    """Returns the text of a spec file in the current version, with its comments; None if it is current.
+
+    Raises:
+        SpecError: if the file is not a spec of version 1.
+    """
+    source = read(path)
+    if not isinstance(source.data, dict) or source.data.get("spec_version") != 1:
+        return None
+    yaml = YAML()
+    yaml.preserve_quotes, yaml.width = True, 4096
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    data = yaml.load(source.text)
+    blocks = [part for part in _block_sections(data) if isinstance(part, CommentedMap)]
+    removed = [(part, [part.ca.items.get(key) for key in OLD if key in part]) for part in blocks]
+    migrate(data)
+    for part, comments in removed:
+        texts = [
+            token.value.strip() for items in comments if items for token in items if isinstance(token, CommentToken)
+        ]
+        new = next((key for key in ("read", "changes", "order", "between") if key in part), None)
+        if texts and new is not None:
+            part.yaml_set_comment_before_after_key(new, "\n".join(text.lstrip("# ") for text in texts), indent=4)
+        for key in ("learn", "order"):
+            if key in part:
+                part[key] = _flow(part[key])
+        for key in ("changes", "between"):
+            part[key] = [{name: _flow(value) for name, value in entry.items()} for entry in part.get(key, ())]
+            if not part[key]:
+                del part[key]
+        for layer in part.get("layers", ()):
+            if "learn" in layer:
+                layer["learn"] = _flow(layer["learn"])
+    stream = io.StringIO()
+    yaml.dump(data, stream)
+    return stream.getvalue().rstrip() + "\n"
+
+
+def migrate(data: Data) -> None:
+    """Rewrites the data of a spec of version 1 in place.
+
+    The data may lack or misspell fields: what is not of version 1 stays, and is reported when the spec is read.
+    """
+    data["spec_version"] = VERSION
+    for blocks in _block_sections(data):
+        _migrate_blocks(blocks)
+
+
+def _block_sections(data: Data) -> Iterator[Data]:
+    """Yields the sections of a spec that describe stacks of blocks."""
+    model = data.get("model")
+    if isinstance(model, MutableMapping):
+        if isinstance(model.get("blocks"), MutableMapping):
+            yield model["blocks"]
+        for side in ("encoder", "decoder"):
+            stages = model.get(side) or ()
+            yield from (part for part in stages if isinstance(part, MutableMapping) and part.get("kind") == "blocks")
+
+
+def _flow(value: Any) -> Any:
+    """Returns new data as round-trip YAML whose mappings and lists stand on one line."""
+    flowing: CommentedMap | CommentedSeq
+    if isinstance(value, dict) and not isinstance(value, CommentedMap):
+        flowing = CommentedMap((key, _flow(inner)) for key, inner in value.items())
+    elif isinstance(value, list) and not isinstance(value, CommentedSeq):
+        flowing = CommentedSeq(_flow(inner) for inner in value)
+    else:
+        return value
+    flowing.fa.set_flow_style()
+    return flowing
+
+
+def _plain(value: Any) -> Any:
+    """Returns a copy that consists of dicts, lists and scalars."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    """Returns data with tuples for lists, as the reader of specs gives it."""
+    if isinstance(value, dict):
+        return {key: _frozen(inner) for key, inner in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _migrate_blocks(blocks: Data) -> None:
+    layers = [layer for layer in blocks.get("layers") or () if isinstance(layer, MutableMapping)]
+    count = blocks.get("count")
+    if not isinstance(count, int) or not layers:
+        return
+    changes = list(_layer_lists(layers, count))
+    mix, skips = blocks.pop("mix", None), blocks.pop("skips", None)
+    lanes, parallel = blocks.pop("lanes", None), blocks.pop("parallel", None) or ()
+    loops = "loop" in blocks
+    loop = blocks.pop("loop", None)
+    branches = {_title(layer): _residual(layer) for layer in layers}
+    if mix is not None:
+        blocks["learn"] = {"mix.stream": {"init": 1}, "mix.embedded": {"init": 0}}
+        blocks["read"] = _mixed("x")
+    gated = isinstance(skips, Mapping) and bool(skips.get("gated"))
+    looped = loops and loop is not None
+    half = count // 2
+    fields: list[dict[str, Any]] = []
+    for layer in range(count):
+        skipped = skips is not None and not looped and half <= layer < 2 * half
+        source = f"output({2 * half - 1} - layer)"
+        change: dict[str, Any] = {"learn": _skip_values(gated, "skip.")} if skipped else {}
+        if isinstance(lanes, Mapping) and layer >= lanes["first"]:
+            skip = (lambda x, source=source: _skipped(x, source, gated, "skip.")) if skipped else None
+            change = _lane_fields(change, lanes, layer, count, branches, mix is not None, skip)
+        elif skipped:
+            x = _skipped("x", source, gated, "skip.")
+            change["read"] = _mixed(x) if mix is not None else x
+        if layer in parallel:
+            change["write"] = "x" + "".join(f" + {factor}{title}" for title, factor in branches.items())
+            change |= {title: {"write": None} for title in branches}
+        if isinstance(lanes, Mapping) and layer == lanes["first"] - 1:  # it gives its value to every lane
+            *_, last = branches
+            owner = change if layer in parallel else change.setdefault(last, {})
+            text = owner.get("write") or f"x + {branches[last].removeprefix(f'{last}.')}y"
+            owner["write"] = {f"{title}_lane": text for title in branches}
+        fields.append(change)
+    for part in layers:
+        factor = branches[_title(part)]
+        if factor == f"{_title(part)}.residual * ":
+            part["learn"] = {"residual": {"init": 1}}
+            part["write"] = "x + residual * y"
+        elif factor:
+            part["write"] = f"x + {factor}y"
+    wiring = [fields.index(change) for change in fields]
+    for first in dict.fromkeys(wiring):
+        if fields[first]:
+            where = condition_of([layer for layer in range(count) if wiring[layer] == first], count)
+            changes.append({"where": where, **fields[first]})
+    if isinstance(loop, Mapping):
+        _order(blocks, loop, count)
+        if skips is not None:
+            read = _skipped("x", "output(2 * (runs // 2) - 1 - run)", gated, "")
+            learn = _skip_values(gated, "")
+            blocks["between"] = [{"name": "skips", "where": "run // (runs // 2) == 1", "learn": learn, "read": read}]
+    if changes:
+        blocks["changes"] = changes
+
+
+def _title(layer: Mapping[str, Any]) -> str:
+    return str(layer.get("name") or layer.get("kind"))
+
+
+def _layer_lists(layers: Sequence[Data], count: int) -> Iterator[dict[str, Any]]:
+    """Yields the changes that stand for the lists of layers in `values` and `exclude`."""
+    for layer in layers:
+        for key in ("values", "exclude"):
+            spec = layer.get(key)
+            if not isinstance(spec, MutableMapping) or "layers" not in spec:
+                continue
+            chosen = spec.pop("layers")
+            if chosen is not None and sorted(chosen) != list(range(count)):
+                del layer[key]
+                yield {"where": condition_of(sorted(chosen), count), _title(layer): {key: dict(spec)}}
+
+
+def _residual(layer: Data) -> str:
+    """Takes the residual factor from a layer. Returns it as text before the branch, such as `0.5 * `."""
+    factor = layer.pop("residual", None)
+    if factor is None:
+        return ""
+    if factor == "learned":
+        return f"{_title(layer)}.residual * "
+    text = str(factor)
+    whole = parse_wiring(f"x + {text} * y").expr == Binary("+", Var("x"), Binary("*", parse(text), Var("y")))
+    return f"{text} * " if whole else f"({text}) * "
+
+
+def _mixed(x: str) -> str:
+    inner = x if x.isidentifier() else f"({x})"
+    return f"mix.stream * {inner} + mix.embedded * x0"
+
+
+def _skip_values(gated: bool, prefix: str) -> dict[str, Any]:
+    return {f"{prefix}scale": {"init": 1}} | ({f"{prefix}share": {"init": 0}} if gated else {})
+
+
+def _skipped(x: str, source: str, gated: bool, prefix: str) -> str:
+    scaled = f"{prefix}scale * {source}"
+    return f"{scaled} + sigmoid({prefix}share) * ({x} - {scaled})" if gated else f"{x} + {scaled}"
+
+
+def _lane_fields(
+    change: dict[str, Any],
+    lanes: Mapping[str, Any],
+    layer: int,
+    count: int,
+    branches: Mapping[str, str],
+    mixes: bool,
+    skip: Callable[[str], str] | None,
+) -> dict[str, Any]:
+    """Returns the fields of a block with a residual lane per layer."""
+    titles = list(branches)
+    names = [f"{title}_lane" for title in titles]
+    learn = dict(change.get("learn", {}))
+    for title in titles:
+        learn[f"{title}.carry"] = {"shape": 1, "init": lanes.get("carry", 1.1)}
+        learn |= {f"{other}.to_{title}": {"shape": 1, "init": 1} for other in titles}
+    written = {}
+    for name, title in zip(names, titles, strict=True):
+        terms = [f"{title}.carry * {name}"]
+        for other, factor in branches.items():
+            branch = f"({factor}{other})" if factor else other
+            terms.append(f"{other}.to_{title} * {branch}")
+        written[name] = " + ".join(terms)
+    change["learn"] = learn
+    change["read"] = None
+    if skip is not None:
+        change["read"] = {names[0]: skip(names[0]), **{name: name for name in names[1:]}}
+    for i, (title, name) in enumerate(zip(titles, names, strict=True)):
+        change[title] = {"read": _mixed(name) if mixes and i == 0 else name, "write": None}
+    total = " + ".join(written.values())
+    change["write"] = f"{1 / len(titles)!r} * ({total})" if layer == count - 1 else written
+    return change
+
+
+def _order(blocks: Data, loop: Mapping[str, Any], count: int) -> None:
+    first, last, passes = loop["first"], loop["last"], loop["passes"]
+    share = loop.get("after", 0)
+    parts = [_range(0, last), *[_range(first, last)] * (passes - 1)]
+    order = " ".join([*parts, *([_range(last + 1, count - 1)] if last + 1 < count else [])])
+    if share == 0:
+        blocks["order"] = order
+    elif share < 1:
+        blocks["order"] = {"at": [[0, _range(0, count - 1)], [share, order]]}
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}..{last}" if last > first else str(first)
+
+
+def condition_of(layers: Sequence[int], count: int) -> str:
+    """Returns a condition that holds in these layers of `count`, which ascend."""
+    parts = []
+    begin = 0
+    for i, layer in enumerate(layers):
+        if i + 1 == len(layers) or layers[i + 1] != layer + 1:
+            first = layers[begin]
+            if first == layer:
+                parts.append(f"layer == {layer}")
+            elif layer + 1 == count:
+                parts.append(f"layer >= {first}")
+            else:
+                parts.append(f"{first} <= layer and layer <= {layer}" if first else f"layer <= {layer}")
+            begin = i + 1
+    return " or ".join(parts)

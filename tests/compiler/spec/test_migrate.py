@@ -1,0 +1,107 @@
+"""Specs of version 1: rewritten with their comments, read from runs and artifacts, refused where they are built."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from tiny_models import ATTENTION, MLP, TRAIN
+
+from specc.cli.app import specc
+from specc.compiler import pipeline
+from specc.compiler.build import canonical, spec_of
+from specc.compiler.errors import SpecError
+from specc.compiler.spec.check import load
+from specc.compiler.spec.migrate import condition_of, migrated_text, upgraded
+from specc.runtime.storage.run_directory import Run
+
+OLD = """\
+# A model with most options of version 1.
+spec_version: 1
+name: old
+targets: [cpu]
+model:
+  kind: decoder
+  vocab: 11
+  dim: 8
+  context: 12
+  embed: [{kind: token}]
+  blocks:
+    count: 6
+    skips: {kind: unet, gated: true}     # from the first half
+    mix: {kind: embedded}
+    parallel: [4]
+    layers:
+      - {kind: attention, heads: 2, values: {dim: 3, layers: [5]}, residual: learned}
+      - {kind: mlp, hidden: 12, act: relu(x), residual: 1/sqrt(2 * layers)}   # small
+train:
+  data: {tokenizer: eleven.model}
+  tokens_per_step: 24
+  micro_batch: 2
+  steps: 2
+  optimizers: [{kind: adamw, match: "*", lr: 0.01}]
+"""
+
+
+def test_a_file_is_rewritten_with_its_comments(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(OLD)
+    with pytest.raises(SpecError, match="specc migrate"):
+        load(path)
+    check = CliRunner().invoke(specc, ["migrate", str(path), "--check"], standalone_mode=False)
+    assert check.return_value == 1 and path.read_text() == OLD
+    assert CliRunner().invoke(specc, ["migrate", str(path)], standalone_mode=False).return_value == 0
+    text = path.read_text()
+    for comment in ("# A model with most options of version 1.", "# from the first half", "# small"):
+        assert comment in text
+    assert migrated_text(path) is None
+    spec, _ = load(path)
+    names = {param.name: param.shape for param in pipeline.lower(spec, "cpu").params}
+    assert names["blocks.3.skip.scale"] == names["blocks.0.mix.stream"] == names["blocks.2.attention.residual"] == (8,)
+    assert "blocks.2.skip.scale" not in names and "blocks.3.skip.share" in names
+    assert [name for name in names if name.endswith("value_scale")] == ["blocks.5.attention.value_scale"]
+    attention = [spec.model.blocks.block(i).layers[0].write for i in (3, 4)]  # type: ignore[attr-defined]
+    assert attention == ["x + residual * y", None]
+
+
+def old_data(**blocks: Any) -> dict[str, Any]:
+    stack = {"count": 4, "layers": [dict(ATTENTION), dict(MLP)], **blocks}
+    model = {"kind": "decoder", "vocab": 11, "dim": 8, "context": 12, "embed": [{"kind": "token"}], "blocks": stack}
+    train = {**TRAIN, "tokens_per_step": 24}
+    return {"spec_version": 1, "name": "old", "targets": ["cpu"], "model": model, "fuse": [], "train": train}
+
+
+def test_an_order_and_modules_stand_for_a_loop_with_skips() -> None:
+    data = old_data(loop={"first": 1, "last": 2, "passes": 2, "after": 0.5}, skips={"kind": "unet"})
+    blocks = upgraded(data)["model"]["blocks"]
+    assert blocks["order"] == {"at": ((0, "0..3"), (0.5, "0..2 1..2 3"))}
+    spec = spec_of(json.dumps(data))
+    names = {param.name for param in pipeline.lower(spec, "cpu").params}
+    assert {f"skips.{i}.scale" for i in range(3)} <= names and "skips.3.scale" not in names
+    assert upgraded(upgraded(data)) == upgraded(data) and data["spec_version"] == 1
+
+
+def test_a_recorded_spec_keeps_its_digest(tmp_path: Path) -> None:
+    """Checkpoints of a run of version 1 name the digest of the spec as it was recorded."""
+    run = Run(tmp_path / "run", spec_of(json.dumps(old_data(mix={"kind": "embedded"}))), "cpu", "stdlib").create()
+    assert Run.open(run.directory).spec_digest == hashlib.sha256(canonical(run.spec).encode()).hexdigest()
+    recorded = json.dumps(old_data(mix={"kind": "embedded"}), sort_keys=True, separators=(",", ":"))
+    (run.directory / "spec.json").write_text(json.dumps(json.loads(recorded), indent=1))
+    again = Run.open(run.directory)
+    assert again.spec_digest == hashlib.sha256(recorded.encode()).hexdigest()
+    assert again.spec.model == run.spec.model
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((3,), "layer == 3"),
+        ((4, 5), "layer >= 4"),
+        ((0, 1), "layer <= 1"),
+        ((1, 2, 4), "1 <= layer and layer <= 2 or layer == 4"),
+    ],
+)
+def test_conditions_name_the_layers(layers: tuple[int, ...], text: str) -> None:
+    assert condition_of(layers, 6) == text
