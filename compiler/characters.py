@@ -13,7 +13,7 @@ MOST = 2**8 - MARKS  # largest number of characters: data files store a token id
 
 def _distinct(chars: str) -> str:
     if again := next((c for i, c in enumerate(chars) if c in chars[:i]), None):
-        raise ValueError(f"{again!r} stands in chars twice")
+        raise ValueError(f"{again!r} is in chars twice")
     if hidden := next((c for c in chars if not c.isprintable()), None):
         raise ValueError(f"{hidden!r} cannot be printed")
     return chars

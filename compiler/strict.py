@@ -11,7 +11,7 @@ from pydantic_core import PydanticKnownError
 
 def _usable(name: str) -> str:
     if name in RESERVED or keyword.iskeyword(name):
-        raise ValueError(f"{name!r} means something else in the generated code; choose another name")
+        raise ValueError(f"{name!r} is reserved in the generated code; choose another name")
     return name
 
 

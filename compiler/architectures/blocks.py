@@ -125,7 +125,7 @@ class Block(StrictModel):
             yield from (problem.under(*here) for problem in part.problems_in(dim, layers))
             if (first := titles.setdefault(part.title, i)) != i:
                 message = f"two layers of a block are named {part.title}"
-                related = (("the first one", ("layers", first)),)
+                related = (("first use", ("layers", first)),)
                 yield Problem(here, "S207", message, "give one of them a `name:`", related)
             if self.write is not None and part.write is not None:
                 message = f"the block has a `write`, and so has its layer {part.title}"
@@ -157,7 +157,7 @@ class Block(StrictModel):
                 read.add(full)
                 if name not in known:
                     message = f"in layer {layer}, `{name}` is not a known value"
-                    yield Problem(path, "S246", message, f"known are {', '.join(sorted(known))}")
+                    yield Problem(path, "S246", message, f"choose from {', '.join(sorted(known))}")
             yield from number_problem(wiring, path, layer, layers)
         for name in learned:
             if name not in read:
@@ -425,7 +425,7 @@ class Blocks(Block):
             for name in wiring.names.values():
                 if name not in known and name not in module.learn:
                     message = f"`{name}` is not a known value"
-                    hint = f"known are {', '.join(sorted((*known, *module.learn)))}"
+                    hint = f"choose from {', '.join(sorted((*known, *module.learn)))}"
                     yield Problem(path, "S246", message, hint)
             for _, order in self.orders:
                 for run, layer in enumerate(order):

@@ -185,21 +185,28 @@ class Decoder(Architecture):
         last = self.norm.scale
         if isinstance(last, str) and "layer" in variables(parse(last)):
             hint = "use `layers`, the number of blocks"
-            yield Problem(("norm", "scale"), "S216", "the last norm is in no layer, but its scale reads `layer`", hint)
+            yield Problem(
+                ("norm", "scale"),
+                "S216",
+                "the scale of the last norm reads `layer`, but this norm is outside the layers",
+                hint,
+            )
         else:
             yield from number_problem(last, ("norm", "scale"), 0, self.blocks.count)
         for (_, *at), mark in self.marks:
             if mark >= self.vocab:
-                message = f"the id {mark} starts a document, and ids end at {self.vocab - 1}"
-                yield Problem(tuple(at), "S249", message, "name the tokenizer's own mark, or leave it out")
+                message = f"bos is {mark}, but the largest id is {self.vocab - 1}"
+                yield Problem(
+                    tuple(at), "S249", message, "use the id that the tokenizer puts before a document, or remove bos"
+                )
         reading = {
             self.blocks.source_of(("layers", j), i): layer
             for i, j, layer in self.blocks.all_layers
             if layer.reads_source
         }
         for place, layer in reading.items():
-            message = f"{layer.title} reads an encoder, and a decoder alone has none"
-            hint = "use `kind: encoder_decoder`, or let it read the sequence itself"
+            message = f"{layer.title} reads an encoder, but a model of kind decoder has none"
+            hint = "use `kind: encoder_decoder`, or `of: self`"
             yield Problem(("blocks", *place), "S230", message, hint)
 
     def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
@@ -354,7 +361,7 @@ class _Lowering:
             try:
                 lowered = step.lower(b, x, Tokens(ids, start, cache=cache), self.shape)
             except TypeRuleError as error:
-                hint = "make the widths equal: a step reads what the one before it gives"
+                hint = "make the widths equal; a step reads the output of the step before it"
                 raise LoweringError((Problem(("model", "embed", i), "S301", error.message, hint),)) from None
             state |= {f"cache.embed.{step.title}.{key}": ref for key, ref in lowered.state.items()}
             x = lowered.value

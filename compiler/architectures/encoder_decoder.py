@@ -38,7 +38,7 @@ else:
 Stages = Annotated[tuple[AnyStage, ...], Field(min_length=1, max_length=64)]
 IDS = "i64"
 AHEAD = "use `directions: forward`"
-BEFORE_THE_LOOP = "put it before the stage that attends with a later state"
+BEFORE_THE_LOOP = "put it before the stage that attends with the state of a later stage"
 
 
 class EncoderDecoder(Architecture):
@@ -107,14 +107,14 @@ class EncoderDecoder(Architecture):
             titles: dict[str, int] = {}
             for i, stage in enumerate(stages):
                 if (first := titles.setdefault(stage.title, i)) != i:
-                    message = f"two stages of the {side} are named {stage.title}"
-                    related = (("the first one", (side, first)),)
+                    message = f"two stages of the {side} have the name {stage.title}"
+                    related = (("first use", (side, first)),)
                     yield Problem((side, i), "S207", message, "give one of them a `name:`", related)
                 yield from (problem.under(side, i) for problem in _stage_problems(side, stages, i))
             yield from collisions(side, stages)
         if self.bridge is None and not any(stage.reads_source or stage.reads_final for stage in self.decoder):
             hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
-            yield Problem(("decoder",), "S253", "nothing of the decoder reads the encoder", hint)
+            yield Problem(("decoder",), "S253", "no stage of the decoder reads the encoder", hint)
 
     def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
         return _Lowering(self, name, dtype).run()
@@ -124,19 +124,25 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
     """Yields the problems of a stage at its position. Paths are relative to the stage."""
     stage = stages[i]
     if stage.starts != (i == 0):
-        what = f"the {side} starts with {stage.title}" if i == 0 else f"{stage.title} is in the middle of the {side}"
-        yield Problem((), "S233", what, "put one stage that starts a side first: `embed`, or in a decoder `repeat`")
+        what = (
+            f"the {side} starts with {stage.title}" if i == 0 else f"{stage.title} is not the first stage of the {side}"
+        )
+        yield Problem((), "S233", what, "put `embed` (or, in a decoder, `repeat`) first, and only there")
     if side == "encoder" and (stage.reads_source or stage.query_stage is not None or stage.reads_final):
-        yield Problem((), "S234", f"{stage.title} reads an encoder, and is in one", "put it into the decoder")
+        yield Problem(
+            (), "S234", f"{stage.title} reads an encoder, but is a stage of the encoder", "move it to the decoder"
+        )
     if side == "decoder" and stage.reads_future:
-        yield Problem((), "S235", f"{stage.title} reads later tokens, which a decoder has not written yet", AHEAD)
+        yield Problem((), "S235", f"{stage.title} reads later tokens, which the decoder has not generated yet", AHEAD)
     before, after = stages[:i], stages[i + 1 :]
     if stage.reads is not None and all(other.title != stage.reads for other in before):
-        yield Problem((), "S236", f"{stage.title} reads {stage.reads}, which is no stage before it", "name one that is")
+        yield Problem(
+            (), "S236", f"{stage.title} reads {stage.reads}, which is not an earlier stage", "name an earlier stage"
+        )
     if stage.query_stage is not None and all(
         other.title != stage.query_stage or not other.recurrent for other in after
     ):
-        message = f"{stage.title} attends with the state of {stage.query_stage}, which is no recurrent stage after it"
+        message = f"{stage.title} attends with the state of {stage.query_stage}, which is not a later recurrent stage"
         yield Problem((), "S236", message, "name an lstm that follows it")
     for name in ("learn", "read", "write"):
         if isinstance(stage, Layer) and getattr(stage, name):
@@ -146,10 +152,10 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
             yield Problem((name,), "S252", message, f"take `{name}` out, or put the layer into `blocks`")
     inside = next((stage for first, last in spans(stages) if first < i <= last), None)
     if inside is not None and not stage.recurrent and stage.in_place:
-        message = f"{stage.title} keeps what it has seen in place, which a loop over time cannot"
+        message = f"{stage.title} writes its cache in place, which is not possible in a loop over time"
         yield Problem((), "S237", message, BEFORE_THE_LOOP)
     elif inside is not None and isinstance(stage, BlocksStage):
-        message = f"{stage.title} has functions of its own, which a loop over time cannot run"
+        message = f"{stage.title} consists of several functions, which is not possible in a loop over time"
         yield Problem((), "S237", message, BEFORE_THE_LOOP)
 
 
@@ -276,14 +282,16 @@ class _Lowering:
         b.scope = "bridge"
         if first is None or not final:
             side = "decoder" if first is None else "encoder"
-            message = f"the bridge wants a recurrent stage on both sides, and the {side} has none"
-            raise LoweringError((Problem(("model", "bridge"), "S238", message, "take the bridge out"),))
+            message = f"the bridge needs a recurrent stage on both sides, but the {side} has none"
+            raise LoweringError((Problem(("model", "bridge"), "S238", message, "remove the bridge"),))
         width = first.state(self.decoder.shape)["h"].width
         assert isinstance(width, int)
         try:
             return dict(bridge.lower(b, final["h"], final["c"], width, self.decoder.shape))
         except TypeRuleError as error:
-            raise LoweringError((Problem(("model", "bridge"), "S301", error.message, "use `linear`"),)) from None
+            raise LoweringError(
+                (Problem(("model", "bridge"), "S301", error.message, "use `bridge: linear`"),)
+            ) from None
 
     def head(self, b: Builder, x: str) -> str:
         b.scope = "head"
@@ -293,7 +301,11 @@ class _Lowering:
                 b, x, self.decoder.shape.of_width(width), f"@decoder.{self.model.decoder[0].title}.token"
             )
         except (TypeRuleError, KeyError) as error:
-            message = error.message if isinstance(error, TypeRuleError) else "head has no token table to be tied to"
+            message = (
+                error.message
+                if isinstance(error, TypeRuleError)
+                else "the head is tied, but the decoder has no token table"
+            )
             raise LoweringError(
-                (Problem(("model", "head"), "S301", message, "set `tied: false`, or let the widths be equal"),)
+                (Problem(("model", "head"), "S301", message, "set `tied: false`, or make the widths equal"),)
             ) from None

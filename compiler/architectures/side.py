@@ -148,8 +148,8 @@ class _Run:
         """Raises LoweringError if a stage has problems for its number of input features."""
         width = self.side.widths[stage.title]
         if any(one.state() for one in stage.shared(self.side.shape_of(stage))):
-            message = f"{stage.title} ends at documents, and a model of pairs reads lines"
-            raise LoweringError((Problem(self.side.place(i), "S248", message, "leave `bos` out"),))
+            message = f"{stage.title} has `bos`, but a model of pairs has lines and no documents"
+            raise LoweringError((Problem(self.side.place(i), "S248", message, "remove `bos`"),))
         if problems := tuple(problem.under(*self.side.place(i)) for problem in stage.problems_in(width)):
             raise LoweringError(problems)
 
@@ -171,7 +171,7 @@ class _Run:
             problem = Problem(
                 self.side.place(0),
                 "S239",
-                f"{stage.title} repeats the last state of the encoder, which has no recurrent stage",
+                f"{stage.title} repeats the last state of the encoder, but the encoder has no recurrent stage",
                 "put an lstm last in the encoder",
             )
             raise LoweringError((problem,))

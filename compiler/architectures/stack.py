@@ -300,7 +300,7 @@ class _BlockCall:
         origin = b.origins[STREAM]
         node = error.message.partition(" ")[0]
         message = error.message.replace(node, f"{site.at}.{self.i}.{node}", 1)
-        related = ((f"{origin} is made here", site.places[origin]),) if origin in site.places else ()
+        related = ((f"{origin} is computed here", site.places[origin]),) if origin in site.places else ()
         hint = f"make the widths equal; the model's dim is {self.shape.dim}"
         return Problem((*site.place, *self.stack.blocks.source_of(part, self.i)), "S301", message, hint, related)
 

@@ -32,7 +32,7 @@ def collisions(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
         # class names drop `_`, so a_1 and a1 collide; stages of blocks with one owner may share its classes
         first, other, shared = known.setdefault(re.sub(r"_(?=\d)", "", owner), (i, what, owner))
         if first != i and (shared != owner or LOOP in (what, other)):
-            message = f"{what} and {other} would be one class in the generated code"
+            message = f"{what} and {other} would have the same class name in the generated code"
             yield Problem((side, i), "S207", message, "give one of them another `name:`", ((other, (side, first)),))
 
 
@@ -43,7 +43,7 @@ def _attributes(stages: Sequence[Part]) -> Iterator[tuple[int, str, str]]:
         yield first, LOOP, step_name(number)
     for i, stage in enumerate(stages):
         if isinstance(stage, BlocksStage):
-            yield i, f"the norm behind {stage.title}", norm_name(stage.title)
+            yield i, f"the norm after {stage.title}", norm_name(stage.title)
 
 
 def _classes(side: str, stages: Sequence[Part]) -> Iterator[tuple[int, str, str]]:

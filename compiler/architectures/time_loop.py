@@ -42,7 +42,7 @@ def step_name(number: int) -> str:
 
 def mismatch(error: TypeRuleError, *place: str | int) -> Problem:
     """Returns the problem for a type error in a stage, with the stage's spec path `place`."""
-    hint = "make the widths equal: each stage is given what the one before it makes"
+    hint = "make the widths equal; a stage reads the output of the stage before it"
     return Problem(place, "S301", error.message, hint)
 
 

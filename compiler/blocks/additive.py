@@ -40,7 +40,12 @@ class AdditiveStage(Stage):
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.form == "relu" and self.width != 1:
-            yield Problem(("width",), "S232", "the relu form scores by one number", "leave width out, or use form tanh")
+            yield Problem(
+                ("width",),
+                "S232",
+                "additive attention with form relu has no width",
+                "remove width, or use `form: tanh`",
+            )
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         keys, values = shape.activation("B", "S", self.width), shape.activation("B", "S", shape.source)

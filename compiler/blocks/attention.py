@@ -130,29 +130,31 @@ class Attention(Layer):
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.head_dim is None and dim % self.heads:
             hint = f"choose a divisor of {dim}, or set head_dim"
-            yield Problem(("heads",), "S210", f"heads {self.heads} does not divide dim {dim}", hint)
+            yield Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
             return
         if self.kv_heads is not None and self.heads % self.kv_heads:
-            message = f"kv_heads {self.kv_heads} does not divide heads {self.heads}"
-            hint = "each key and value head serves the same number of query heads"
+            message = f"{self.kv_heads} kv_heads do not divide {self.heads} heads"
+            hint = f"choose a divisor of {self.heads}"
             yield Problem(("kv_heads",), "S211", message, hint, related=(("the query heads", ("heads",)),))
         dims = self.rope.dims if self.rope is not None else None
         if dims is not None and dims > self.size(dim):
-            message = f"RoPE rotates {dims} dims but a head has {self.size(dim)}"
-            yield Problem(("rope", "dims"), "S212", message, f"use at most {self.size(dim)}, or leave dims out for all")
+            message = f"RoPE rotates {dims} dims, but a head has {self.size(dim)}"
+            yield Problem(
+                ("rope", "dims"), "S212", message, f"use at most {self.size(dim)}, or remove dims to rotate all"
+            )
         if self.rope is not None and (dims or self.size(dim)) % 2:
-            message = f"RoPE rotates pairs but has {dims or self.size(dim)} dims"
+            message = f"RoPE has {dims or self.size(dim)} dims; it rotates pairs, so the number must be even"
             yield Problem(("rope", "dims") if dims else ("rope",), "S213", message, "use an even number")
         for name in ("rope", "window", "values", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
-                message = f"attention of the encoder has no {name}: its keys are at positions of another sequence"
-                yield Problem((name,), "S231", message, f"leave {name} out")
+                message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
+                yield Problem((name,), "S231", message, f"remove {name}")
         if self.rope is not None and self.rope.trained is not None and (dims or self.size(dim)) == 2:
-            message = "2 dims are one pair, which no change of the base slows down"
-            yield Problem(("rope", "trained"), "S242", message, "leave it out, or turn more dims")
+            message = "RoPE has 2 dims; a changed base does not slow down a single pair"
+            yield Problem(("rope", "trained"), "S242", message, "remove trained, or rotate more dims")
         if self.gate is not None and (self.gate.features or 0) > dim:
-            message = f"the gate reads {self.gate.features} features of {dim}"
-            yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or leave it out for all")
+            message = f"the gate reads {self.gate.features} features; the input has {dim}"
+            yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or remove the key to read all")
 
     def _rope(self, shape: Shape) -> RopeTable | None:
         if self.rope is None:

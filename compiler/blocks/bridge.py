@@ -17,7 +17,7 @@ class ConcatBridge(Bridge):
     def lower(self, b: Builder, h: str, c: str, width: int, shape: Shape) -> Mapping[str, str]:
         if b.types[h].width != width:
             given = b.types[h].width
-            raise TypeRuleError(f"bridge gives {given} features, but the decoder's state has {width}")
+            raise TypeRuleError(f"the bridge gives {given} features, but the decoder's state has {width}")
         return {"h": h, "c": c}
 
 

@@ -68,9 +68,9 @@ class Init(StrictModel):
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            hint = "keep one, e.g. `init: {normal: 0.02}`"
+            hint = "set one of them, e.g. `init: {normal: 0.02}`"
             yield Problem(
-                (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; found {found}", hint
+                (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; it has {found}", hint
             )
 
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
@@ -90,9 +90,9 @@ class Init(StrictModel):
         except ExprError as error:
             return error.message
         if not abs(value) <= LARGEST:
-            return f"it starts {way} with {value:g}, which f32 does not hold"
+            return f"{way} is {value:g}, which f32 cannot represent"
         if way in ("normal", "uniform") and value < 0:
-            return f"it starts {way} with {value:g}, which is below 0"
+            return f"{way} is {value:g}; it must be at least 0"
         return None
 
 

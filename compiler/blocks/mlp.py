@@ -60,16 +60,16 @@ class Mlp(Layer):
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.ratio is not None and self.hidden is not None:
-            hint = "remove one of the two: each of them is the width"
+            hint = "remove one of the two; each sets the width"
             yield Problem(("hidden",), "S214", "mlp has both ratio and hidden", hint, (("the ratio", ("ratio",)),))
         elif self.ratio is None and self.hidden is None:
             yield Problem((), "S214", "mlp needs exactly one of ratio and hidden", "e.g. `ratio: 4`")
         elif self.ratio is not None and dim * self.ratio != round(dim * self.ratio):
-            message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is no whole number"
-            yield Problem(("ratio",), "S215", message, "choose another ratio, or give the width as hidden")
+            message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is not a whole number"
+            yield Problem(("ratio",), "S215", message, "choose another ratio, or set hidden")
         elif self.width(dim) > 2**20:
             key = "ratio" if self.hidden is None else "hidden"
-            message = f"a width of {self.width(dim)} is beyond 1,048,576"
+            message = f"a width of {self.width(dim):,} is more than 1,048,576"
             yield Problem((key,), "S215", message, f"choose a smaller {key}")
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:

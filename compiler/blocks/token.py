@@ -65,7 +65,7 @@ def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
     for i, step in enumerate(steps):
         if (first := kinds.setdefault(type(step), i)) != i and not isinstance(step, Token):
             message = f"embed has two steps of kind {getattr(step, 'kind', '')}"
-            yield Problem((i,), "S207", message, "remove one of the two", (("the first one", (first,)),))
+            yield Problem((i,), "S207", message, "remove one of the two", (("first use", (first,)),))
         if isinstance(step, Token) != (i == 0):
-            message = f"embed starts with {getattr(step, 'kind', '')}" if i == 0 else "embed has two token tables"
-            yield Problem((i,), "S206", message, "put one `{kind: token}` first; other steps follow it")
+            message = f"embed starts with {getattr(step, 'kind', '')}" if i == 0 else "embed has a second token table"
+            yield Problem((i,), "S206", message, "start the list with its only `{kind: token}`")

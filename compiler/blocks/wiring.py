@@ -238,7 +238,7 @@ def number_problem(value: Wiring | float | str | None, at: Path, layer: int, lay
     try:
         check(parse(value) if isinstance(value, str) else value.expr)
     except ExprError as error:
-        yield Problem(at, "S216", f"in layer {layer}, {error.message}", "layers are counted from 0: change the formula")
+        yield Problem(at, "S216", f"in layer {layer}, {error.message}", "change the formula; layers are counted from 0")
 
 
 def condition(*names: str) -> Callable[[str], str]:

@@ -43,7 +43,7 @@ def number(expr: Expr, /, **values: float) -> float:
             return value
         case Var(name):
             if name not in values:
-                raise ExprError(f"{name} has no value", hint=f"known are {', '.join(values) or 'none'}")
+                raise ExprError(f"{name} has no value", hint=f"choose from {', '.join(values) or 'none'}")
             return float(values[name])
         case Neg(a):
             return -number(a, **values)
@@ -81,7 +81,7 @@ def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
                 return tensor(value)
             case Var(name):
                 if name not in values:
-                    raise ExprError(f"{name} has no value", hint=f"known are {', '.join(values) or 'none'}")
+                    raise ExprError(f"{name} has no value", hint=f"choose from {', '.join(values) or 'none'}")
                 return tensor(values[name])
             case Neg(a):
                 return torch.neg(visit(a))

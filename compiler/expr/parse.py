@@ -90,14 +90,14 @@ def _scan(text: str, deepest: int) -> None:
         if character == "(":
             opened.append(column)
         if character == ")" and not opened:
-            raise ExprError("this parenthesis closes nothing", column)
+            raise ExprError("this parenthesis has no opening parenthesis", column)
         if character == ")":
             opened.pop()
         if len(opened) > deepest:
             raise ExprError(f"nested more than {deepest} deep", column, "split the expression")
     if opened:
         raise ExprError(
-            "this parenthesis is never closed",
+            "this parenthesis is not closed",
             opened[-1],
             "close it; within { } or [ ], put an expression with commas in quotes",
         )
@@ -146,7 +146,7 @@ class _Reader:
         fail(
             f"{describe(node)} is not part of the language",
             node,
-            "it has numbers, names, + - * / ** and functions",
+            "use numbers, names, + - * / ** and functions",
         )
 
     def name(self, name: str, node: ast.expr) -> Expr:
@@ -157,7 +157,7 @@ class _Reader:
             fail(
                 f"unknown variable {name}",
                 node,
-                suggest(name, known) or f"known are {', '.join(known) or 'none'}",
+                suggest(name, known) or f"choose from {', '.join(known) or 'none'}",
             )
         return Var(name)
 
@@ -166,7 +166,7 @@ class _Reader:
     ) -> tuple[Expr, float | None]:
         primitive = PRIMITIVES.get(name)
         if primitive is None:
-            hint = ELSEWHERE.get(name) or suggest(name, PRIMITIVES) or f"known are {', '.join(sorted(PRIMITIVES))}"
+            hint = ELSEWHERE.get(name) or suggest(name, PRIMITIVES) or f"choose from {', '.join(sorted(PRIMITIVES))}"
             fail(f"unknown function {name}", node, hint)
         example = f"write {primitive.example}"
         if keywords:

@@ -29,7 +29,7 @@ class Unfit(Exception):
         pattern = covering(self.names)
         if self.at_once:
             path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # prefers a rule to the default
-            hint = f'give all of them one scheme, by a single rule {{match: "{pattern}", ...}} or by the default'
+            hint = f'give them the same scheme by a single rule {{match: "{pattern}", ...}} or by the default'
             return Problem(path, "S312", self.message, hint)
         scheme = next(schemes[name] for name in self.names if schemes[name].integer)
         return Problem(stated(quant, scheme), "S312", self.message, keeping(scheme, pattern))
@@ -163,7 +163,7 @@ class Editor:
             return False
         flags = {self.schemes[at + ref[1:]].integer for at in self.places}
         if len(flags) > 1:
-            message = f"{self.places[0]}{ref[1:]} is int8 in some of the blocks that share its code, not in all"
+            message = f"{self.places[0]}{ref[1:]} is int8 in only some of the blocks that share its code"
             raise Unfit(message, self.full_names([ref]), at_once=True)
         return flags.pop()
 

@@ -44,9 +44,7 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
     schemes = allocation(quant, programs.params)
     if not any(scheme.has_grid for scheme in schemes.values()):
         kinds = ", ".join(dict.fromkeys(scheme.label() for scheme in schemes.values()))
-        message = (
-            f"train.qat rounds weights as quant will store them, and quant keeps all of them as they are, in {kinds}"
-        )
+        message = f"train.qat rounds weights as quant will store them, but quant rounds none: it stores all in {kinds}"
         hint = "remove qat, or give quant a scheme that rounds: int8, gptq or round"
         raise LoweringError((Problem(("train", "qat"), "S244", message, hint),))
     if not train.qat.inputs or not any(scheme.integer for scheme in schemes.values()):
@@ -94,7 +92,9 @@ def _begins(train: TrainSpec) -> float:
     if train.steps is not None:
         return 1 - train.qat.below * schedule.of(train.steps)[1] / train.steps
     if schedule.warmdown_steps:
-        message = "train.qat rounds inputs from a share of the run on, and a warm-down in steps has none by the clock"
+        message = (
+            "train.qat rounds inputs from a share of the run; with budget_seconds, warmdown_steps gives no such share"
+        )
         hint = "give the schedule warmdown_fraction in place of warmdown_steps, or qat inputs: false"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
     return 1 - train.qat.below * schedule.warmdown_fraction

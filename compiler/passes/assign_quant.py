@@ -51,7 +51,7 @@ def allocation(
             if first != i:
                 message = f"rules {quant.rules[first].match} and {rule.match} both match {param.name}"
                 related = (("the first rule", ("quant", "rules", first, "match")),)
-                hint = "narrow one of them: a parameter has one rule"
+                hint = "narrow one of the patterns; a parameter has one rule"
                 problems.append(Problem(("quant", "rules", i, "match"), "S306", message, hint, related))
                 break
     chosen: dict[str, Scheme] = {}
@@ -97,9 +97,9 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
-        return f"add a rule that keeps what it cannot take, e.g. {exception}"
+        return f"add a rule for the parameters it cannot quantize, e.g. {exception}"
     narrowed = f'narrow {{match: "{rule}"}}, or make its scheme the default'
-    return f"a parameter has one rule: {narrowed}; then keep what it cannot take, e.g. {exception}"
+    return f"{narrowed}; then add a rule for the parameters it cannot quantize, e.g. {exception}"
 
 
 def and_more(items: Sized) -> str:
@@ -113,7 +113,7 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
     needs = f"{chosen[names[0]].label()} needs inputs of its product"
     message = f"{names[0]}: {needs}, and calibration sees none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
-    return Problem(path, "S307", message, f"`scheme: round` needs none, e.g. by a rule {rule}")
+    return Problem(path, "S307", message, f"use `scheme: round`, which needs none, e.g. by a rule {rule}")
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
@@ -128,7 +128,7 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
     able = [name for name in known if _has_more_bits(chosen[name], wish.bits)]
     if not able:
         message = f"promote to {wish.bits} bits gives no parameter more than it has"
-        yield Problem(("quant", "promote", "bits"), "S311", message, "promote to more bits than the default has")
+        yield Problem(("quant", "promote", "bits"), "S311", message, "use more bits than the default")
     elif wish.count is not None and wish.count > len(able):
         message = f"promote counts {wish.count} tensors, but only {len(able)} can have {wish.bits} bits"
         yield Problem(("quant", "promote", "count"), "S311", message, f"use at most {len(able)}")
@@ -148,11 +148,11 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     named, path = ", ".join(map(str, sorted(set(wish.bits)))), ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
         message = f"{left[0]}: {chosen[left[0]].label()} can have none of {named} bits{and_more(left)}"
-        hint = f"it can have {_widths(chosen[left[0]])}: name some of them, or narrow allocate's match"
+        hint = f"use some of {_widths(chosen[left[0]])}, or narrow the match of allocate"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:
         labels = {chosen[name].label(): _widths(chosen[name]) or "no other width" for name in known}
-        message = f"allocate has nothing to choose: no parameter of {wish.match} can have several of {named} bits"
+        message = f"allocate has nothing to choose: each parameter of {wish.match} can have at most one of {named} bits"
         yield Problem(path, "S311", message, "; ".join(f"{label} can have {text}" for label, text in labels.items()))
 
 
@@ -176,13 +176,17 @@ def _correction_problems(
     ranks = sorted((largest_rank(shapes[name]) for name in able), reverse=True)
     count = len(able)
     if count < wish.count:
-        message = f"correct counts {wish.count} tensors, but only {count} of {wish.match} can have a correction"
-        hint = f"use at most {count}" if count else "corrections are for `scheme: round` and `scheme: gptq`"
+        message = (
+            f"correct has count {wish.count}, but only {count} tensors that match {wish.match} can have a correction"
+        )
+        hint = f"use at most {count}" if count else "match parameters of `scheme: round` or `scheme: gptq`"
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
     elif (limit := ranks[wish.count - 1]) < wish.rank:
         enough = sum(rank >= wish.rank for rank in ranks)
-        message = f"correct asks for rank {wish.rank}, and only {enough} tensors of {wish.match} have so many"
-        hint = f"use at most {limit}, which {wish.count} have: the least of a tensor's rows and columns"
+        message = (
+            f"correct has rank {wish.rank}, but only {enough} tensors of {wish.match} have this many rows and columns"
+        )
+        hint = f"use a rank of at most {limit}"
         yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 
 
@@ -203,7 +207,7 @@ def _calibrated(
     if not covered:
         return _unmatched(path, what, chosen)
     hint = 'cover matrices that a model of text multiplies with, e.g. `match: "blocks.*"`'
-    nothing = Problem(path, "S311", f"{what} covers nothing whose {use} calibration sees", hint)
+    nothing = Problem(path, "S311", f"{what} matches no parameter whose {use} calibration observes", hint)
     return [name for name in covered if name in seen] or nothing
 
 

@@ -29,10 +29,10 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         try:
             programs = _fuse_point(programs, pattern, tuple(members))
         except Unfusable as error:
-            hint = "take it out of the fusion point; `specc ir --after lower` shows the graph"
+            hint = "remove it from the fusion point; `specc ir --after lower` shows the graph"
             problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
         except ExprError as error:
-            hint = "; or ".join(filter(None, (error.hint, "take it out of the fusion point")))
+            hint = "; or ".join(filter(None, (error.hint, "remove it from the fusion point")))
             problems.append(Problem(("fuse", i, pattern), "S402", f"{pattern}: {error.message}", hint))
         except LoweringError as error:
             problems += (problem.under("fuse", i, pattern) for problem in error.problems)
@@ -73,14 +73,18 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
     if not chosen:
         known = sorted({f"{at}.{scope}" if at else scope for (_, scope), ats in places.items() for at in ats})
         raise _unmatched(
-            "S302", f"fusion point {pattern} matches no part of the model", f"its parts are {_short(known)}"
+            "S302", f"fusion point {pattern} matches no part of the model", f"the parts are {_short(known)}"
         )
     for key in chosen:
         covered = places[key]
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
-            hint = "let the pattern cover all blocks that share their code, e.g. `blocks.*.mlp`"
-            raise _unmatched("S303", f"fusion point {pattern} covers some blocks but leaves out {_short(left)}", hint)
+            hint = "match all blocks that share their code, e.g. `blocks.*.mlp`"
+            raise _unmatched(
+                "S303",
+                f"fusion point {pattern} matches some blocks, but not {_short(left)}, which has the same code",
+                hint,
+            )
     fusable = [key for key in chosen if _complete(programs, key, members)]
     taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]
     if not fusable:
@@ -92,10 +96,10 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
         ]
         unknown = [member for member in members if member not in known and member not in taken]
         if unknown:
-            raise _unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
+            raise _unmatched("S302", f"{pattern} has no node {unknown[0]}", f"the nodes are {_short(known)}")
     if taken:
-        hint = "let one of the two points have it, or make them one"
-        raise _unmatched("S302", f"{pattern} has {taken[0]} in another fusion point already", hint)
+        hint = "remove it from one of the two fusion points, or join them"
+        raise _unmatched("S302", f"{taken[0]} of {pattern} is already in another fusion point", hint)
     for name, scope in fusable:
         programs = _fuse_graph(programs, name, scope, members)
     return programs

@@ -72,7 +72,7 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
         readers = [reader.name for reader in graph.consumers[node.name] if reader.name not in inside]
         if readers or node.name in returned:
             reader = readers[0] if readers else "the caller"
-            raise Unfusable(node.name, f"is also read by {reader}, so it has to be stored")
+            raise Unfusable(node.name, f"is also read by {reader}, so it must be stored")
         if not graph.consumers[node.name]:
             raise Unfusable(node.name, "is read by no other node of the group")
 
@@ -96,7 +96,7 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
         alone = "only linear and pointwise nodes state the derivative that a group needs"
         raise Unfusable(culprit.name, f"is a {culprit.op.name}; {reasons.get(culprit.op.name, alone)}")
     if done.nodes == tuple(members) and len(members) == 1:
-        raise Unfusable(members[0].name, "is alone, so there is nothing to fuse it with")
+        raise Unfusable(members[0].name, "is the only node, so there is nothing to fuse")
     return done
 
 
@@ -151,7 +151,7 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
     that are needed themselves."""
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
-        raise Unfusable("the activation", f"has gradient 0 in {flat[0]} everywhere, so {flat[0]} would never learn")
+        raise Unfusable("the activation", f"has gradient 0 in {flat[0]} everywhere, so {flat[0]} would not learn")
     plan = plan_backward(expression, products, keep)
     operands = [v for v in op.variables if v not in products]
     read = {v for operand in operands for v in variables(derive(expression, operand))} | set(plan.needs)

@@ -33,14 +33,14 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
         path = ("train", "optimizers", i, "match")
         names = [name for name in shapes if owner[name] == i]
         if not names:
-            left = "no parameter that an earlier one leaves" if i else "no parameter"
+            left = "no parameter that earlier optimizers leave" if i else "no parameter"
             hint = f"parameters are named like {', '.join([*shapes][:: max(len(shapes) - 1, 1)])}"
             problems.append(Problem(path, "S308", f"optimizer {optimizer.match} matches {left}", hint))
         refusals = ((name, optimizer.refuses(shapes[name])) for name in names)
         if refusal := next(((name, reason) for name, reason in refusals if reason), None):
             name, reason = refusal
-            message = f"{reason}, and {optimizer.match} also matches {name}"
-            hint = f"narrow its pattern, or put an optimizer that takes {name} before it"
+            message = f"{reason}, but {optimizer.match} also matches {name}"
+            hint = f"narrow the pattern, or put an optimizer for {name} before it"
             problems.append(Problem(path, "S309", message, hint))
     if orphans := [name for name in shapes if owner[name] is None]:
         hint = 'end the list with one that takes the rest: {kind: adamw, match: "*", ...}'

@@ -59,7 +59,7 @@ class Gptq(PerRow):
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) != 2:
-            return f"{self.label()} needs a matrix, and the shape is {list(shape)}"
+            return f"{self.label()} needs a matrix, but the shape is {list(shape)}"
         return super().rejects(shape)
 
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:

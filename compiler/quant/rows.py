@@ -64,7 +64,7 @@ class PerRow(Scheme):
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:
-            return f"{self.label()} needs rows and columns, and the shape is {list(shape)}"
+            return f"{self.label()} needs rows and columns, but the shape is {list(shape)}"
         return f"the shape {list(shape)} holds no values" if math.prod(shape) == 0 else None
 
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:

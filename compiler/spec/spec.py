@@ -80,8 +80,8 @@ class Allocate(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yields a problem if there is only one option to choose from."""
         if len(set(self.bits)) * max(len(set(self.clip_stds)), 1) < 2:
-            hint = "name several bits, or several clip_stds"
-            yield Problem(("bits",), "S268", "allocate has one width and nothing to choose", hint)
+            hint = "list several bits, or several clip_stds"
+            yield Problem(("bits",), "S268", "allocate has a single option, so there is nothing to choose", hint)
 
 
 class Correct(StrictModel):
@@ -125,17 +125,17 @@ class Calibrate(StrictModel):
         """Yields a problem for each sampling setting that is set although `source` is not `self`."""
         for name in ("length", "temperature", "begin"):
             if self.source != "self" and name in self.model_fields_set:
-                message = f"calibrate has a {name}, which is of text that the model writes itself"
-                yield Problem((name,), "S260", message, "add `source: self`, or take it out")
+                message = f"calibrate has {name}, which only applies to `source: self`"
+                yield Problem((name,), "S260", message, f"add `source: self`, or remove {name}")
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
         """Yields a problem if the model cannot generate the calibration text, or if its windows exceed the context."""
         if self.source == "self" and reads == "lines":
-            message = "the model turns lines into lines, and writes no text by itself"
+            message = "`source: self` is for text, but the model translates lines"
             yield Problem(("source",), "S261", message, "use `source: train`")
         elif (self.length or 0) > window:
             message = f"windows of {self.length} tokens are longer than the context of {window}"
-            yield Problem(("length",), "S262", message, f"use at most {window}, or leave it out")
+            yield Problem(("length",), "S262", message, f"use at most {window}, or remove the key")
 
 
 class QuantSpec(StrictModel):
@@ -165,14 +165,14 @@ class QuantSpec(StrictModel):
             yield Problem(
                 ("promote",),
                 "S203",
-                "promote has neither a count nor a byte budget",
+                "promote needs a count or a byte budget",
                 "add `count: N` here, or `budget_bytes: N` under quant",
             )
         if self.allocate is not None and self.promote is not None:
             message = "promote and allocate both choose bits"
             yield Problem(("allocate",), "S245", message, "remove one of the two", (("the other", ("promote",)),))
         if self.allocate is not None and self.budget_bytes is None:
-            message = "allocate chooses bits within a byte budget, and there is none"
+            message = "allocate needs a byte budget"
             yield Problem(("allocate",), "S245", message, "add `budget_bytes: N` under quant")
 
 
@@ -220,13 +220,15 @@ class Spec(StrictModel):
         yield from self.train.data.problems_with(self.model)
         reads = self.model.reads
         if self.train.teacher_forcing is not None and reads != "lines":
-            message = "teacher forcing is for models that turn lines into lines"
-            yield Problem(("train", "teacher_forcing"), "S227", message, "take it out")
+            message = "teacher_forcing is only for models of kind encoder_decoder"
+            yield Problem(("train", "teacher_forcing"), "S227", message, "remove teacher_forcing")
         if self.train.tf32 and self.model.computes_in != "f32":
-            message = "train.tf32 is for products of f32 numbers, and the model computes in bf16 on a GPU"
-            yield Problem(("train", "tf32"), "S277", message, "take it out, or give a model that can `dtype: f32`")
+            message = "train.tf32 changes products in f32, but the model computes in bf16 on a GPU"
+            yield Problem(
+                ("train", "tf32"), "S277", message, "remove tf32; a model of kind encoder_decoder can have `dtype: f32`"
+            )
         if self.train.qat is not None and self.quant is None:
-            message = "train.qat rounds weights as quant will store them, and there is no quant"
+            message = "train.qat rounds weights as quant will store them, but the spec has no quant"
             yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")
         if self.quant is not None:
             found = self.quant.calibrate.problems_with(self.model.window, reads)

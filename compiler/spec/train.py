@@ -81,8 +81,8 @@ class ScheduleSpec(StrictModel):
         """Yields a problem if warm-up or warm-down is set both in steps and as a fraction."""
         for name in ("warmup", "warmdown"):
             if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
-                message = f"{name} is given in steps and as a fraction"
-                yield Problem((f"{name}_fraction",), "S229", message, "keep one of the two")
+                message = f"{name} is set in steps and as a fraction"
+                yield Problem((f"{name}_fraction",), "S229", message, "remove one of the two")
 
 
 class EmaSpec(StrictModel):
@@ -232,17 +232,17 @@ class TrainSpec(StrictModel):
         for path, what, share in starts:
             if self.steps is not None and share > (last := (self.steps - 1) / self.steps):
                 message = f"{what} would begin at {share:.4g} of the run, whose last step begins at {last:.4g}"
-                yield Problem(path, "S269", message, "begin earlier, or give the run more steps")
+                yield Problem(path, "S269", message, "choose an earlier start, or give the run more steps")
 
     def problems_of_lengths(self, window: int, reads: Form) -> Iterator[Problem]:
         """Yields a problem for each length that does not divide `window` tokens, or if the model reads lines."""
         if self.lengths is not None and reads == "lines":
-            message = "the model turns lines into lines, which are not cut"
-            yield Problem(("lengths",), "S251", message, "take lengths out")
+            message = "lengths are for text, but the model translates lines"
+            yield Problem(("lengths",), "S251", message, "remove lengths")
             return
         for i, (_, tokens) in enumerate(self.lengths or ()):
             if tokens > window or window % tokens:
-                message = f"windows of {window} tokens are not cut into rows of {tokens}"
+                message = f"a window of {window} tokens cannot be cut into rows of {tokens}"
                 yield Problem(("lengths", i, 1), "S251", message, f"use a divisor of {window}, the model's context")
 
     def problems_of_a_step(self, window: int) -> Iterator[Problem]:
@@ -256,7 +256,7 @@ class TrainSpec(StrictModel):
         yield Problem(
             ("batch" if self.batch is not None else "tokens_per_step",),
             "S217",
-            f"a step of {size:,} {unit} is no whole number of micro-batches of {passes}{at_once:,}",
+            f"a step of {size:,} {unit} is not a whole number of micro-batches of {passes}{at_once:,}",
             f"use {near:,} or {near + at_once:,}, or another micro_batch",
             related=(("a micro-batch", ("micro_batch",)),) if "micro_batch" in self.model_fields_set else (),
         )
@@ -268,7 +268,7 @@ class TrainSpec(StrictModel):
                 ("batch",) if self.batch is not None else (),
                 "S224",
                 "train needs exactly one of tokens_per_step and batch",
-                "keep `tokens_per_step:` for text, or `batch:`, in rows, for pairs of lines",
+                "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines",
             )
         given = self.teacher_forcing
         points = given.points if isinstance(given, ForcingSpec) else given if given is not None else ((0, 1.0),)
@@ -277,31 +277,31 @@ class TrainSpec(StrictModel):
             yield Problem(
                 ("teacher_forcing",),
                 "S225",
-                f"teacher forcing has points at {', '.join(map(str, times)) or 'no time'}",
-                "begin at 0 and go up",
+                f"the points of teacher_forcing are at [{', '.join(map(str, times))}]",
+                "start at 0 and increase",
             )
         shares = [share for share, _ in self.lengths or ((0.0, 1),)]
         if shares[0] != 0 or shares[-1] >= 1 or sorted(set(shares)) != shares:
-            message = f"lengths begin at {', '.join(f'{share:g}' for share in shares)} of the run"
-            yield Problem(("lengths",), "S250", message, "begin at 0 and go up to less than 1")
+            message = f"lengths begin at shares [{', '.join(f'{share:g}' for share in shares)}] of the run"
+            yield Problem(("lengths",), "S250", message, "start at 0 and increase; the last must be below 1")
         if (self.steps is None) == (self.budget_seconds is None):
             yield Problem(
                 ("steps",) if self.steps is not None else (),
                 "S201",
                 "train needs exactly one of steps and budget_seconds",
-                "keep the one that should end the run and drive the schedule",
+                "set the one that ends the run and drives the schedule",
             )
         fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
         last = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
         if self.steps is None and fractions > 1 + 1e-9:
             message = f"warm-up and warm-down take {fractions:g} of the run"
-            yield Problem(("schedule", last), "S202", message, "shorten them to 1 together")
+            yield Problem(("schedule", last), "S202", message, "shorten them to at most 1 in total")
         if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
             yield Problem(
                 ("schedule", last if fractions else "warmdown_steps"),
                 "S202",
-                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps but the run has {self.steps}",
-                "shorten them or give the run more steps",
+                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps, but the run has {self.steps}",
+                "shorten them, or give the run more steps",
                 related=(("the run's length", ("steps",)),),
             )
         yield from self._problems_of_beginning()
@@ -312,14 +312,14 @@ class TrainSpec(StrictModel):
         if isinstance(self.average, SwaSpec):  # its last sample may be long before the end
             every = self.average.every
             if self.steps is not None and every > self.steps:
-                message = f"the average takes the weights every {every} steps, and the run has {self.steps}"
+                message = f"the average takes the weights every {every} steps, but the run has {self.steps}"
                 yield Problem(("average", "every"), "S269", message, f"use at most {self.steps}")
                 return
             late.append(("average", self.average.below, (self.steps or 0) % every + 1))
         for name, below, last in late:
             if (lowest := self.schedule.lowest(self.steps, last)) >= below:
-                message = f"{name} waits for a multiplier below {below:g}, and the schedule goes down to {lowest:g}"
-                hint = "let the schedule go further down (warmdown_steps or warmdown_fraction, floor), or raise `below`"
+                message = f"{name} starts at a multiplier below {below:g}, but the schedule only reaches {lowest:g}"
+                hint = "lower the end of the schedule (warmdown_steps or warmdown_fraction, floor), or raise `below`"
                 related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()
                 yield Problem((name, "below"), "S269", message, hint, related)
 
@@ -351,15 +351,15 @@ class BitsSpec(StrictModel):
         """Yields a problem if the model reads lines, the window exceeds the context or the stride the window."""
         own = self.window or window
         if reads == "lines":
-            message = "the model turns lines into lines, which have no bits per byte"
+            message = "bits_per_byte is for text, but the model translates lines"
             yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
             return
         if own > window:
-            message = f"windows of {own} tokens are longer than the context of {window} that the model is built for"
+            message = f"windows of {own} tokens are longer than the context of {window}"
             yield Problem(("window",), "S218", message, f"use at most {window}")
         elif self.stride is not None and self.stride > own:
             what = "context" if self.window is None else "window"
-            message = f"windows that advance by {self.stride} tokens leave out some of them: the {what} is {own}"
+            message = f"a stride of {self.stride} tokens skips some tokens; the {what} is {own}"
             yield Problem(("stride",), "S218", message, f"use at most {own}")
         if self.adapt is not None:
             found = self.adapt.problems_with(own, self.stride or own)
@@ -391,8 +391,8 @@ class ExactMatchSpec(StrictModel):
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
         """Yields a problem if the model does not read lines."""
         if reads != "lines":
-            message = "exact match is of lines, and the model reads one stream of tokens"
-            yield Problem(("metric",), "S228", message, "use bits_per_byte")
+            message = "exact_match compares lines, but the model reads one stream of tokens"
+            yield Problem(("metric",), "S228", message, "use `metric: bits_per_byte`")
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
         """Yields nothing: exact match has no requirements on parameters."""
@@ -401,7 +401,7 @@ class ExactMatchSpec(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yields a problem if a beam search has no `beam`, or greedy decoding has one."""
         if (self.beam is None) != (self.decode == "greedy"):
-            message = "a beam search needs its width" if self.beam is None else "greedy decoding has no beam"
+            message = "decode: beam needs `beam`" if self.beam is None else "decode: greedy has no `beam`"
             yield Problem(("decode",), "S226", message, "e.g. `decode: beam, beam: 4`, or `decode: greedy` alone")
 
 

@@ -49,8 +49,8 @@ def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
         if isinstance(data, tuple):
             step = int(parts[0]) if re.fullmatch("[0-9]{1,9}", parts[0]) else len(data)
             if step >= len(data):
-                message = f"there is no item {quote(parts[0])} in {above}"
-                raise failure(name, text, "S014", message, f"it has {len(data)}, numbered from 0", at)
+                message = f"{above} has no item {quote(parts[0])}"
+                raise failure(name, text, "S014", message, f"it has {len(data)} items, counted from 0", at)
             data = data[step]
         elif data is None or isinstance(data, dict):
             known = data or {}
@@ -58,7 +58,7 @@ def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
             step = next((key for key in joins if key in known), parts[0])
             data = known.get(step)
         else:
-            raise failure(name, text, "S014", f"{above} is {quote(data)} and has no parts", "end the path there", at)
+            raise failure(name, text, "S014", f"{above} is {quote(data)} and has no keys", "end the path there", at)
         path = (*path, step)
         taken = step.count(".") + 1 if isinstance(step, str) else 1
         at += len(".".join(parts[:taken])) + 1

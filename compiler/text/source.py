@@ -183,7 +183,7 @@ def _read_file(path: FilePath) -> str:
             raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
             if path.is_fifo() and path.parent not in _OWN_PIPES:  # opening it could block forever waiting for a writer
-                hint = "name a file, or give the text on standard input, as `-`"
+                hint = "give a file, or `-` for standard input"
                 raise failure(name, "", "S001", "this is a named pipe", hint)
             with path.open("rb") as file:
                 raw = file.read(MAX_BYTES + 1)
@@ -191,17 +191,17 @@ def _read_file(path: FilePath) -> str:
         here = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, here, 1, 0.5)
         hint = f"did you mean {quote(str(path.parent / near[0]), 200)}?" if near else "check the path"
-        raise failure(name, "", "S001", "there is no such file", hint) from None
+        raise failure(name, "", "S001", "the file does not exist", hint) from None
     except IsADirectoryError:
-        raise failure(name, "", "S001", "this is a directory", "name a YAML file in it") from None
+        raise failure(name, "", "S001", "this is a directory", "give a YAML file in it") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         hint = "check the path and its permissions"
         raise failure(name, "", "S001", f"the file cannot be read: {reason.lower()}", hint) from None
     if len(raw) > MAX_BYTES:
-        raise failure(name, "", "S003", f"the file has more than {MAX_BYTES} bytes", "specs are far smaller")
+        raise failure(name, "", "S003", f"the file has more than {MAX_BYTES} bytes", "check that the file is a spec")
     if raw.startswith((b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")):
-        hint = "save it as UTF-8 without one"
+        hint = "save the file as UTF-8 without a byte-order mark"
         raise failure(name, "", "S004", "the file starts with a byte-order mark", hint)
     try:
         return raw.decode("utf-8")
@@ -215,16 +215,16 @@ def _screen(text: str, name: str) -> None:
     """Raises SpecError for text that the parser would process slowly or misread, or that would display incorrectly."""
     if len(text) > MAX_BYTES:
         message = f"the text has more than {MAX_BYTES} characters"
-        raise failure(name, "", "S003", message, "specs are far smaller")
+        raise failure(name, "", "S003", message, "check that the file is a spec")
     if unseen := _UNSEEN.search(text.replace("\r\n", " \n")):
-        message = f"character U+{ord(unseen.group()):04X} does not show on a screen"
-        hint = 'delete it; where it is meant, write it as an escape in a "quoted" value'
+        message = f"character U+{ord(unseen.group()):04X} is not printable"
+        hint = 'delete it, or write it as an escape sequence in a "quoted" value'
         raise failure(name, text, "S005", message, hint, unseen.start())
     longest = max(text.split("\n"), key=len)
     if len(longest) > MAX_LINE:
         message = f"a line has {len(longest)} characters, more than {MAX_LINE}"
         raise failure(name, text, "S003", message, "split it", text.index(longest))
     if tab := _TAB.search(text):
-        raise failure(name, text, "S006", "a tab in the indentation", "indent by spaces", tab.end() - 1)
+        raise failure(name, text, "S006", "a tab is in the indentation", "indent with spaces", tab.end() - 1)
     if sum(1 for _ in _SEPARATOR.finditer(text)) > MAX_NODES:
-        raise failure(name, "", "S003", f"the text has more than {MAX_NODES} values", "specs are far smaller")
+        raise failure(name, "", "S003", f"the text has more than {MAX_NODES} values", "check that the file is a spec")

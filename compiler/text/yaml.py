@@ -43,19 +43,19 @@ _WORDS: Mapping[str, bool | float | None] = {
 }
 _BEYOND = re.compile(r"\\U(?!000|0010)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ESCAPE = ("an escape that YAML does not have", "use 'single quotes' where backslashes stand")
-_UNCLOSED = ("a quoted text that is not closed", "add the closing quote")
+_ESCAPE = ("unknown escape sequence", "use 'single quotes' around text with backslashes")
+_UNCLOSED = ("a quoted text is not closed", "add the closing quote")
 # Part of the parser's message, our message, our hint, and whether the construct it began to read was left open.
 _SYNTAX = (
     (
         "mapping values are not allowed",
-        "a `:` where no key can be",
+        "unexpected `:`",
         "quote the text, or check the indentation",
         False,
     ),
     (
         "could not find expected ':'",
-        "a key without its `:`",
+        "a key has no `:`",
         "write `key: value`, with a space after the colon",
         True,
     ),
@@ -65,16 +65,16 @@ _SYNTAX = (
         "align it with its siblings",
         False,
     ),
-    ("cannot start any token", "a character that cannot begin a value", 'quote the value: "..."', False),
+    ("cannot start any token", "a value cannot begin with this character", 'quote the value: "..."', False),
     (
         "expected ',' or ']'",
-        "a list `[...]` that is not closed",
+        "a list `[...]` is not closed",
         "add a `,` between its items, or the `]`",
         True,
     ),
     (
         "expected ',' or '}'",
-        "a mapping `{...}` that is not closed",
+        "a mapping `{...}` is not closed",
         "add a `,` between its keys, or the `}`",
         True,
     ),
@@ -82,20 +82,20 @@ _SYNTAX = (
     ("unknown escape character", *_ESCAPE, False),
     (
         "expected '<document start>'",
-        "text after the end of the value",
+        "unexpected text after the end of the value",
         "check the indentation and the quotes",
         False,
     ),
     (
         "expected alphabetic or numeric",
-        "a `%`, `&` or `*` that begins no value",
+        "a value cannot begin with `%`, `&` or `*`",
         'quote the value: "..."',
         False,
     ),
     (
         "expected the node content",
         "a value is missing here",
-        "write it, or remove the punctuation around it",
+        "write the value, or remove the punctuation around it",
         False,
     ),
 )
@@ -198,7 +198,7 @@ class _Reading:
             first, last = quoted
             self._say("S007", *_UNCLOSED, first, ("here is the next quote", last))
         elif left_open and began is not None:
-            related = [("this does not belong to it", stop)] if stop.line != start.line else []
+            related = [("unexpected here", stop)] if stop.line != start.line else []
             self._say("S007", message, hint, start, *related)
         else:
             related = [("the block begins here", start)] if "<block end>" in problem and stop.line != start.line else []
@@ -235,31 +235,31 @@ class _Reading:
         mark = Mark(event.start_mark.line + 1, event.start_mark.column + 1)
         self.documents += 1
         if self.documents > 1:
-            self._stop("S011", "a second document begins here", "a file holds one spec: remove the `---`", mark)
+            self._stop("S011", "a second document begins here", "remove the `---`; a file has one spec", mark)
         if event.version or event.tags:
-            self._stop("S010", "a directive (`%...`)", "remove it: specs are YAML 1.2 without tags", mark)
+            self._stop("S010", "directives (`%...`) are not allowed", "remove the directive", mark)
 
     def _node(self, event: NodeEvent) -> None:
         mark = Mark(event.start_mark.line + 1, event.start_mark.column + 1)
         self.nodes += 1
         if self.nodes > MAX_NODES:
-            self._stop("S003", f"the text has more than {MAX_NODES} values", "a spec has a few hundred", mark)
+            self._stop("S003", f"the text has more than {MAX_NODES} values", "check that the file is a spec", mark)
         if isinstance(event, AliasEvent):
             self._stop(
                 "S009",
-                f"an alias, {quote(f'*{event.anchor}')}",
-                "write the value out: specs have no aliases",
+                f"aliases such as {quote(f'*{event.anchor}')} are not allowed",
+                "write the value here",
                 mark,
             )
         if event.anchor is not None:
             self._say(
                 "S009",
-                f"an anchor, {quote(f'&{event.anchor}')}",
-                "remove it: specs have no anchors and aliases",
+                f"anchors such as {quote(f'&{event.anchor}')} are not allowed",
+                "remove the anchor",
                 mark,
             )
         if isinstance(event, ScalarEvent | CollectionStartEvent) and event.tag is not None:
-            self._say("S010", f"a tag, {quote(event.tag)}", "remove it: the schema gives every value its type", mark)
+            self._say("S010", f"tags such as {quote(event.tag)} are not allowed", "remove the tag", mark)
         top = self.stack[-1] if self.stack else None
         if top is not None and top.names is not None and top.key is None:
             self._key(top, top.names, event, mark)
@@ -270,8 +270,8 @@ class _Reading:
             if len(self.stack) >= MAX_DEPTH:
                 self._stop(
                     "S003",
-                    f"values are nested more than {MAX_DEPTH} deep",
-                    "a spec nests about six deep",
+                    f"values are nested more than {MAX_DEPTH} levels deep",
+                    "remove brackets; a spec has about six levels",
                     mark,
                 )
             self.stack.append(_Open(path, names={} if isinstance(event, MappingStartEvent) else None))
@@ -299,17 +299,15 @@ class _Reading:
 
     def _key(self, top: _Open, names: dict[str, Mark], event: NodeEvent, mark: Mark) -> None:
         if not isinstance(event, ScalarEvent):
-            self._stop("S012", "a key that is a list or mapping", "keys are words", mark)
+            self._stop("S012", "a list or mapping is not a valid key", "write text as the key", mark)
         key = str(event.value)
         if event.style is None and key == "<<":
-            self._say("S009", "a merge key (<<)", "write the keys out: specs have no aliases", mark)
+            self._say("S009", "merge keys (`<<`) are not allowed", "write the keys here", mark)
         elif not isinstance(self._scalar(event, mark), str):
-            self._say(
-                "S012", f"{quote(key)} is not a valid key", "keys are words; put it in quotes if it is meant", mark
-            )
+            self._say("S012", f"{quote(key)} is not a valid key", "write text as the key; put a number in quotes", mark)
         if first := names.get(key):
-            message = f"key {quote(key)} stands twice"
-            self._say("S008", message, "keep one of the two", mark, ("it stands here first", first))
+            message = f"key {quote(key)} is used twice"
+            self._say("S008", message, "remove one of the two", mark, ("first use", first))
             key = f"{key} (again, {len(names)})"
         names[key] = mark
         top.key = key
@@ -320,14 +318,14 @@ class _Reading:
         text = str(event.value)
         if event.style is not None:
             if _SURROGATE.search(text):
-                self._say("S007", "an escape that is half a character", "write the character itself", mark)
+                self._say("S007", "an escape sequence is half of a surrogate pair", "write the character itself", mark)
             return text
         if text in _WORDS:
             return _WORDS[text]
         if _INT.fullmatch(text):
             if len(text) > MAX_DIGITS:
-                hint = f"numbers have at most {MAX_DIGITS} digits"
-                self._say("S013", f"a number of {len(text)} digits", hint, mark)
+                hint = f"use at most {MAX_DIGITS} digits"
+                self._say("S013", f"a number has {len(text)} digits", hint, mark)
                 return 0
             return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
         return float(text) if _FLOAT.fullmatch(text) else text

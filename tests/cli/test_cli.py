@@ -157,7 +157,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 def test_errors_in_the_format_that_was_asked_for(here: Path, specc: Shell, command: str, form: str) -> None:
     name = bad(here)
     assert specc(command, name, "--format", form) == 2
-    message = "heads 2 does not divide dim 7"
+    message = "2 heads do not divide dim 7"
     if form == "json":
         (found,) = json.loads(specc.out)
         assert (found["code"], found["message"], found["file"]) == ("S210", message, name)

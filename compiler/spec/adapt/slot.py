@@ -53,5 +53,5 @@ class SlotCausal(_Fit):
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:
         """Yields a problem if windows do not overlap."""
         if stride >= window:
-            message = f"slot_causal fits on what windows share, and windows of {window} that advance by {stride} do not"
+            message = f"slot_causal needs windows that overlap; the window is {window} and the stride {stride}"
             yield Problem((), "S259", message, f"use a stride below {window}")

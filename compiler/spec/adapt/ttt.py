@@ -29,8 +29,8 @@ class SgdSettings(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yields a problem if `nesterov` is set without momentum."""
         if self.nesterov and not self.momentum:
-            hint = "give a momentum above 0, or leave nesterov out"
-            yield Problem(("nesterov",), "S259", "nesterov is a form of momentum, and there is none", hint)
+            hint = "set momentum, or remove nesterov"
+            yield Problem(("nesterov",), "S259", "nesterov needs a momentum above 0", hint)
 
 
 class AdamWSettings(StrictModel):
@@ -117,5 +117,5 @@ class TestTimeTraining(Adaptation):
             message, hint = f"ttt {self.match} matches no parameter", f"parameters are named like {next(iter(shapes))}"
             yield Problem(("match",), "S305", message, f"{hint}; e.g. `blocks.*` or `*`")
         elif self.lora is not None and not any(len(shape) == 2 for shape in covered):
-            message = f"ttt {self.match} matches no matrix, and lora corrects matrices"
-            yield Problem(("match",), "S305", message, "widen it, or take lora out")
+            message = f"ttt {self.match} matches no matrix; lora needs a parameter with two dimensions"
+            yield Problem(("match",), "S305", message, "widen the pattern, or remove lora")

@@ -35,12 +35,14 @@ class PolynomialData(DataKind):
     def problems_with(self, model: Any) -> Iterator[Problem]:
         """Yields a problem if the model does not read lines, or its vocabulary or context is too small for them."""
         if model.reads != self.gives:
-            message = "`polynomial` gives pairs of lines, and the model reads one stream of tokens"
-            yield Problem(("train", "data"), "S222", message, "use text, or a model of kind encoder_decoder")
+            message = "`polynomial` gives pairs of lines, but the model reads one stream of tokens"
+            yield Problem(
+                ("train", "data"), "S222", message, "use `data: {kind: text}`, or a model of kind encoder_decoder"
+            )
             return
         if missing := [char for char in SYMBOLS if char not in model.characters]:
-            message = f"the vocabulary lacks {', '.join(map(repr, missing))}, which the lines hold"
+            message = f"the vocabulary has no {', '.join(map(repr, missing))}, but the lines have"
             yield Problem(("model", "vocab", "chars"), "S219", message, f'use "{SYMBOLS}"')
         if model.window < TOKENS:
-            message = f"the lines take up to {TOKENS} tokens, with a stop, and the context is {model.window}"
-            yield Problem(("model", "context"), "S223", message, f"use {TOKENS}")
+            message = f"a line has up to {TOKENS} tokens with its end mark, but the context is {model.window}"
+            yield Problem(("model", "context"), "S223", message, f"use at least {TOKENS}")

@@ -33,9 +33,9 @@ class TextData(DataKind):
     def problems_with(self, model: Any) -> Iterator[Problem]:
         """Yields a problem if the model reads lines, or lacks ids of the tokenizer `bytes`."""
         if model.reads != self.gives:
-            message = "the model turns lines into lines, and `text` is one stream of tokens"
+            message = "`text` gives one stream of tokens, but the model translates lines"
             yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")
         elif model.vocabulary < self.least_vocabulary:
-            message = f"the tokenizer `bytes` has {BYTE_IDS} ids, the model only {model.vocabulary}"
-            hint = f"use {BYTE_IDS}: the bytes and a mark between documents"
+            message = f"vocab is {model.vocabulary}, but the tokenizer `bytes` has {BYTE_IDS} ids"
+            hint = f"use at least {BYTE_IDS}: one id per byte, and one that separates documents"
             yield Problem(("model", "vocab"), "S219", message, hint)

@@ -85,11 +85,11 @@ class Words:
             hints.insert(0, f"{quote(key)} belongs {f'under {_place(home)}' if home else 'at the top'}")
         elif not near:
             twin = nearest(key, keys)
-            hints = [f"did you mean {quote(twin)}?" if twin else f"it takes {', '.join(keys)}"]
+            hints = [f"did you mean {quote(twin)}?" if twin else f"valid keys are {', '.join(keys)}"]
         yield self._at(
             self.source.key(one.path),
             "S101",
-            f"{_place(holder)} has no key {quote(key)}",
+            f"{quote(key)} is not a valid key of {_place(holder)}",
             "; or ".join(hints),
         )
 
@@ -106,7 +106,7 @@ class Words:
         holder, key = one.path[:-1], one.path[-1]
         if isinstance(key, int):
             given = len(self._data(holder))
-            message = f"{self._name(holder)} is too short: a list of {given}"
+            message = f"{self._name(holder)} has too few items: {given}"
             yield self._at(self.source.place(holder), "S104", message, f"add item {key + 1}")
             return
         model = self.models.get(holder)
@@ -121,11 +121,11 @@ class Words:
     def _missing_tag(self, one: Found) -> Iterator[Diagnostic]:
         key = str(one.context["discriminator"]).strip("'")
         words = tags_of(models_in(self._annotation(one.path)), key)
-        yield self._missing(one.path, key, one_of(words) if words else "a word that says which it is")
+        yield self._missing(one.path, key, one_of(words) if words else "its value")
 
     def _missing(self, holder: Path, key: str, form: str) -> Diagnostic:
         place = self.source.place(holder) if holder else self.source.value(())
-        message = f"{_place(holder)} lacks the key {quote(key)}"
+        message = f"{_place(holder)} needs the key {quote(key)}"
         return self._at(place, "S102", message, f"add `{key}:` and {form}")
 
     # kinds
@@ -144,8 +144,8 @@ class Words:
         near = nearest(given, words) if isinstance(given, str) else None
         hints = [f"did you mean {quote(near)}?"] if near else []
         if not near or len(words) > 1:
-            hints.append(f"there {'is' if len(words) == 1 else 'are'} {one_of(words, 'and')}")
-        message = f"{_place(path[:-1])}: there is no {path[-1]} {quote(given)}"
+            hints.append(f"choose {one_of(words)}")
+        message = f"{_place(path[:-1])} has an unknown {path[-1]}, {quote(given)}"
         return self._at(self.source.value(path), "S105", message, " ".join(hints))
 
     # errors of a field's own validator
@@ -157,7 +157,7 @@ class Words:
             hint = cause.hint or "check the expression"
             yield self._at(place, "S107", f"{name}: {cause.message}", hint)
         else:
-            yield self._at(self.source.place(one.path), "S106", f"{name}: {cause}", "change the value")
+            yield self._at(self.source.place(one.path), "S106", f"{name}: {cause}", "correct the value")
 
 
 def _place(path: Path) -> str:

@@ -30,8 +30,8 @@ _LIMITS: Mapping[str, tuple[str, str]] = {
     "less_than_equal": ("at most {}", "le"),
     "string_too_short": ("text of at least {} characters", "min_length"),
     "string_too_long": ("text of at most {} characters", "max_length"),
-    "too_short": ("a list of at least {}", "min_length"),
-    "too_long": ("a list of at most {}", "max_length"),
+    "too_short": ("a list of length at least {}", "min_length"),
+    "too_long": ("a list of length at most {}", "max_length"),
 }
 _NAME = r"^[a-z][a-z0-9_]{0,63}$"
 _NODE = r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$"
@@ -153,7 +153,7 @@ def _limits(one: Found) -> list[str]:
         return ["a finite number"]
     pattern = one.context.get("pattern")
     if pattern == _NAME:
-        return ["small letters, digits and _, starting with a letter"]
+        return ["lower-case letters, digits and _, starting with a letter"]
     if pattern == _NODE:
         return ["a node's name, such as `act` or `q.norm`"]
     return [f"text like {pattern}" if pattern else one.details["msg"].removeprefix("Input should be ")]
@@ -163,7 +163,7 @@ def _given(value: object) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, tuple):
-        return f"a list of {len(value)}"
+        return f"a list of length {len(value)}"
     if isinstance(value, dict):
         return "a mapping"
     return f"the text {quote(value)}" if isinstance(value, str) else _plain(value)

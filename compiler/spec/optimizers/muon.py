@@ -40,10 +40,10 @@ class MuonSpec(OptimizerSpec):
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns a reason for every parameter that is not a matrix."""
-        return "" if len(shape) == 2 else "muon orthogonalizes matrices"
+        return "" if len(shape) == 2 else "muon updates only matrices"
 
     def problems(self) -> Iterator[Problem]:
         """Yields a problem if no step is an iteration."""
         if self.steps < (least := LEAST_STEPS.get(self.method, 1)):
-            message = f"the first iteration of {self.method} is step {least}, and `steps` is {self.steps}"
+            message = f"`steps` is {self.steps}, but {self.method} needs at least {least}"
             yield Problem(("steps",), "S278", message, f"use at least {least}; without `steps` they are 5")

@@ -249,9 +249,9 @@ def test_what_blocks_are_called_changes_no_number(tmp_path: Path) -> None:
 def test_names_that_only_clash_with_a_part_that_is_there_are_refused_beside_it() -> None:
     loop = [ASK_TOP, beside("embed"), TOP]
     for stages, message in (
-        ([blocks(MLP, name="steps"), *loop], "steps and a loop over time would be one class"),
-        ([blocks(MLP), *loop, {**LOW, "name": "norm"}], "norm is also the name of the norm behind blocks"),
-        ([blocks(MLP, name="b"), *loop, {**LOW, "name": "b_norm"}], "b_norm is also the name of the norm behind b"),
+        ([blocks(MLP, name="steps"), *loop], "steps and a loop over time would have the same class name"),
+        ([blocks(MLP), *loop, {**LOW, "name": "norm"}], "norm is also the name of the norm after blocks"),
+        ([blocks(MLP, name="b"), *loop, {**LOW, "name": "b_norm"}], "b_norm is also the name of the norm after b"),
         ([*loop, ASK_LOW, {**LOW, "name": "step2"}, LOW], "step2 is also the name of a loop over time"),
     ):
         with pytest.raises(SpecError, match=message):

@@ -71,8 +71,8 @@ def test_variables_in_reading_order_and_substitution_all_at_once() -> None:
         ("x\0", 1, "character"),
         ("x # y", 2, "character"),
         ("x \\\n + y", 2, "character"),
-        ("x) + (y", 1, "closes nothing"),
-        ("(x", 0, "never closed"),
+        ("x) + (y", 1, "has no opening parenthesis"),
+        ("(x", 0, "not closed"),
         ("x y", 0, "not an expression"),
         ("x; y", 1, "not an expression"),
         ("x, y", 0, "comma"),
@@ -132,7 +132,7 @@ def test_hostile_text_is_refused_promptly(text: str) -> None:
         ("leaky_rlu(x, 0.1)", "did you mean leaky_relu?"),
         ("swish(x)", "write silu(x)"),
         ("pow(x, 2)", "write x ** n"),
-        ("qqqq(x)", "known are abs, erf"),
+        ("qqqq(x)", "choose from abs, erf"),
         ("leaky_relu(x)", "write leaky_relu(x, 0.01)"),
         ("x and y", "nest where(x > 0, a, b)"),
     ],
@@ -149,7 +149,7 @@ def test_variables_are_checked_if_given() -> None:
     with pytest.raises(ExprError, match="unknown variable gte") as caught:
         parse("silu(gte) * x", variables=("x", "gate"))
     assert (caught.value.column, caught.value.hint) == (5, "did you mean gate?")
-    with pytest.raises(ExprError, match="known are none"):
+    with pytest.raises(ExprError, match="choose from none"):
         parse("x", variables=())
 
 

@@ -137,7 +137,7 @@ REFUSED = [
     (["q.heads", "q.norm", "q.rope", "q.gain"], f"attention.q.rope {MORE}; attention.q.heads is a member too"),
     (["q.gain", "k.rope", "y"], f"attention.k.rope {MORE}; attention.q.gain is a member too"),
     (["q.gain", "q.rope", "k.rope", "y"], "attention.q.rope is a rope; norm_rope takes one rope, not 2"),
-    (["q.gain"], "attention.q.gain is alone, so there is nothing to fuse it with"),
+    (["q.gain"], "attention.q.gain is the only node, so there is nothing to fuse"),
 ]  # fmt: skip
 
 

@@ -106,9 +106,9 @@ REFUSED: Mapping[str, tuple[Callable[[], Graph], tuple[str, ...], str]] = {
     "softcap read twice": (
         shared_softcap,
         ("logits", "softcap", "loss"),
-        "head.softcap is also read by head.entropy, so it has to be stored",
+        "head.softcap is also read by head.entropy, so it must be stored",
     ),
-    "softcap returned": (returned_softcap, (), "head.softcap is also read by the caller, so it has to be stored"),
+    "softcap returned": (returned_softcap, (), "head.softcap is also read by the caller, so it must be stored"),
     "loss read on": (
         loss_then_more,
         (),

@@ -134,7 +134,7 @@ def test_three_attentions_get_kernels_of_their_own() -> None:
 def test_a_model_of_long_sequences_says_what_no_kernel_takes() -> None:
     long = spec(targets=("sm90",))
     long = long.model_copy(update={"model": long.model.model_copy(update={"context": 200})})
-    with pytest.raises(LoweringError, match=r"no kernel of sm90 takes decoder.blocks.\*.cross.y") as caught:
+    with pytest.raises(LoweringError, match=r"no kernel for sm90 computes decoder.blocks.\*.cross.y") as caught:
         pipeline.plan(long, "sm90", "specs/x.yaml")
     told = "short_seen_attention: takes at most 128 tokens; there may be 200"
     assert any(told in (problem.hint or "") for problem in caught.value.problems)

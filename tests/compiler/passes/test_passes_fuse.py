@@ -129,7 +129,11 @@ def problems(**words: Any) -> tuple[Problem, ...]:
 
 ERRORS: list[tuple[dict[str, list[str]], str, str]] = [
     ({"blocks.*.nope": ["up", "act"]}, "S302", "fusion point blocks.*.nope matches no part of the model"),
-    ({"blocks.0.mlp": ["up", "act"]}, "S303", "fusion point blocks.0.mlp covers some blocks but leaves out blocks.1"),
+    (
+        {"blocks.0.mlp": ["up", "act"]},
+        "S303",
+        "fusion point blocks.0.mlp matches some blocks, but not blocks.1, which has the same code",
+    ),
     ({"blocks.*.mlp": ["up", "nope"]}, "S302", "blocks.*.mlp has no node nope"),
     ({"blocks.*.mlp": ["up", "up"]}, "S304", "blocks.*.mlp: mlp.up is named twice"),
     (
@@ -140,11 +144,11 @@ ERRORS: list[tuple[dict[str, list[str]], str, str]] = [
     (
         {"blocks.*.attention": ["q", "out"]},
         "S304",
-        "blocks.*.attention: attention.q is also read by attention.q.heads, so it has to be stored",
+        "blocks.*.attention: attention.q is also read by attention.q.heads, so it must be stored",
     ),
-    ({"blocks.*.mlp": ["up", "x"]}, "S304", "blocks.*.mlp: mlp.up is also read by mlp.act, so it has to be stored"),
+    ({"blocks.*.mlp": ["up", "x"]}, "S304", "blocks.*.mlp: mlp.up is also read by mlp.act, so it must be stored"),
     ({"head": ["logits", "cap", "loss"]}, "S302", "head has no node cap"),
-    ({"head": ["logits", "loss"]}, "S304", "head: head.logits is also read by head.softcap, so it has to be stored"),
+    ({"head": ["logits", "loss"]}, "S304", "head: head.logits is also read by head.softcap, so it must be stored"),
     ({"head": ["logits", "softcap", "loss", "loss"]}, "S304", "head: head.loss is named twice"),
 ]
 
@@ -187,12 +191,12 @@ def test_all_bad_points_are_told_at_once() -> None:
 
 def test_a_node_is_in_one_group() -> None:
     (problem,) = problems(fuse=(FUSE_MLP, {"blocks.*.mlp": ["up", "act"]}))
-    assert problem.message == "blocks.*.mlp has up in another fusion point already"
+    assert problem.message == "up of blocks.*.mlp is already in another fusion point"
     (problem,) = problems(fuse=(FUSE_MLP, {"blocks.*.mlp": ["upper", "act"]}))
     assert problem.message == "blocks.*.mlp has no node upper"
     once = {"blocks.*.attention": ["y"]}
     (problem,) = problems(fuse=(once, once))
-    assert problem.message == "blocks.*.attention has y in another fusion point already"
+    assert problem.message == "y of blocks.*.attention is already in another fusion point"
 
 
 def test_a_number_that_differs_by_layer_is_no_tensor() -> None:
@@ -210,8 +214,8 @@ def test_two_epilogues_of_one_name_are_told_and_a_name_helps() -> None:
 
     found = problems(**layers("relu(x)", "relu(2 * x)"))
     assert [problem.message for problem in found] == [
-        "two epilogues are named linear_relu: relu(x) and relu(2 * x)",
-        "two epilogues are named dgrad_where: where(y > 0, d, 0) and where(y > 0, 2 * d, 0)",
+        "two epilogues have the name linear_relu: relu(x) and relu(2 * x)",
+        "two epilogues have the name dgrad_where: where(y > 0, d, 0) and where(y > 0, 2 * d, 0)",
     ]
     spec = tiny(**layers("relu(x)", {"expr": "relu(2 * x)", "name": "double"}))
     names = [choice.rendered.function for choice in pipeline.plan(spec, "cpu", "s").choices if choice.rendered.function]

@@ -40,7 +40,7 @@ def test_an_optimizer_that_nothing_is_left_for() -> None:
         (
             "S308",
             ("train", "optimizers", 1, "match"),
-            "optimizer embed.* matches no parameter that an earlier one leaves",
+            "optimizer embed.* matches no parameter that earlier optimizers leave",
         )
     ]
     assert problems({**REST, "match": "nope"}, REST) == [
@@ -53,7 +53,7 @@ def test_muon_takes_matrices_alone() -> None:
         (
             "S309",
             ("train", "optimizers", 0, "match"),
-            "muon orthogonalizes matrices, and blocks.* also matches blocks.0.mlp.residual",
+            "muon updates only matrices, but blocks.* also matches blocks.0.mlp.residual",
         )
     ]
 

@@ -138,7 +138,7 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
             "dim: 64",
             "dim: [64]",
             "S103",
-            "`dim` takes a whole number, not a list of 1",
+            "`dim` takes a whole number, not a list of length 1",
             "write a whole number",
         ),
         ("name: tiny", "name: 7", "S103", "`name` takes text, not 7", 'put it in quotes: "7"'),
@@ -148,7 +148,7 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
             "[cpu]",
             "[]",
             "S104",
-            "`targets` must be a list of at least 1, not a list of 0",
+            "`targets` must be a list of length at least 1, not a list of length 0",
             "add an item",
         ),
         (
@@ -165,23 +165,23 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
             "`lr` must be a finite number, not inf",
             "change it to a finite number",
         ),
-        ("lr: 0.001", "lr: 1, betas: [0.9]", "S104", "`betas` is too short: a list of 1", "add item 2"),
+        ("lr: 0.001", "lr: 1, betas: [0.9]", "S104", "`betas` has too few items: 1", "add item 2"),
         (
             "kind: decoder",
             "kind: encoder",
             "S105",
-            "`model`: there is no kind `encoder`",
+            "`model` has an unknown kind, `encoder`",
             "did you mean `decoder`?",
         ),
         (
             "kind: mlp, ",
             "",
             "S102",
-            "`model.blocks.layers.1` lacks the key `kind`",
+            "`model.blocks.layers.1` needs the key `kind`",
             "add `kind:` and `attention` or `mlp`",
         ),
         ("relu(x)", "relux(x)", "S107", "`act`: unknown function relux", "did you mean relu?"),
-        ("relu(x) ** 2", "'1'", "S106", "`act`: an activation must read x", "change the value"),
+        ("relu(x) ** 2", "'1'", "S106", "`act`: an activation must read x", "correct the value"),
     ],
 )
 def test_words(old: str, new: str, code: str, message: str, hint: str) -> None:
@@ -199,7 +199,7 @@ def test_a_union_is_judged_by_what_the_value_looks_like() -> None:
 
     assert say("fast") == ["S103 `momentum` takes a number or a mapping, not the text `fast`"]
     assert say("2") == ["S104 `momentum` must be at most 1, not 2"]
-    assert say("{start: 0, end: 1, step: 3}") == ["S101 `train.optimizers.0.momentum` has no key `step`"]
+    assert say("{start: 0, end: 1, step: 3}") == ["S101 `step` is not a valid key of `train.optimizers.0.momentum`"]
     assert say("{start: 0, end: 1, steps: x}") == ["S103 `steps` takes a whole number, not the text `x`"]
 
 

@@ -106,7 +106,7 @@ def test_a_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         read(tmp_path / "gofl.yaml")
     (one,) = caught.value.diagnostics
-    assert (one.code, one.message) == ("S001", "there is no such file")
+    assert (one.code, one.message) == ("S001", "the file does not exist")
     assert "golf.yaml" in one.hint
 
 

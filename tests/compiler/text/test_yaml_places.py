@@ -78,11 +78,11 @@ def test_errors_stand_near_the_damage() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "lines"),
     [
-        ('a: 1\nb: "2\nc: 3\nd: 4\ne: "x"\n', "a quoted text that is not closed", [2, 5]),
-        ("a:\n  b: 'x\n  c: 1\n  d: it's\n", "a quoted text that is not closed", [2, 4]),
-        ('a: "x\n', "a quoted text that is not closed", [1]),
+        ('a: 1\nb: "2\nc: 3\nd: 4\ne: "x"\n', "a quoted text is not closed", [2, 5]),
+        ("a:\n  b: 'x\n  c: 1\n  d: it's\n", "a quoted text is not closed", [2, 4]),
+        ('a: "x\n', "a quoted text is not closed", [1]),
         ("a:\n  b:\n    c: 1\n    d: 2\n   e: 3\n", "the indentation does not match the lines above", [5, 2]),
-        ("a: [1, 2\nb: 3\nc: 4\nd: 5\n", "a list `[...]` that is not closed", [1, 2]),
+        ("a: [1, 2\nb: 3\nc: 4\nd: 5\n", "a list `[...]` is not closed", [1, 2]),
     ],
 )
 def test_what_was_left_open_is_shown_where_it_opens(text: str, message: str, lines: list[int]) -> None:

@@ -337,15 +337,15 @@ def test_what_cannot_adapt_is_refused(run: Run, opened: OpenedModel, tmp_path: P
     from specc.compiler.errors import SpecError
     from specc.runtime.eval.adapt.method import AdaptError
 
-    with pytest.raises(SpecError, match="slot_causal fits on what windows share"):
+    with pytest.raises(SpecError, match="slot_causal needs windows that overlap"):
         adapted(opened, CAUSAL, cache=tmp_path, stride=32)
     assert adapted(opened, SLOT, cache=tmp_path, batch=4, max_tokens=50).counted.tokens == 50
     with pytest.raises(EvaluateError, match="slot has a fixed batch of 4 windows") as caught:
         adapted(opened, SLOT, cache=tmp_path, batch=3)
     assert caught.value.exit_code == 2
-    with pytest.raises(SpecError, match="there is no kind `slo`"):
+    with pytest.raises(SpecError, match="has an unknown kind, `slo`"):
         evaluate(run.directory, EvaluateOptions(adapt="slo"))
-    with pytest.raises(SpecError, match="has no key `step`"):
+    with pytest.raises(SpecError, match="`step` is not a valid key"):
         evaluate(run.directory, EvaluateOptions(adapt="{kind: slot, step: 3}"))
     with pytest.raises(AdaptError, match="matches no parameter"):
         adapted(opened, {**TTT, "match": "nothing.*"}, cache=tmp_path)

@@ -79,7 +79,7 @@ def test_the_command_says_what_a_number_is(run: Run, capsys: pytest.CaptureFixtu
 def test_mistakes_end_with_exit_code_2(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["eval", str(run.directory)]
     for more, said in (
-        (["--adapt", "slit"], "there is no kind `slit`"),
+        (["--adapt", "slit"], "has an unknown kind, `slit`"),
         (["--adapt", "slot_causal"], "use a stride below 32"),
         (["--window", "64"], "the window 64 is not in 1 .. 32"),
         (["--window", "8", "--stride", "9"], "the stride 9 is not in 1 .. 8, the window"),

@@ -91,9 +91,7 @@ def test_inputs_of_16_bits_are_chosen_by_rule() -> None:
         pipeline.deployed(spec_of(data_of(LSTM, quant)), "cpu")
     (problem,) = raised.value.problems
     wanted = "decoder.cross.k and others that share its input or its code must agree: 8 bits, or 16 bits"
-    assert (problem.code, problem.message) == ("S312", wanted) and problem.hint.startswith(
-        "give all of them one scheme"
-    )
+    assert (problem.code, problem.message) == ("S312", wanted) and problem.hint.startswith("give them the same scheme")
 
 
 def test_bits_that_there_are_not_are_refused() -> None:
