@@ -99,11 +99,10 @@ specc = click.option(
             "quantize": "Quantize the weights that a run ends with, as its spec says, into one artifact.",
             "export": "Write a run as one file, read back and compared before it counts; or as a submission.",
             "size": "Count the bytes that ship, exactly; exit 1 when they are over the budget.",
-            "bench": "Time every kernel, every fused group and the training step beside eager Torch, "
-            "torch.compile and cuBLAS.",
+            "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
             "tune": "Search the fastest kernel and tile for every node with a kernel of its own, on the spec's own "
             "sizes.",
-            "verify": "Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.",
+            "verify": "Compare the generated code with its plan (torch.fx) and with float64 references, and check causality.",
         },
         "Compiles a model spec into Triton, CUTLASS and Torch code; trains, quantizes, exports and runs the model.",
     )

@@ -11,7 +11,10 @@ from specc.cli.options import Compiling
 @click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--check", is_flag=True, help="Write nothing. Exit 1 if a spec is of an old version.")
 def command(specs: tuple[Path, ...], check: bool) -> int:
-    """Rewrite specs of an old version in the current one. Comments, parameters, runs and artifacts stay."""
+    """Rewrite specs of an old version in the current one.
+
+    Comments stay, and so do the parameters, the runs and the artifacts of the model.
+    """
     from specc.compiler.generated_folder import replace_file
     from specc.compiler.spec.migrate import migrated_text
 

@@ -153,9 +153,6 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
-    def __hash__(self) -> int:  # fields may be mappings, which have no hash
-        return hash(self.model_dump_json())
-
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
         """Yields the parts of the data of this model that stand under names instead of keys: the path, the expected

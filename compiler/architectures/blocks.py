@@ -79,6 +79,9 @@ class Block(StrictModel):
     write: Expressions | None = later(None)
     layers: Annotated[tuple[AnyLayer, ...], Field(min_length=1, max_length=64)]
 
+    def __hash__(self) -> int:  # mappings have no hash
+        return hash(self.model_dump_json())
+
     @property
     def learned(self) -> Mapping[str, Learned]:
         """The learned values of the block and of its layers, by path below the block."""
@@ -203,6 +206,9 @@ class Change(StrictModel):
     read: Expressions | None = None
     write: Expressions | None = None
 
+    def __hash__(self) -> int:  # mappings have no hash
+        return hash(self.model_dump_json())
+
     @model_serializer(mode="wrap")
     def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits what the change does not set: null removes a field."""
@@ -233,6 +239,9 @@ class Between(StrictModel):
     where: Annotated[str, Field(min_length=1, max_length=500), AfterValidator(condition(*INDEX))]
     learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
     read: Expressions
+
+    def __hash__(self) -> int:  # mappings have no hash
+        return hash(self.model_dump_json())
 
     def number(self, run: int, order: tuple[int, ...], count: int) -> int | None:
         """Returns the index of the module before a run of an order of `count` blocks; None if there is none."""

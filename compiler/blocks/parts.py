@@ -206,6 +206,9 @@ class Layer(Part):
     write: Expressions | None = later(None)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
+    def __hash__(self) -> int:  # mappings have no hash
+        return hash(self.model_dump_json())
+
 
 class Bridge(StrictModel):
     """Computes the initial h and c of the decoder from the last h and c of the encoder, [B, D]."""

@@ -457,7 +457,7 @@ def test_a_copy_of_a_spec_does_not_replace_what_the_spec_built(here: Path, specc
     assert specc("build", "specs/copy.yaml", "--force") == 0
     assert json.loads(Path("generated/tiny/manifest.json").read_text())["source"] == "specs/copy.yaml"
     assert specc("build", "specs/copy.yaml") == 0
-    assert specc("build", "specs/tiny.yaml") == 2 and "is of specs/copy.yaml" in specc.err
+    assert specc("build", "specs/tiny.yaml") == 2 and "was built from specs/copy.yaml" in specc.err
 
 
 def test_generated_code_is_beside_the_specs(here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

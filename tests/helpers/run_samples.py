@@ -44,7 +44,8 @@ VARIANTS = {
     "one head a group": ("model.blocks.layers.0.kv_heads=4",),
     "skips, scaled norms": (
         "model.blocks.count=5",
-        "model.blocks.skips={kind: unet}",
+        "model.blocks.changes=[{where: 2 <= layer and layer <= 3, learn: {skip.scale: {init: 1}}, "
+        "read: x + skip.scale * output(3 - layer)}]",
         "model.blocks.norm={kind: rms, scale: 1/sqrt(layer + 1)}",
         'quant.rules.1.match="*.{residual,q_gain,scale}"',
     ),

@@ -120,7 +120,7 @@ def test_the_deployed_model_is_near_the_floats(name: str) -> None:
     """What its reference computes too is what the model computed before: no part of it is lost or taken twice."""
     spec = spec_of(CASES[name])
     torch.manual_seed(1)
-    weights, stored = checks._quantized(spec, "cpu")
+    weights, stored = checks.quantized(spec, "cpu")
     floats = realize(resolved(spec, stored.schemes), "cpu", None, weights)
     whole = realize_stored(resolved(spec, stored.schemes), "cpu", None, stored, dequantized(stored))
     inputs = batch_of(spec, whole.programs, "score", 8, min(spec.model.window, 20), "cpu")

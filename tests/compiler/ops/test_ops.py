@@ -78,7 +78,7 @@ SAMPLES = [
     Sample("last f32[B,T,8]"),
     Sample("first_features{features=3} f32[B,T,8]"),
     Sample("first_features{features=8} f32[B,T,8]"),
-    Sample("halves f32[B,T,8]"),
+    Sample("split f32[B,T,8]"),
     Sample("exclusive f32[B,T,4,6] f32[B,T,4,6]"),
     Sample("exclusive f32[B,T,4,6] f32[B,T,2,6]"),
     Sample("exclusive f32[B,T,4,6] f32[B,T,1,6]"),
@@ -302,7 +302,7 @@ def test_flops_of_attention_count_the_pairs_that_see_each_other(window: int | No
 # ops without arithmetic
 MOVES = {
     "embedding", "split_heads", "merge_heads", "last", "first_features", "pad_rows", "crop_rows", "cache_write",
-    "positions", "document_starts", "document_starts_kept", "halves", "previous", "previous_kept", "keep_last", "reset",
+    "positions", "document_starts", "document_starts_kept", "split", "previous", "previous_kept", "keep_last", "reset",
     "bigram_hash",
 }  # fmt: skip
 

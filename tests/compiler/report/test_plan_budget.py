@@ -10,7 +10,11 @@ from specc.compiler.report.summary import Summary, lines
 
 GOLF = Path(__file__).parents[3] / "specs" / "gpt_mlp35.yaml"
 GATED = "model.blocks.layers.1.act=silu(gate) * x"
-SMALL = ("targets=[cpu]", "model.dim=128", "model.blocks.count=4", "model.blocks.layers.0.values.layers=[2, 3]")
+CHANGE = (
+    "{where: layer >= 2, learn: {skip.scale: {init: 1}}, attention: {values: {dim: 128}}, "
+    "read: mix.stream * (x + skip.scale * output(3 - layer)) + mix.embedded * x0}"
+)
+SMALL = ("targets=[cpu]", "model.dim=128", "model.blocks.count=4", f"model.blocks.changes=[{CHANGE}]")
 
 
 def warned(*sets: str) -> list[str]:

@@ -20,7 +20,7 @@ from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
 
 CPU = torch.device("cpu")
-LOOP = ("model.blocks.loop={first: 0, last: 1, passes: 3}",)
+LOOP = ("model.blocks.order=0..1 0..1 0..1",)
 KINDS = {**VARIANTS, "a loop": LOOP}
 
 

@@ -15,8 +15,8 @@ def test_an_optimizer_is_added_by_its_files_alone(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen["schema"]
-    assert "did you mean `lion`? there are `adamw`, `lion` and `muon`" in seen["misspelled"]
-    assert seen["refusal"] == "lion takes no scalars, and blocks.* also matches blocks.scale"
+    assert "did you mean `lion`? choose `adamw`, `lion` or `muon`" in seen["misspelled"]
+    assert seen["refusal"] == "lion takes no scalars, but blocks.* also matches blocks.scale"
     assert "S104" in seen["setting"] and "below 1" in seen["setting"]
     assert seen["update_error"] < 1e-6
     assert "lion.momentum/blocks.up" in seen["state"] and "adamw.exp_avg/embed" in seen["state"]

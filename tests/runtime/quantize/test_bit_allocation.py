@@ -171,7 +171,7 @@ def test_a_weight_that_runs_again_costs_what_all_its_calls_do(stream: TokenStrea
     """Against the definition: 1/2 (sum over the calls of a weight of dl/dy . dW x)^2, a token; of weights behind a
     norm, whose inputs are of one size and so as good as independent of the gradients. What calls have in common is half
     of it."""
-    loop = f"model.blocks.loop={{first: 1, last: 1, passes: {passes}}}"
+    loop = f"model.blocks.order=0{' 1' * passes}"
     model, batches = trained(stream, *[loop] * (passes > 1))
     device = torch.device("cpu")
     hessians = capture_hessians(model, iter(batches), device)

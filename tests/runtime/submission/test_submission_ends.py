@@ -21,7 +21,7 @@ __all__ = ["made", "single"]  # the fixtures of all tests here
 
 def test_a_training_that_ends_before_the_last_phase_is_refused(made: Made, tmp_path: Path) -> None:
     """Its weights would be scored as the model of the last phase, which was not trained; with that phase it is fine."""
-    spec = small_spec("model.blocks.loop={first: 1, last: 1, passes: 2, after: 0.5}")
+    spec = small_spec("model.blocks.order={at: [[0, 0..1], [0.5, 0..1 1]]}")
     run = make_run(tmp_path / "run", spec, str(made.shards))
     quantize(run.directory, QuantizeOptions(max_tokens=50), lambda _: None)
     export_submission(run.directory, tmp_path / "out", codec=Codec.LZMA)

@@ -73,7 +73,11 @@ def test_a_step_is_of_the_same_tokens_in_shorter_rows(tmp_path: Path) -> None:
 
 
 def test_warming_up_runs_every_stretch_to_come_and_leaves_all_as_it_was(tmp_path: Path) -> None:
-    late = ("model.blocks.loop={first: 0, last: 0, passes: 2, after: 0.5}", "model.blocks.skips={kind: unet}")
+    late = (
+        "model.blocks.order={at: [[0, 0..2], [0.5, 0 0..2]]}",
+        "model.blocks.between=[{name: skips, where: run // (runs // 2) == 1, learn: {scale: {init: 1}}, "
+        "read: x + scale * output(2 * (runs // 2) - 1 - run)}]",
+    )
     spec = small_spec(*GROWING, *late, "model.blocks.count=3", 'quant.rules.1.match="*.{residual,q_gain,scale}"')
     trainer = trainer_of(spec, tmp_path)
     called: list[int] = []
@@ -103,7 +107,7 @@ def test_warming_up_runs_every_stretch_to_come_and_leaves_all_as_it_was(tmp_path
 
 
 def test_a_run_resumed_anywhere_ends_the_same_and_is_scored_on_whole_windows(tmp_path: Path) -> None:
-    late = ("model.blocks.loop={first: 0, last: 0, passes: 2, after: 0.5}",)  # four stretches with the lengths'
+    late = ("model.blocks.order={at: [[0, 0..1], [0.5, 0 0..1]]}",)  # four stretches with the lengths'
     spec, data = small_spec(*GROWING, *late), str(write_text(tmp_path / "data"))
     whole = trained(tmp_path / "whole", spec, data)
     want = saved(whole)

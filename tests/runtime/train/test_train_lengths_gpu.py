@@ -14,9 +14,10 @@ LATE = (
     "fuse=[]",
     "train.steps=12",
     "model.blocks.count=5",
-    "model.blocks.skips={kind: unet, gated: true}",
-    "model.blocks.loop={first: 0, last: 1, passes: 2, after: 0.5}",
-    "model.blocks.lanes={first: 3}",
+    "model.blocks.order={at: [[0, 0..4], [0.5, 0..1 0..4]]}",
+    "model.blocks.between=[{name: skips, where: run // (runs // 2) == 1, learn: {scale: {init: 1}, share: {init: 0}}, "
+    "read: scale * output(2 * (runs // 2) - 1 - run) + sigmoid(share) * "
+    "(x - scale * output(2 * (runs // 2) - 1 - run))}]",
     "model.blocks.layers.0.bos=256",
     'quant.rules.1.match="*.{residual,q_gain,scale,share,carry,to_attention,to_mlp}"',
 )

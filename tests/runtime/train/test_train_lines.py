@@ -166,7 +166,7 @@ def test_the_training_file_is_known_by_its_content(tmp_path: Path, monkeypatch: 
             assert (one.score.lines + one.untried, one.held_out, one.overlap) == (held_out, True, None)
         (more,) = evaluate(model, EvaluateOptions(data="more.txt", hopeless=1)).sets  # type: ignore[union-attr]
         assert (more.score.lines + more.untried, more.held_out, more.overlap) == (301, False, None)
-        assert "is not known" in str(more)
+        assert "overlap with the training data unknown" in str(more)
         split = evaluate(model, EvaluateOptions(data="polynomial:duplicate-free", hopeless=1))
         assert split.sets[0].overlap is None  # type: ignore[union-attr]
 
