@@ -102,7 +102,8 @@ specc = click.option(
             "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
             "tune": "Search the fastest kernel and tile for every node with a kernel of its own, on the spec's own "
             "sizes.",
-            "verify": "Compare the generated code with its plan (torch.fx) and with float64 references, and check causality.",
+            "verify": "Compare the generated code with its plan (torch.fx) and with float64 references, and check "
+            "causality.",
         },
         "Compiles a model spec into Triton, CUTLASS and Torch code; trains, quantizes, exports and runs the model.",
     )

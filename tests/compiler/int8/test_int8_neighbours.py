@@ -8,6 +8,7 @@ import torch
 from pair_models import SELF, blocks, pairs_data
 from tiny_models import ATTENTION, spec_data, spec_of
 
+from specc.compiler import pipeline
 from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.open_model import realize, realize_stored
 from specc.runtime.quantize.schemes import resolved
@@ -120,7 +121,14 @@ def test_the_deployed_model_is_near_the_floats(name: str) -> None:
     """What its reference computes too is what the model computed before: no part of it is lost or taken twice."""
     spec = spec_of(CASES[name])
     torch.manual_seed(1)
-    weights, stored = checks.quantized(spec, "cpu")
+    programs = pipeline.lower(spec, "cpu")
+    weights = {
+        param.name: torch.randn(param.shape) * (0.2 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5)
+        for param in programs.params
+    }
+    hessians = {name: torch.eye(weight.shape[-1]).double() for name, weight in weights.items() if weight.dim() > 1}
+    batches = [batch_of(spec, programs, "score", 16, min(spec.model.window, 48), "cpu")]
+    stored, _ = checks.quantized(spec, "cpu", weights, batches, hessians)
     floats = realize(resolved(spec, stored.schemes), "cpu", None, weights)
     whole = realize_stored(resolved(spec, stored.schemes), "cpu", None, stored, dequantized(stored))
     inputs = batch_of(spec, whole.programs, "score", 8, min(spec.model.window, 20), "cpu")

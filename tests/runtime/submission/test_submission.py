@@ -344,7 +344,7 @@ def test_what_cannot_be_a_submission(made: Made, tmp_path: Path) -> None:
     with pytest.raises(RunFailure, match="is not quantized"):
         export_submission(raw.directory, tmp_path / "out")
     nothing = make_run(tmp_path / "none", small_spec("quant=null"), str(made.shards))
-    with pytest.raises(ExportError, match="no quantized model of text"):
+    with pytest.raises(ExportError, match="is not a quantized model of text"):
         export_submission(nothing.directory, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
