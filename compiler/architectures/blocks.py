@@ -443,15 +443,15 @@ class Blocks(Block):
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
         """Returns the computations that the blocks share, each once."""
-        return tuple({one.name: one for _, _, layer in self.all_layers for one in layer.shared(shape)}.values())
+        return tuple({entry.name: entry for _, _, layer in self.all_layers for entry in layer.shared(shape)}.values())
 
     def readers(self, shape: Shape) -> Mapping[str, frozenset[int]]:
         """Returns the indices of the blocks that read each shared computation, by its name."""
-        found: dict[str, set[int]] = {}
+        readers: dict[str, set[int]] = {}
         for i, _, layer in self.all_layers:
-            for one in layer.shared(shape):
-                found.setdefault(one.name, set()).add(i)
-        return {name: frozenset(layers) for name, layers in found.items()}
+            for computation in layer.shared(shape):
+                readers.setdefault(computation.name, set()).add(i)
+        return {name: frozenset(layers) for name, layers in readers.items()}
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         """Returns the types of the state that the blocks store between tokens, by run, layer and key."""

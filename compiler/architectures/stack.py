@@ -264,22 +264,22 @@ class _BlockCall:
         readers = blocks.readers(self.stack.shape)
         every = len(blocks.every)
         shared = [
-            one
-            for one in blocks.shared(self.stack.shape)
-            if self.i in readers[one.name] and (len(readers[one.name]) == every) == by_all
+            computation
+            for computation in blocks.shared(self.stack.shape)
+            if self.i in readers[computation.name] and (len(readers[computation.name]) == every) == by_all
         ]
-        return {labels[ref]: self.context.shared[ref] for one in shared for ref in one.refs}
+        return {labels[ref]: self.context.shared[ref] for computation in shared for ref in computation.refs}
 
     @property
     def _labels(self) -> Mapping[str, str]:
         """The input name of each shared value in a function. A label that occurs twice is prefixed with the
         computation's name."""
         shared = self.stack.blocks.shared(self.stack.shape)
-        labels = [label for one in shared for label in one.labels]
+        labels = [label for computation in shared for label in computation.labels]
         return {
-            ref: label if labels.count(label) == 1 else f"{one.name}_{label}"
-            for one in shared
-            for ref, label in zip(one.refs, one.labels, strict=True)
+            ref: label if labels.count(label) == 1 else f"{computation.name}_{label}"
+            for computation in shared
+            for ref, label in zip(computation.refs, computation.labels, strict=True)
         }
 
     def _labels_within(self, given: Mapping[str, str]) -> Mapping[str, str]:

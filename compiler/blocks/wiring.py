@@ -134,17 +134,17 @@ def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
         or rebuild(base, lambda _: Const(0.0)) != rebuild(expr, lambda _: Const(0.0))
     ):
         return None
-    found: Expr | None = None
+    inside: Expr | None = None
     for a, b in zip(inner, other, strict=True):
         if name not in variables(a):
             if a != b:
                 return None
             continue
         part = wrapped(a, b, name)
-        if part is None or found not in (None, part):
+        if part is None or inside not in (None, part):
             return None
-        found = part
-    return found
+        inside = part
+    return inside
 
 
 def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]], prefix: str, shape: Shape) -> str:

@@ -1,5 +1,6 @@
 """The interface of a kernel: which nodes it accepts, its rank among kernels, and the files that implement it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -76,7 +77,7 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(ABC):
     """One implementation of some ops. The catalogue discovers one module-level instance of each subclass.
 
     A kernel is considered only for nodes whose op is an instance of `computes`. `needs` are features of targets. A
@@ -93,10 +94,10 @@ class Kernel:
     RANK: ClassVar[int] = 0
     TILE: ClassVar[type | None] = None
 
+    @abstractmethod
     def rejects(self, site: Site) -> str | None:
         """Returns why this kernel, with its tile, cannot compute the node, as text with concrete numbers, or None if it
         can. The caller has already checked `needs`, the language and the target's features."""
-        raise NotImplementedError
 
     def rank(self, site: Site) -> int:
         """Returns the rank at this site, by default `RANK`. The accepting kernel with the lowest rank is chosen. By
@@ -126,9 +127,9 @@ class Kernel:
         inputs and outputs. A value that is written and read back is listed twice."""
         return ()
 
+    @abstractmethod
     def render(self, site: Site) -> Rendered:
         """Returns the files to write. Called only if `rejects` returned None."""
-        raise NotImplementedError
 
 
 def unless_cpu(site: Site, reason: str) -> str | None:

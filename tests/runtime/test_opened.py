@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import random
 import shutil
 import stat
@@ -308,3 +309,19 @@ def test_other_code_is_reported_and_no_error(artifact: Path) -> None:
     model = open_model(artifact, say=said.append)
     assert model.same_code is False
     assert said == [f"{artifact} was written with other generated code: results may differ in the last bits"]
+
+
+def test_an_artifact_of_version_1_opens_with_equal_logits(artifact: Path) -> None:
+    now = open_model(artifact)
+    data = json.loads(canonical(now.spec))
+    data["spec_version"] = 1
+    for layer in data["model"]["blocks"]["layers"]:
+        assert layer.pop("write") == "x + residual * y" and list(layer.pop("learn")) == ["residual"]
+        layer["residual"] = "learned"
+    rewritten(artifact, spec=json.dumps(data, sort_keys=True, separators=(",", ":")).encode())
+    old = open_model(artifact)
+    assert old.spec.model.blocks.every == now.spec.model.blocks.every  # type: ignore[attr-defined]
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        nats = [opened.text_model.score(ids, ids.roll(-1, 1)) for opened in (now, old)]
+    assert torch.equal(*nats)
