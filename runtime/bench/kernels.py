@@ -101,7 +101,8 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
     ready(choice)
     generated = vars(module)[plan.called(choice)]
     accuracy = _accuracy(choice, inputs, generated)
-    calls = {GENERATED: partial(generated, *inputs)} | {n: call for n, call in calls.items() if n not in failed}
+    copies = [value.clone() for value in inputs]  # a kernel may overwrite them
+    calls = {GENERATED: partial(generated, *copies)} | {n: call for n, call in calls.items() if n not in failed}
     times = alternate(calls, setup.device, work.bytes)
     tile = rendered.tile or None
     return Row(site.label, rendered.module, work, times, choice.kernel.language, tile, accuracy, failed)

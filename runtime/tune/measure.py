@@ -12,7 +12,7 @@ from specc.compiler.plan.plan import Choice
 from specc.runtime.bench.timing import alternate
 from specc.runtime.tune.candidates import Candidate
 from specc.runtime.tune.prepare import Prepared, loaded, prepare, short
-from specc.runtime.verify.judge import Judge, inputs_of, many
+from specc.runtime.verify.judge import Judge, inputs_of
 
 CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is not a multiple of any tile
 REPEATS = 100
@@ -26,7 +26,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
         if not error.ok:
             return f"output {i} {error.words}"
     for _ in range(REPEATS if deterministic else 0):
-        if not all(map(torch.equal, outputs, many(call(*judge.inputs)))):
+        if not all(map(torch.equal, outputs, judge.call(call))):
             return "returns different bits when called again"
     return None
 

@@ -207,9 +207,13 @@ class Judge:
         return torch.finfo(dtype).eps / 2 * largest + additions * terms
 
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
-        """Runs a kernel on the inputs and returns its outputs, whose memory was filled with NaN before."""
+        """Runs a kernel on copies of the inputs, which it may overwrite, and returns its outputs.
+
+        The memory that the kernel allocates is filled with NaN before.
+        """
+        copies = [value.clone() for value in self.inputs]
         with poisoned():
-            return many(kernel(*self.inputs))
+            return many(kernel(*copies))
 
 
 def composed(

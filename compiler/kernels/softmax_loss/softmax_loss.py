@@ -14,7 +14,7 @@ from specc.compiler.kernels.generated import (
     number_of,
     python_file,
 )
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
 from specc.compiler.kernels.lines import flowed, listed, nested, returned
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.loss import SoftmaxLoss
@@ -73,16 +73,18 @@ class Loss:
         vocab: The number of logits of a row.
         width: The number of columns of a row, with padding after the logits.
         dtype: The dtype of the logits.
-        allocated: Lines that allocate the gradient.
-        returns: The results of the op.
-        fake: The results of its fake.
+        op: The name of the custom op. One that computes the gradient writes it over the logits.
+        launched: The arguments of `launch` in the op.
+        returns: The result of the op.
+        fake: The shape of the result of its fake.
     """
 
     learns: bool
     vocab: int
     width: int
     dtype: str
-    allocated: tuple[str, ...]
+    op: str
+    launched: str
     returns: str
     fake: str
 
@@ -236,15 +238,15 @@ def tensors_of(site: Site) -> tuple[str, ...]:
 def loss_context(site: Site) -> Loss:
     """Returns the loss of a site for templates."""
     learns = loss_of(site).reduction == "mean"
-    nats = "logits.new_empty({rows}, dtype=torch.float32)"
     return Loss(
         learns=learns,
         vocab=loss_of(site).vocab,
         width=width_of(site),
         dtype=DTYPES[site.inputs[0].dtype],
-        allocated=("grad = torch.empty_like(logits)",) if learns else (),
-        returns="nats.mean(), grad" if learns else "nats",
-        fake=f"{nats.format(rows='()')}, torch.empty_like(logits)" if learns else nats.format(rows="logits.shape[:-1]"),
+        op="differentiated" if learns else symbol(site)[0],
+        launched="logits, targets, nats, logits" if learns else "logits, targets, nats",
+        returns="nats.mean()" if learns else "nats",
+        fake="()" if learns else "logits.shape[:-1]",
     )
 
 

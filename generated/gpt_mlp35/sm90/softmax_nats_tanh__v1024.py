@@ -81,5 +81,5 @@ def softmax_nats_tanh(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @softmax_nats_tanh.register_fake
-def _(logits: Tensor, targets: Tensor):
+def _(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[:-1], dtype=torch.float32)

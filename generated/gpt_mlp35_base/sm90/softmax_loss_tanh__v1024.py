@@ -69,9 +69,9 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::softmax_loss_tanh__v1024", mutates_args=())
-def softmax_loss_tanh(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [..., 1024] bf16, targets [...] i64 -> loss [] f32, grad [..., 1024] bf16.
+@torch.library.custom_op(f"{NAMESPACE}::softmax_loss_tanh__v1024", mutates_args=("logits",))
+def differentiated(logits: Tensor, targets: Tensor) -> Tensor:
+    """Replaces the logits by the gradient of the loss, and returns the loss.
 
     On one GPU, with any leading dims; logits contiguous and aligned. ValueError says what is not.
     """
@@ -86,13 +86,20 @@ def softmax_loss_tanh(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             wants = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
             raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
     nats = logits.new_empty(rows, dtype=torch.float32)
-    grad = torch.empty_like(logits)
     if rows.numel():
         with torch.cuda.device_of(logits):
-            launch(logits, targets, nats, grad)
-    return nats.mean(), grad
+            launch(logits, targets, nats, logits)
+    return nats.mean()
 
 
-@softmax_loss_tanh.register_fake
-def _(logits: Tensor, targets: Tensor):
-    return logits.new_empty((), dtype=torch.float32), torch.empty_like(logits)
+@differentiated.register_fake
+def _(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.new_empty((), dtype=torch.float32)
+
+
+def softmax_loss_tanh(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [..., 1024] bf16, targets [...] i64 -> loss [] f32, grad [..., 1024] bf16.
+
+    The gradient overwrites the logits, so that both together take the memory of one.
+    """
+    return differentiated(logits, targets), logits
