@@ -2,8 +2,10 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
@@ -47,7 +49,7 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     "--picture",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     metavar="FILE.png",
-    help="Write a roofline picture.",
+    help="Write a roofline picture. Needs matplotlib.",
 )
 @json_option
 @format_option
@@ -70,6 +72,8 @@ def command(
 
     A model of pairs has more parts. `table` times training and validation on one and several GPUs, with and without a
     cache. `decode` measures lines per second in each dtype. `int8` compares deployed products with torch._int_mm.
+
+    If SPEC is a file REPORT.json that --json wrote, only its picture is drawn, and nothing is measured.
     """
     from specc.compiler.build import plan_loaded
     from specc.compiler.plan.lock import lock_path, read_lock
@@ -85,6 +89,11 @@ def command(
             raise click.UsageError(f"{option} is for {part}, and --only leaves that out")
     if picture is not None and not picture.parent.is_dir():
         raise click.UsageError(f"there is no folder {picture.parent} for the picture")
+    if spec.suffix == ".json":
+        if picture is None:
+            raise click.UsageError(f"{spec} is a report, which is only drawn; name the picture with --picture")
+        _draw(_read_report(spec), picture)
+        return 0
     with joined_world() if is_launched() else nullcontext() as world:
         loaded, source = load(spec, overrides)
         lock = read_lock(lock_path(spec, loaded.name))
@@ -116,8 +125,27 @@ def command(
         results = run(options, say, world)
         click.echo(json.dumps(report.data(results), indent=2) if as_json else report.text(results))
         if picture is not None:
-            from specc.runtime.bench.roofline import roofline
-
-            picture.write_bytes(roofline(results))
-            say(f"wrote {picture}")
+            _draw(report.data(results), picture)
     return 0
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """Reads what --json wrote. Raises SpeccError if the file is anything else, or has no kernels and groups."""
+    from specc.compiler.errors import SpeccError
+
+    try:
+        data = json.loads(path.read_bytes())
+        drawable = bool(data["ceilings"] and (data["kernels"] or data["groups"]))
+    except (ValueError, KeyError, TypeError, OSError):
+        drawable = False
+    if not drawable:
+        raise SpeccError(f"{path}: not a report of kernels or groups", "write one with `specc bench SPEC --json`")
+    return dict(data)
+
+
+def _draw(data: Mapping[str, Any], picture: Path) -> None:
+    """Writes the roofline picture of the data of a report."""
+    from specc.runtime.bench.roofline import roofline
+
+    picture.write_bytes(roofline(data))
+    say(f"wrote {picture}")

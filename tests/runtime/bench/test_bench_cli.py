@@ -152,6 +152,20 @@ def test_the_picture(whole: tuple[dict[str, Any], Path]) -> None:
     assert pixels.shape[:2] == (900, 1500) and pixels[:, :, :3].std() > 0.05
 
 
+def test_a_report_is_drawn_again(
+    whole: tuple[dict[str, Any], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, again = tmp_path / "report.json", tmp_path / "again.png"
+    report.write_text(json.dumps(whole[0]))
+    assert run(["bench", str(report)]) == 2
+    assert "name the picture with --picture" in capsys.readouterr().err
+    assert run(["bench", str(report), "--picture", str(again)]) == 0
+    assert again.read_bytes() == whole[1].read_bytes()
+    report.write_text(json.dumps(whole[0] | {"kernels": [], "groups": []}))
+    assert run(["bench", str(report), "--picture", str(again)]) == 2
+    assert "not a report of kernels or groups" in capsys.readouterr().err
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", str(SPEC), "--target", "cpu", *SETS, "--only", "step", "--steps", "1"]) == 0
     shown = capsys.readouterr()
