@@ -60,11 +60,11 @@ data = LazyGroup(
     "data",
     "specc.cli.data",
     {
-        "pack": "Pack text or jsonl, plain or as .xz or .gz, into a folder of token shards for --data.",
-        "check": "Read a folder of token shards once, and tell what it holds and what is wrong.",
-        "fetch": "Fetch token shards of FineWeb and their tokenizer from the Hugging Face hub.",
+        "pack": "Pack text or jsonl into a folder of token shards.",
+        "check": "Read a folder of token shards, and report its contents and problems.",
+        "fetch": "Download token shards of FineWeb and their tokenizer from the Hugging Face hub.",
     },
-    "Token shards: pack text into them, check them, fetch them.",
+    "Pack, check and download token shards.",
 )
 
 
@@ -84,28 +84,26 @@ specc = click.option(
         "specc.cli",
         {
             "build": "Write the generated code of a spec.",
-            "validate": "Check specs as far as a build does, and show all errors at once.",
-            "schema": "Print the JSON Schema of a spec, for editors.",
-            "plan": "Summarize what a spec makes: parameters, bytes, FLOPs, kernels.",
-            "explain": "Show the kernel of each node, or of one, and why each other kernel was not chosen.",
+            "validate": "Check specs and report all errors at once.",
+            "schema": "Print the JSON Schema of specs, which editors use for completion.",
+            "plan": "Summarize a spec: parameters, bytes, FLOPs, kernels and times.",
+            "explain": "Show the kernel of each node, and why each other kernel was not chosen.",
             "ir": "Print the graphs of a spec as text.",
-            "diff": "Compare two specs: a summary, then the specs, model.py and the kernels, paired by node.",
-            "init": "Start a new spec from another one, comments and all.",
-            "migrate": "Rewrite specs of an old version in the current one.",
+            "diff": "Compare two specs and the code that is generated from them.",
+            "init": "Copy a spec, with its comments, to a new name.",
+            "migrate": "Rewrite specs of an old version in the current version.",
             "data": data,
-            "train": "Train a spec.",
-            "eval": "Score a run or an artifact: text in bits per byte on the validation split, lines by exact match.",
-            "generate": "Continue a text with a run or an artifact; with --lines, print the line made of each.",
-            "quantize": "Quantize the weights that a run ends with, as its spec says, into one artifact.",
-            "export": "Write a run as one file, read back and compared before it counts; or as a submission.",
-            "size": "Count the bytes that ship, exactly; exit 1 when they are over the budget.",
+            "train": "Train the model of a spec.",
+            "eval": "Score a run or an artifact on the validation split.",
+            "generate": "Generate text with a run or an artifact, or transform lines.",
+            "quantize": "Quantize the final weights of a run into an artifact, as its spec states.",
+            "export": "Export a run as an artifact, a safetensors file or a submission.",
+            "size": "Count the bytes of an artifact or a submission exactly.",
             "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
-            "tune": "Search the fastest kernel and tile for every node with a kernel of its own, on the spec's own "
-            "sizes.",
-            "verify": "Compare the generated code with its plan (torch.fx) and with float64 references, and check "
-            "causality.",
+            "tune": "Search for the fastest kernel and tile of each node, at the sizes of the spec.",
+            "verify": "Compare generated code with its plan and with float64 references.",
         },
-        "Compiles a model spec into Triton, CUTLASS and Torch code; trains, quantizes, exports and runs the model.",
+        "Compile a model spec into Triton, CUTLASS and Torch code, and train, quantize, export and run the model.",
     )
 )
 

@@ -24,10 +24,10 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     "--only",
     multiple=True,
     type=click.Choice(PARTS),
-    help="A part to run; may be repeated. By default all parts of the spec.",
+    help="Part to run. Repeatable. By default, all parts of the spec.",
 )
 @click.option(
-    "--at", default="", metavar="TEXT", help="Only kernels, groups and int8 products whose path contains TEXT."
+    "--at", default="", metavar="TEXT", help="Measure only kernels, groups and int8 products whose path contains TEXT."
 )
 @click.option(
     "--steps",
@@ -43,7 +43,7 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="Weights for `decode`. By default the initial weights, which rarely end a line.",
+    help="Weights for `decode`. By default, the initial weights, which rarely end a line.",
 )
 @click.option(
     "--picture",

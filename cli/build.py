@@ -12,22 +12,25 @@ from specc.cli.project import all_specs, generated_beside, only_spec
 
 @click.command("build", cls=Compiling)
 @click.argument("specs", nargs=-1, type=SpecPath())
-@click.option("--all", "every", is_flag=True, help="Every spec in specs/.")
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 and name each file that is not as built.")
-@click.option("--diff", is_flag=True, help="Write nothing; print what a build would change.")
-@click.option("--force", is_flag=True, help="Overwrite files that were edited by hand, or built from another spec.")
+@click.option("--all", "every", is_flag=True, help="Build every spec in specs/.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Write nothing. List the files that differ from a build, and exit with 1 if there are any.",
+)
+@click.option("--diff", is_flag=True, help="Write nothing. Print the changes that a build would make.")
+@click.option("--force", is_flag=True, help="Overwrite files that were edited by hand or built from another spec.")
 @click.option(
     "--into",
     type=click.Path(path_type=Path),
-    help="Folder of generated code. Where unset, generated/ beside the folder specs/ of the spec, or beside a spec "
-    "that is in none.",
+    help="Folder of the generated code. By default, generated/ next to the specs/ folder that contains the spec, or "
+    "next to the spec itself if it is not in a specs/ folder.",
 )
 @format_option
 def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path | None) -> int:
     """Write the generated code of a spec.
 
-    The code is written to generated/NAME/ in the project of the spec. With --check or --diff, a spec that is `-` is
-    read from standard input.
+    The code is written to generated/NAME/. With --check or --diff, the spec `-` is read from standard input.
     """
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import drift, unified, write

@@ -16,10 +16,14 @@ from specc.cli.output import FORMATS
     "form",
     type=click.Choice((*FORMATS, "markdown")),
     default=FORMATS[0],
-    help="How errors are shown; `markdown` is a comment for a pull request.",
+    help="Format of errors. With `markdown`, the output is a comment for a pull request.",
 )
 def command(before: Path, after: Path, form: str) -> int:
-    """Compare two specs: a summary, then the specs, model.py and the kernels, paired by node."""
+    """Compare two specs and the code that is generated from them.
+
+    A summary comes first, then the changes of the spec, of model.py and of the kernels. The exit code is 1 if the specs
+    differ.
+    """
     from specc.compiler.diff import Comparison
 
     comparison = Comparison.of(before, after)

@@ -24,26 +24,31 @@ from specc.cli.processes import Repeatable, joined_world, launched
 @click.option(
     "--data",
     callback=stated,
-    help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, `polynomial` "
-    "or `polynomial:SPLIT`. The run's own where unset.",
+    help="Data to score. For a model of text: a file or folder of text, jsonl or token shards, or `stdlib`. For a "
+    "model of lines: a file of lines, `polynomial` or `polynomial:SPLIT`. By default, the data of the run.",
 )
-@click.option("--batch", type=click.IntRange(min=1), help="Windows, or lines, at once; the spec's where unset.")
-@click.option("--window", type=click.IntRange(min=1), help="Tokens of a window; the spec's where unset.")
 @click.option(
-    "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next; the spec's where unset."
+    "--batch", type=click.IntRange(min=1), help="Number of windows or lines per batch. By default, that of the spec."
+)
+@click.option("--window", type=click.IntRange(min=1), help="Tokens per window. By default, that of the spec.")
+@click.option(
+    "--stride",
+    type=click.IntRange(min=1),
+    help="Tokens between the starts of two windows. By default, that of the spec.",
 )
 @click.option(
     "--adapt",
     metavar="KIND",
-    help="Let the model adapt to the text: slot, slot_causal or ttt, or settings, as `{kind: slot, steps: 3}`. What "
-    "comes out is not the model's score, and says whether it is causal.",
+    help="Adapt the model to the text while scoring it: slot, slot_causal or ttt, or settings such as "
+    "`{kind: slot, steps: 3}`. The result is reported apart from the score of the model, as causal or non-causal.",
 )
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Score so many tokens of the split only.")
-@click.option("--quantized", is_flag=True, help="Of a run, score the quantized model.")
+@click.option("--max-tokens", metavar="N", type=click.IntRange(min=1), help="Score only the first N tokens.")
+@click.option("--quantized", is_flag=True, help="Score the quantized model of a run.")
 @click.option(
     "--gpus",
     type=click.IntRange(min=1),
-    help="Processes here, one a GPU; on the CPU with --target cpu, or where that is the run's own and no GPU fits.",
+    help="Number of processes on this machine, one per GPU. They run on the CPU with --target cpu, or if the run used "
+    "the CPU and this machine has no suitable GPU.",
 )
 @device_option
 @tokenizers_option
@@ -63,7 +68,10 @@ def command(
     tokenizers: tuple[Path, ...],
     as_json: bool,
 ) -> int:
-    """Score a run or an artifact: text in bits per byte on the validation split, lines by exact match."""
+    """Score a run or an artifact on the validation split.
+
+    A model of text is scored in bits per byte, and a model of lines by exact match.
+    """
     from specc.runtime.distributed.launch import is_launched, own_cpu
     from specc.runtime.open_model import spec_at
 

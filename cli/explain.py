@@ -16,7 +16,10 @@ from specc.cli.project import checked_targets
 @json_option
 @format_option
 def command(spec: Path, node: str | None, target: str | None, as_json: bool) -> None:
-    """Show the kernel of each node, or of one, and why each other kernel was not chosen."""
+    """Show the kernel of each node, and why each other kernel was not chosen.
+
+    NODE limits the output to one node.
+    """
     from specc.compiler.build import DEPLOYED, plan_spec
     from specc.compiler.report.explain import explain as explained
     from specc.compiler.report.explain import text_of

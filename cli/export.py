@@ -12,7 +12,7 @@ from specc.cli.output import say
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ExportOptions:
     """The options of `specc export`. `codec` and `targets` apply to a submission."""
 
     run: Path
@@ -25,31 +25,31 @@ class Wish:
 
 
 class Writer(Protocol):
-    def __call__(self, wish: Wish) -> tuple[Sequence[Path], bool]:
+    def __call__(self, options: ExportOptions) -> tuple[Sequence[Path], bool]:
         """Writes the files. Returns their paths, and whether they exceed a budget."""
         ...
 
 
-def _one_file(wish: Wish) -> tuple[Sequence[Path], bool]:
+def _one_file(options: ExportOptions) -> tuple[Sequence[Path], bool]:
     from specc.runtime.export.run import export as write
 
-    if wish.codec is not None or wish.targets:
+    if options.codec is not None or options.targets:
         raise click.UsageError("--codec and --target are for --format submission")
-    return [write(wish.run, wish.kind, wish.out, force=wish.force, say=say)], False
+    return [write(options.run, options.kind, options.out, force=options.force, say=say)], False
 
 
-def _submission(wish: Wish) -> tuple[Sequence[Path], bool]:
+def _submission(options: ExportOptions) -> tuple[Sequence[Path], bool]:
     from specc.runtime.artifact.codecs import Codec
     from specc.runtime.submission.export import export_submission
     from specc.runtime.submission.names import CODE, WEIGHTS
 
     size = export_submission(
-        wish.run,
-        wish.out or wish.run / "submission",
-        codec=Codec[(wish.codec or "brotli").upper()],
-        targets=wish.targets,
-        search=wish.tokenizers,
-        force=wish.force,
+        options.run,
+        options.out or options.run / "submission",
+        codec=Codec[(options.codec or "brotli").upper()],
+        targets=options.targets,
+        search=options.tokenizers,
+        force=options.force,
         say=say,
     )
     return [size.path / CODE, size.path / WEIGHTS], size.over
@@ -66,12 +66,25 @@ WRITERS: Mapping[str, Writer] = {"artifact": _one_file, "safetensors": _one_file
     type=click.Choice(list(WRITERS)),
     default="artifact",
     show_default=True,
-    help="A submission is a folder: train_gpt.py, which needs no specc, and the weights.",
+    help="A submission is a folder: train_gpt.py, which does not need specc, and the weights.",
 )
-@click.option("--out", type=folder, help="The file, or of a submission the folder, to write; in the run where unset.")
-@click.option("--force", is_flag=True, help="Replace a file that exists.")
-@click.option("--codec", type=click.Choice(["brotli", "lzma"]), help="Of a submission's weights; brotli where unset.")
-@click.option("--target", "targets", multiple=True, help="Of a submission, take the code of this one only; repeatable.")
+@click.option(
+    "--out",
+    type=folder,
+    help="File to write, or folder for a submission. By default, it is in the directory of the run.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option(
+    "--codec",
+    type=click.Choice(["brotli", "lzma"]),
+    help="Compression of the weights of a submission. By default, brotli.",
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    help="Target whose code a submission contains. Repeatable. By default, all targets.",
+)
 @tokenizers_option
 def command(
     run: Path,
@@ -82,11 +95,11 @@ def command(
     targets: tuple[str, ...],
     tokenizers: tuple[Path, ...],
 ) -> int:
-    """Write a run as one file, read back and compared before it counts; or as a submission.
+    """Export a run as an artifact, a safetensors file or a submission.
 
-    The exit code is 1 if a submission to parameter-golf exceeds its budget.
+    Each file is read back and compared before the command succeeds. The exit code is 1 if a submission to parameter-golf exceeds its budget.
     """
-    paths, over = WRITERS[kind](Wish(run, kind, out, force, codec, targets, tokenizers))
+    paths, over = WRITERS[kind](ExportOptions(run, kind, out, force, codec, targets, tokenizers))
     for path in paths:
         click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")
     return int(over)

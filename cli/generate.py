@@ -36,24 +36,42 @@ def _utf8(prompt: str) -> bytes:
 
 @click.command("generate")
 @model_argument
-@click.option("--prompt", default="", help="The start of a document.")
+@click.option("--prompt", default="", help="Start of the text.")
 @click.option(
     "--lines",
     type=click.File("rb"),  # binary: in text mode a lone carriage return would end a line
-    help="A file of lines, or -; each is turned into another line.",
+    help="File of lines to transform, or `-` for standard input. For a model of lines.",
 )
 @click.option(
-    "--beam", type=click.IntRange(min=1, max=1024), help="Of lines, so many are tried at once; the spec's where unset."
+    "--beam", type=click.IntRange(min=1, max=1024), help="Beam width for --lines. By default, that of the spec."
 )
-@click.option("--max-tokens", type=click.IntRange(min=0), default=200, show_default=True)
-@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most probable token.")
-@click.option("--top-k", type=int, help="Keep so many of the most probable tokens.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the fewest tokens of this probability.")
-@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
 @click.option(
-    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Texts, of seeds SEED, SEED + 1, ..."
+    "--max-tokens", type=click.IntRange(min=0), default=200, show_default=True, help="Maximum number of new tokens."
 )
-@click.option("--quantized", is_flag=True, help="Of a run, use the quantized model.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Sampling temperature. 0 always takes the most probable token.",
+)
+@click.option("--top-k", metavar="K", type=int, help="Sample from the K most probable tokens.")
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Sample from the smallest set of tokens that has this probability.",
+)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Seed of the sampling.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of texts. Their seeds are SEED, SEED + 1, ...",
+)
+@click.option("--quantized", is_flag=True, help="Use the quantized model of a run.")
 @device_option
 @tokenizers_option
 @format_option
@@ -72,7 +90,10 @@ def command(
     target: str | None,
     tokenizers: tuple[Path, ...],
 ) -> None:
-    """Continue a text with a run or an artifact; with --lines, print the line made of each."""
+    """Generate text with a run or an artifact, or transform lines.
+
+    With --lines, the output has one line for each input line.
+    """
     _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
     if lines is not None:
         from specc.runtime.data.errors import LineError

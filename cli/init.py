@@ -11,10 +11,10 @@ from specc.cli.project import SPECS
 
 @click.command("init", cls=Compiling)
 @click.argument("name")
-@click.option("--from", "origin", type=click.Path(path_type=Path), required=True, help="The spec to start from.")
+@click.option("--from", "origin", type=click.Path(path_type=Path), required=True, help="Spec to copy.")
 @format_option
 def command(name: str, origin: Path) -> None:
-    """Start a new spec from another one, comments and all."""
+    """Copy a spec, with its comments, to a new name."""
     from specc.compiler.spec.init import copied
 
     path = origin if origin.suffix == ".yaml" else SPECS / f"{origin}.yaml"

@@ -10,8 +10,8 @@ from specc.cli.project import checked_targets
 
 @click.command("ir", cls=Compiling)
 @spec_argument
-@click.option("--after", "name", default="fuse", show_default=True, help="The pass to stop after.")
-@click.option("--program", help="One program, e.g. train; all where unset.")
+@click.option("--after", "name", default="fuse", show_default=True, help="Pass after which to print.")
+@click.option("--program", help="Program to print, such as train. By default, all of them.")
 @target_option
 @format_option
 def command(spec: Path, name: str, program: str | None, target: str | None) -> None:

@@ -9,11 +9,11 @@ from specc.cli.options import Compiling
 
 @click.command("migrate", cls=Compiling)
 @click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--check", is_flag=True, help="Write nothing. Exit 1 if a spec is of an old version.")
+@click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if a spec has an old version.")
 def command(specs: tuple[Path, ...], check: bool) -> int:
-    """Rewrite specs of an old version in the current one.
+    """Rewrite specs of an old version in the current version.
 
-    Comments stay, and so do the parameters, the runs and the artifacts of the model.
+    Comments and the names of parameters are preserved. Runs and artifacts of the old spec remain valid.
     """
     from specc.compiler.generated_folder import replace_file
     from specc.compiler.spec.migrate import migrated_text

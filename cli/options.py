@@ -59,19 +59,21 @@ class SpecPath(click.Path):
 
 
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))
-target_option = click.option("--target", help="One target; all of the spec's where unset.")
-device_option = click.option("--target", help="One of the spec's targets; the one that suits this machine where unset.")
+target_option = click.option("--target", help="A target of the spec. By default, all of them.")
+device_option = click.option(
+    "--target", help="A target of the spec. By default, the best one that this machine can run."
+)
 format_option = click.option(
-    "--format", type=click.Choice(FORMATS), default=FORMATS[0], expose_value=False, help="How errors are shown."
+    "--format", type=click.Choice(FORMATS), default=FORMATS[0], expose_value=False, help="Format of errors."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 set_option = click.option(
-    "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Override one field of the spec."
+    "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Override one field of the spec. Repeatable."
 )
 run_argument = click.argument("run", type=folder, callback=_present)
 model_argument = click.argument("model", type=folder, metavar="RUN|ARTIFACT", callback=_present)
 tokenizers_option = click.option(
-    "--tokenizers", multiple=True, type=folder, help="A folder to look for the tokenizer's file in; may be repeated."
+    "--tokenizers", multiple=True, type=folder, help="Folder to search for the file of the tokenizer. Repeatable."
 )
 
 

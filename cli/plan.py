@@ -14,9 +14,9 @@ from specc.cli.output import tell
 @json_option
 @format_option
 def command(spec: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Summarize what a spec makes: parameters, bytes, FLOPs, kernels.
+    """Summarize a spec: parameters, bytes, FLOPs, kernels and times.
 
-    A spec that is `-` is read from standard input.
+    The spec `-` is read from standard input.
     """
     from specc.compiler.build import plan_spec
     from specc.compiler.report.summary import Summary, data, lines

@@ -19,10 +19,20 @@ from specc.cli.output import Stages, say
 
 @click.command("quantize")
 @run_argument
-@click.option("--data", callback=stated, help="Calibrate and measure on this; the run's own data where unset.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Measure the loss on so many tokens only.")
 @click.option(
-    "--set", "overrides", multiple=True, metavar="quant.PATH=VALUE", help="Quantize otherwise than the run's spec says."
+    "--data", callback=stated, help="Data for calibration and for the measured losses. By default, the data of the run."
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help="Number of tokens to measure the losses on. By default, all of the split.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="quant.PATH=VALUE",
+    help="Override one quantization field of the run's spec. Repeatable.",
 )
 @click.option(
     "--for",
@@ -30,7 +40,7 @@ from specc.cli.output import Stages, say
     type=click.Choice(["artifact", "submission"]),
     default="artifact",
     show_default=True,
-    help="What shall fit quant.budget_bytes: the artifact alone, or as a submission with its train_gpt.py.",
+    help="What quant.budget_bytes limits: the artifact, or a submission, which also contains train_gpt.py.",
 )
 @device_option
 @tokenizers_option
@@ -46,7 +56,7 @@ def command(
     tokenizers: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """Quantize the weights that a run ends with, as its spec says, into one artifact."""
+    """Quantize the final weights of a run into an artifact, as its spec states."""
     from specc.runtime.quantize.pipeline import QuantizeOptions
     from specc.runtime.quantize.pipeline import quantize as run_quantize
     from specc.runtime.quantize.report import input_table, solution_line, table

@@ -7,10 +7,10 @@ from specc.cli.project import SPECS
 
 
 @click.command("schema", cls=Compiling)
-@click.option("--write", is_flag=True, help="Write specs/schema.json instead of printing.")
-@click.option("--check", is_flag=True, help="Exit 1 where specs/schema.json is stale.")
+@click.option("--write", is_flag=True, help="Write specs/schema.json instead of printing the schema.")
+@click.option("--check", is_flag=True, help="Write nothing. Exit with 1 if specs/schema.json is out of date.")
 def command(write: bool, check: bool) -> int:
-    """Print the JSON Schema of a spec, for editors."""
+    """Print the JSON Schema of specs, which editors use for completion."""
     from specc.compiler.generated_folder import replace_file
     from specc.compiler.spec.json_schema import schema_text
 

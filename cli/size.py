@@ -11,16 +11,18 @@ from specc.cli.output import say
 
 @click.command("size")
 @model_argument
-@click.option("--budget", type=click.IntRange(min=1), help="Bytes it may take, decimal; the spec's where unset.")
+@click.option("--budget", type=click.IntRange(min=1), help="Budget in bytes. By default, that of the spec.")
 @click.option(
-    "--plain", is_flag=True, help="Compress the same arrays as parameter-golf PR 1105 does, too, and compare; minutes."
+    "--plain",
+    is_flag=True,
+    help="Also compress the same arrays as parameter-golf PR 1105 does, and compare the sizes. Takes minutes.",
 )
 @json_option
 @format_option
 def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
-    """Count the bytes that ship, exactly; exit 1 when they are over the budget.
+    """Count the bytes of an artifact or a submission exactly.
 
-    For the folder of a submission, the bytes of its two files are counted.
+    The exit code is 1 if they exceed the budget. The size of a submission is that of its two files.
     """
     from specc.runtime.submission.count import is_submission, submission_size
 

@@ -15,23 +15,38 @@ from specc.cli.project import SPECS, only_spec
 
 @click.command("train", cls=Repeatable)
 @click.argument("spec", required=False, type=folder)
-@click.option("--run", "directory", type=folder, help="Run directory; runs/NAME-NNN where unset, and printed.")
+@click.option(
+    "--run", "directory", type=folder, help="Directory of the run. By default, a new runs/NAME-NNN, which is printed."
+)
 @click.option(
     "--data",
     callback=stated,
-    help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, or "
-    "`polynomial`. Where unset, `stdlib` or `polynomial`, as the spec's kind of data is.",
+    help="Training data. For a model of text: a file or folder of text, jsonl or token shards, or `stdlib` (the "
+    "default). For a model of lines: a file of lines, or `polynomial` (the default).",
 )
 @device_option
-@click.option("--gpus", type=click.IntRange(min=1), help="Processes here, one a GPU; with --target cpu, on the CPU.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    help="Number of processes on this machine, one per GPU. With --target cpu, they run on the CPU.",
+)
 @set_option
 @click.option(
     "--resume",
     type=click.Choice(["auto"]),
-    help="Go on from the newest sound checkpoint; with --run and without SPEC, all is as the run has it.",
+    help="Resume from the newest valid checkpoint. With --run and without SPEC, all settings are those of the run.",
 )
-@click.option("--steps", type=click.IntRange(min=0), help="End this run early; the schedule does not change.")
-@click.option("--max-seconds", type=click.FloatRange(min=0), help="End this run early, after so many seconds.")
+@click.option(
+    "--steps",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Stop after N steps of the run in total. The schedule does not change.",
+)
+@click.option(
+    "--max-seconds",
+    type=click.FloatRange(min=0),
+    help="Stop after this number of seconds. The schedule does not change.",
+)
 @tokenizers_option
 @format_option
 def command(
@@ -46,9 +61,9 @@ def command(
     max_seconds: float | None,
     tokenizers: tuple[Path, ...],
 ) -> int:
-    """Train a spec.
+    """Train the model of a spec.
 
-    To train across machines, start this command with torchrun.
+    To train on several machines, start this command with torchrun on each.
     """
     from specc.compiler.build import plan_loaded
     from specc.compiler.plan.lock import lock_path, read_lock

@@ -14,9 +14,9 @@ from specc.cli.output import say
 @spec_argument
 @target_option
 @set_option
-@click.option("--only", default="", metavar="TEXT", help="Nodes whose path contains TEXT.")
-@click.option("--compile-only", is_flag=True, help="Compile all CUDA C++ into the cache and stop; needs no GPU.")
-@click.option("--fresh", is_flag=True, help="Measure again what was measured before, if on more rows.")
+@click.option("--only", default="", metavar="TEXT", help="Search only for nodes whose path contains TEXT.")
+@click.option("--compile-only", is_flag=True, help="Compile all CUDA C++ into the cache and stop. Needs no GPU.")
+@click.option("--fresh", is_flag=True, help="Repeat measurements that the lock already contains.")
 @json_option
 @format_option
 def command(
@@ -28,13 +28,15 @@ def command(
     fresh: bool,
     as_json: bool,
 ) -> None:
-    """Search the fastest kernel and tile for every node with a kernel of its own, on the spec's own sizes.
+    """Search for the fastest kernel and tile of each node, at the sizes of the spec.
 
-    Writes NAME.lock.json next to the spec after each node; `specc build` reads it. An interrupted search resumes from
-    its results. Candidates that do not compile, spill, or are less exact than plain Torch are listed with the reason.
-    With --set, results for the nodes of the variant are added to the same lock: an entry applies only to the node that
-    it was measured for. Library products and, without --only, whole training steps are measured too: PLAN.md contains
-    their times.
+    The results are written to NAME.lock.json next to the spec after each node. `specc build` reads this lock. An
+    interrupted search resumes from its results. Candidates that do not compile, spill registers or are less accurate
+    than plain Torch are listed with the reason.
+
+    With --set, the results are added to the same lock. An entry applies only to the node that it was measured for.
+
+    Library products are measured too, and without --only also whole training steps. PLAN.md shows these times.
     """
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load

@@ -13,9 +13,9 @@ from specc.cli.output import error_format, show
 @set_option
 @format_option
 def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
-    """Check specs as far as a build does, and show all errors at once.
+    """Check specs and report all errors at once.
 
-    A spec that is `-` is read from standard input.
+    A spec that passes can be built. The spec `-` is read from standard input.
     """
     from specc.compiler.build import plan_spec
     from specc.compiler.errors import SpeccError, SpecError

@@ -16,9 +16,10 @@ from specc.cli.project import checked_targets
 @json_option
 @format_option
 def command(spec: Path, target: str | None, as_json: bool) -> int:
-    """Compare the generated code with its plan (torch.fx) and with float64 references, and check causality.
+    """Compare generated code with its plan and with float64 references.
 
-    The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
+    torch.fx traces the code, and the trace must equal the plan. The check also covers causality and deployed int8
+    programs. The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
     """
     from specc.compiler.build import plan_spec
     from specc.compiler.plan.lock import lock_path, read_lock

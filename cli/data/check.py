@@ -12,14 +12,16 @@ from specc.cli.output import Stages
 
 @click.command("check")
 @click.argument("folder", type=options.folder)
-@click.option("--tokenizer", help="The one of the tokens, where no record of pack or fetch lies beside them.")
+@click.option(
+    "--tokenizer", help="Tokenizer of the shards, for folders that `data pack` or `data fetch` did not write."
+)
 @tokenizers_option
 @json_option
 @format_option
 def command(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], as_json: bool) -> int:
-    """Read a folder of token shards once, and tell what it holds and what is wrong.
+    """Read a folder of token shards, and report its contents and problems.
 
-    Exit 5 if stored bytes are damaged, 1 for any other problem.
+    The exit code is 5 if the shards are damaged, and 1 for any other problem.
     """
     from specc.runtime.data.shards.check import check as read
     from specc.runtime.data.tokenizers.open import open_tokenizer

@@ -11,17 +11,21 @@ from specc.cli.output import say
 
 @click.command("fetch")
 @click.argument("name", metavar="fineweb-sp1024|fineweb-sp8192")
-@click.option("--out", type=folder, required=True, help="The folder to fill; a fetch that was ended goes on in it.")
+@click.option("--out", type=folder, required=True, help="Folder to fill. An interrupted download resumes there.")
 @click.option(
-    "--shards", type=click.IntRange(min=1), default=10, show_default=True, help="Train shards, of 100 million tokens."
+    "--shards",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Number of training shards, of 100 million tokens each.",
 )
-@click.option("--repo", help="A dataset repository of the hub that has the same files; the set's own where unset.")
-@click.option("--revision", help="A branch, tag or commit of it; main where unset.")
+@click.option("--repo", help="Dataset repository with the same files. By default, the official one.")
+@click.option("--revision", help="Branch, tag or commit of the repository. By default, main.")
 @format_option
 def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None) -> None:
-    """Fetch token shards of FineWeb and their tokenizer from the Hugging Face hub.
+    """Download token shards of FineWeb and their tokenizer from the Hugging Face hub.
 
-    This is the only command that uses the network.
+    No other command uses the network.
     """
     from specc.runtime.data.shards.fetch import SETS
     from specc.runtime.data.shards.fetch import fetch as bring

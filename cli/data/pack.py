@@ -13,16 +13,14 @@ from specc.cli.output import say
 
 @click.command("pack")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@click.option("--out", type=folder, required=True, help="The folder to make.")
-@click.option("--tokenizer", required=True, help="`bytes`, a SentencePiece *.model or a tiktoken rank file.")
-@click.option(
-    "--validation", multiple=True, metavar="INPUT", help="Text of the validation split alone; may be repeated."
-)
+@click.option("--out", type=folder, required=True, help="Folder to create.")
+@click.option("--tokenizer", required=True, help="`bytes`, a SentencePiece *.model file or a tiktoken rank file.")
+@click.option("--validation", multiple=True, metavar="INPUT", help="Text for the validation split only. Repeatable.")
 @click.option(
     "--validation-fraction",
     "share",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    help="This share of all documents, by SHA-256 of their bytes, is the validation split.",
+    help="Share of the documents in the validation split, chosen by the SHA-256 of their bytes.",
 )
 @click.option(
     "--bos",
@@ -30,15 +28,20 @@ from specc.cli.output import say
     type=click.Choice(["document", "none"]),
     default="document",
     show_default=True,
-    help="BOS before every document, or only at the start of a split.",
+    help="Write the BOS token before each document, or only at the start of a split.",
 )
 @click.option(
     "--bounds",
     type=click.Choice(["endoftext", "blank-line", "record", "file"]),
-    help="Where documents end: at lines `<|endoftext|>` (usual for .txt), at blank lines, with each record of jsonl "
-    "(always there), or with the file.",
+    help="End of a document: a line `<|endoftext|>`, a blank line, the record (always so in jsonl), or the file.",
 )
-@click.option("--shard-tokens", type=click.IntRange(1, 2**31 - 1), default=100_000_000, show_default=True)
+@click.option(
+    "--shard-tokens",
+    type=click.IntRange(1, 2**31 - 1),
+    default=100_000_000,
+    show_default=True,
+    help="Tokens per shard.",
+)
 @tokenizers_option
 @format_option
 def command(
@@ -52,10 +55,10 @@ def command(
     shard_tokens: int,
     tokenizers: tuple[Path, ...],
 ) -> None:
-    """Pack text or jsonl, plain or as .xz or .gz, into a folder of token shards for --data.
+    """Pack text or jsonl into a folder of token shards.
 
-    Without --validation or --validation-fraction the splits are the same as in training on the text itself: files or
-    folders named val* and train*, else one document in ten for validation.
+    Files may be compressed as .xz or .gz. By default, the splits are the same as in training on the text itself: files
+    or folders named train* and val*, or else one document in ten for validation.
     """
     from specc.runtime.data.shards.pack import PackOptions
     from specc.runtime.data.shards.pack import pack as make
