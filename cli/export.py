@@ -71,7 +71,7 @@ WRITERS: Mapping[str, Writer] = {"artifact": _one_file, "safetensors": _one_file
 @click.option(
     "--out",
     type=folder,
-    help="File to write, or folder for a submission. By default, it is in the directory of the run.",
+    help="File to write, or folder for a submission. By default, it is in the folder of the run.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option(
@@ -97,7 +97,8 @@ def command(
 ) -> int:
     """Export a run as an artifact, a safetensors file or a submission.
 
-    Each file is read back and compared before the command succeeds. The exit code is 1 if a submission to parameter-golf exceeds its budget.
+    Each file is read back and compared before the command succeeds. The exit code is 1 if a submission to
+    parameter-golf exceeds its budget.
     """
     paths, over = WRITERS[kind](ExportOptions(run, kind, out, force, codec, targets, tokenizers))
     for path in paths:

@@ -16,7 +16,7 @@ from specc.cli.project import SPECS, only_spec
 @click.command("train", cls=Repeatable)
 @click.argument("spec", required=False, type=folder)
 @click.option(
-    "--run", "directory", type=folder, help="Directory of the run. By default, a new runs/NAME-NNN, which is printed."
+    "--run", "directory", type=folder, help="Folder of the run. By default, a new runs/NAME-NNN, which is printed."
 )
 @click.option(
     "--data",

@@ -65,8 +65,9 @@ def spec_page() -> str:
     schema = json.loads(schema_text())
     headings = dict(headings_of(schema))
     intro = (
-        "# Fields of a spec\n\nEvery section that a spec can have, with its fields. A field without a default is "
-        "required. [Writing a spec](../writing-a-spec.md) is the guide; `specs/schema.json` is the same for editors.\n"
+        "# Fields of a spec\n\nThis page lists every section of a spec and its fields. A field without a default is "
+        "required. The guide is [Writing a spec](../writing-a-spec.md). Editors read the same from "
+        "`specs/schema.json`.\n"
     )
     sections = [section("The spec", schema, headings)]
     sections += [section(heading, schema["$defs"][name], headings) for name, heading in headings.items()]
@@ -214,10 +215,11 @@ def command_section(path: str, command: click.Command) -> str:
 def errors_page() -> str:
     cases = [case for family in FAMILIES for case in cases_of(family)]
     intro = (
-        "# Errors of a spec\n\nEach code with a spec that has the error. Lines of the spec with `-` are right: they "
-        "stand in [decoder.yaml](../../tests/errors/decoder.yaml) or [pairs.yaml](../../tests/errors/pairs.yaml), "
-        "which are valid. Lines with `+` instead give the message below. All cases, of which these are a part, are in "
-        "[tests/errors](../../tests/errors), and every test run compares their messages.\n"
+        "# Errors of a spec\n\nEach error code has one example: a change of a valid spec, and the message that the "
+        "change causes. The lines with `-` are valid. They are lines of "
+        "[decoder.yaml](../../tests/errors/decoder.yaml) or [pairs.yaml](../../tests/errors/pairs.yaml). The lines "
+        "with `+` are invalid. [tests/errors](../../tests/errors) contains these and more examples. Each test run "
+        "compares their messages.\n"
     )
     return HEADER + "\n".join([intro, *(error_section(code, meaning, cases) for code, meaning in CODES.items())])
 
