@@ -69,7 +69,7 @@ class Comparison:
         old, new = self.summaries
         yield f"parameters   {_change(f'{old.parameters:,}', f'{new.parameters:,}', new.parameters - old.parameters)}"
         flops, others = (f"{quantity(3 * summary.forward_flops)}FLOP" for summary in self.summaries)
-        yield f"FLOP a token {_change(flops, others)}"
+        yield f"FLOP/token   {_change(flops, others)}"
         sizes, others = (
             f"{s.storage.bytes:,}" + (f" of {s.storage.budget:,}" if s.storage.budget else "") for s in self.summaries
         )
@@ -92,7 +92,7 @@ class Comparison:
     def _saved(self) -> str:
         """Describes what fused groups save for their backward: total MB per micro-batch and changed names."""
         sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
-        amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB a micro-batch"
+        amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB per micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
         places = [place for place in {**old, **new} if old.get(place) != new.get(place)]
         return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))

@@ -75,7 +75,7 @@ class SoftmaxLoss(Op):
     @property
     def words(self) -> str:
         shown = f", `{self.f}`" if self.f != "z" else ""
-        return f"{self.name}{shown}, {'mean' if self.reduction == 'mean' else 'one a token'}"
+        return f"{self.name}{shown}, {'mean' if self.reduction == 'mean' else 'one per token'}"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         words = ("softmax_loss" if self.reduction == "mean" else "softmax_nats", name_of(reread(self.f)))

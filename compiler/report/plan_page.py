@@ -21,10 +21,10 @@ HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
 
 def plan_page(summary: Summary) -> str:
     """Returns the text of PLAN.md."""
-    main, flops = summary.main, f"{quantity(3 * summary.forward_flops)}FLOP a token forward and backward"
+    main, flops = summary.main, f"{quantity(3 * summary.forward_flops)}FLOP per token forward and backward"
     head = f"{summary.spec.model.title}: {summary.parameters:,} parameters, {flops}"
     lines = [f"# {summary.spec.name}: plan", "", head, "", *_step_table(summary), "", *_facts(summary)]
-    lines += ["", f"## {main.target.name}: a row per node; ms of one call x calls a step", ""]
+    lines += ["", f"## {main.target.name}: one row per node, ms of one call x calls per step", ""]
     lines += [*_rows(summary.step, main), *_saved(main), *_not_chosen(main)]
     for target, plan in summary.plans.items():
         if plan is not main:
@@ -54,14 +54,14 @@ def _step_table(summary: Summary) -> list[str]:
 def _facts(summary: Summary) -> Iterator[str]:
     """Yields the main facts, one per line, and the table of stored forms."""
     main = summary.main
-    facts = [f"Stored: {summary.stored}{f', {summary.choice}' if summary.choice else ''}."]
+    facts = [f"Stored: {summary.stored}{f'; {summary.choice}' if summary.choice else ''}."]
     facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
     facts += [f"Largest gap of what was measured: {summary.gap}."] if summary.gap else []
     facts += (f"Backward: {text}." for text in summary.saved)
     if summary.unmeasured:
         missing = ", ".join(f"{work.name} {percent(summary.step.share(work))}" for work in summary.unmeasured)
         tune = f"`specc tune {main.source} --target {main.target.name}`"
-        facts.append(f"Not measured: {missing}, shares by floors where times are missing; {tune}.")
+        facts.append(f"Not measured: {missing}, with shares of the floors where times are missing; {tune}.")
     facts.append(_ceilings(main.target))
     if (machine := summary.step.machine) is not None:
         facts.append(f"Measured on {machine.gpu}: {', '.join(machine.versions)}.")
@@ -141,7 +141,7 @@ def _not_chosen(plan: Plan) -> Iterator[str]:
     """Yields the kernels that were measured to be slower, and the kernels that a user action could enable."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
-        yield from ("", "Why not another kernel (where it was measured, or somebody could act):", "", *shown)
+        yield from ("", "Kernels that were not chosen, where they were measured or could be installed:", "", *shown)
 
 
 def _slower(plan: Plan) -> Iterator[str]:

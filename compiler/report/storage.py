@@ -112,16 +112,17 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
     if quant is None:
         return ""
     if quant.allocate is not None:
-        wish, widths = quant.allocate, ", ".join(map(str, sorted(set(quant.allocate.bits))))
-        stds = ", ".join(f"{clip:g}" for clip in sorted(set(wish.clip_stds)))
+        widths = ", ".join(map(str, sorted(set(quant.allocate.bits))))
+        stds = ", ".join(f"{clip:g}" for clip in sorted(set(quant.allocate.clip_stds)))
         clips = f" and clips of {stds} deviations" if stds else ""
-        return f"each of `{wish.match}` at {widths} bits{clips}, chosen together within {quant.budget_bytes:,} bytes"
+        return (
+            f"`{quant.allocate.match}` in {widths} bits{clips}, chosen per tensor within {quant.budget_bytes:,} bytes"
+        )
     if quant.promote is None:
         return ""
-    many = f"the {quant.promote.count} tensors" if quant.promote.count is not None else "as many tensors"
+    many = f"the {quant.promote.count} tensors" if quant.promote.count is not None else "as many tensors as fit"
     fit = f" within {quant.budget_bytes:,} bytes" if quant.budget_bytes is not None else ""
-    best = f"of largest Hessian trace among `{quant.promote.match}` to int{quant.promote.bits}"
-    return f"{many} {best}{fit}, chosen at quantization"
+    return f"{many} of `{quant.promote.match}` with the largest Hessian trace in int{quant.promote.bits}{fit}"
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:

@@ -95,7 +95,7 @@ class Summary:
         """The bytes of an artifact in words, and whether other bits than those of the rules are chosen later."""
         storage = self.storage
         against = f" of {storage.budget:,} ({100 * storage.bytes / storage.budget:.1f} %)" if storage.budget else ""
-        rules = " at the bits of its rules, before others are chosen" if storage.chosen else ""
+        rules = " with the bits of the rules" if storage.chosen else ""
         return f"at most about {storage.bytes:,} bytes{against}{rules}"
 
     @property
@@ -121,7 +121,7 @@ class Summary:
 
     def _saved(self, choices: SaveChoices) -> str:
         size = self.step.saved.get(choices.label, 0)
-        amount = f", {size / 1e6:,.0f} MB a micro-batch" if size else ""
+        amount = f", {size / 1e6:,.0f} MB per micro-batch" if size else ""
         how = "measured" if choices.measured is not None else "by rule"
         return f"{choices.label} saves {', '.join(choices.chosen.saved)}{amount}, {how}"
 
@@ -132,14 +132,15 @@ def lines(summary: Summary) -> tuple[str, ...]:
     rows = [
         f"{summary.spec.name}: {summary.spec.model.title}",
         f"parameters   {summary.parameters:,} in {len(summary.main.programs.params)} tensors",
-        f"FLOP a token {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward",
+        f"FLOP/token   {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward",
         f"artifact     {summary.stored}",
     ]
     if storage.budget and storage.bytes > storage.budget and not storage.chosen:
         rows.append("  may not fit: `quant.allocate` can choose fewer bits")
     rows += (f"  {warning}" for warning in storage.warnings)
+    width = max((22, *(len(r.stored_as) for r in storage.rows[:4])))
     rows += [
-        f"  {r.stored_as:<22} {r.tensors:>4} tensors {r.parameters:>12,} parameters {r.estimated_bytes:>12,} bytes"
+        f"  {r.stored_as:<{width}} {r.tensors:>4} tensors {r.parameters:>12,} parameters {r.estimated_bytes:>12,} bytes"
         for r in storage.rows[:4]
     ]
     rows += [f"  {summary.choice}"] if summary.choice else []
@@ -163,9 +164,9 @@ def lines(summary: Summary) -> tuple[str, ...]:
 
 def _work_line(summary: Summary, work: Work) -> str:
     ms = f"{milliseconds(work.ms)} ms" if work.ms is not None else "not measured"
-    floor = f"floor {milliseconds(work.floor_ms)}" if work.floor_ms else ""
+    floor = f"floor {milliseconds(work.floor_ms)} ms" if work.floor_ms else ""
     share = percent(summary.step.share(work))
-    return f"  {work.name:<24} {ms:>12}  {floor:<12} {share:>5}  {by(work)}".rstrip()
+    return f"  {work.name:<24} {ms:>12}  {floor:<16} {share:>5}  {by(work)}".rstrip()
 
 
 def by(work: Work) -> str:

@@ -126,7 +126,7 @@ def test_the_plan_page_counts_right(name: str) -> None:
     lines = (GENERATED / name / "PLAN.md").read_text().splitlines()
     parameters, flops = PLANS[name]
     assert parameters in lines[2]
-    shown = re.search(r", ([\d.]+) MFLOP a token forward and backward$", lines[2])
+    shown = re.search(r", ([\d.]+) MFLOP per token forward and backward$", lines[2])
     assert shown is not None
     assert float(shown[1]) == pytest.approx(flops, abs=0.11)
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
@@ -143,7 +143,7 @@ def test_the_plan_page_names_the_kernels_of_the_golf_model() -> None:
     assert f"| blocks.*.mlp.up + act {forward}" in hopper
     assert "| blocks.*.mlp.down.dgrad + act.grad | dgrad, `d * slope` | dgrad_mul__n1792_k512.cu (cutlass), " in hopper
     assert "int5" in text
-    assert "then the 10 tensors of largest hessian trace" in text.lower()
+    assert "then the 10 tensors of `*` with the largest Hessian trace" in text
 
 
 def test_the_plan_page_lists_every_product_of_a_step() -> None:
@@ -169,7 +169,7 @@ def test_the_plan_page_shows_what_a_fused_head_pads_and_that_scores_have_no_grad
         "| head.padded | pad_rows bf16[50257,768] -> bf16[50304,768] | torch |  |  |",
         "| head.padded.crop | crop_rows bf16[50304,768] -> bf16[50257,768] | torch |  |  |",
         "| head.loss + logits.f32 | softmax_loss, mean, also grad | softmax_loss__v50257.cu (cuda), ",
-        "| head.nats + logits.f32 + loss | softmax_loss, one a token | softmax_nats__v50257.cu (cuda), ",
+        "| head.nats + logits.f32 + loss | softmax_loss, one per token | softmax_nats__v50257.cu (cuda), ",
     ):
         assert hopper.count(row) == 1
     assert hopper.count("| head.logits | linear | torch |") == 1  # once, though training and scoring both run it
