@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from specc.compiler.architectures.blocks import STREAM, Block, Blocks, index_values
-from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
+from specc.compiler.blocks.context import CallSite, LoweringContext, Shape, Shared
 from specc.compiler.blocks.wiring import Expressions, Learned, add, parse_wiring, wrapped
 from specc.compiler.expr import Expr, Var
 from specc.compiler.expr.index import formula_value
@@ -30,6 +31,27 @@ class Stack:
     def runs(self) -> tuple[int, ...]:
         """The index of the block of each run."""
         return self.blocks.runs if self.order is None else self.order
+
+    @cached_property
+    def shared(self) -> tuple[Shared, ...]:
+        """The computations that the blocks share."""
+        return self.blocks.shared(self.shape)
+
+    @cached_property
+    def readers(self) -> Mapping[str, frozenset[int]]:
+        """The indices of the blocks that read each shared computation, by its name."""
+        return self.blocks.readers(self.shape)
+
+    @cached_property
+    def labels(self) -> Mapping[str, str]:
+        """The input name of each shared value in a function. A label that occurs twice is prefixed with the
+        computation's name."""
+        labels = [label for computation in self.shared for label in computation.labels]
+        return {
+            ref: label if labels.count(label) == 1 else f"{computation.name}_{label}"
+            for computation in self.shared
+            for ref, label in zip(computation.refs, computation.labels, strict=True)
+        }
 
     def run(self, b: Builder, x: str, context: LoweringContext) -> tuple[str, dict[str, str]]:
         """Adds one call per run of a block.
@@ -260,30 +282,16 @@ class _BlockCall:
     def _shared(self, by_all: bool) -> dict[str, str]:
         """Returns the shared values that the block reads, by input name: those that all blocks read if `by_all`, else
         those that some read."""
-        blocks, labels = self.stack.blocks, self._labels
-        readers = blocks.readers(self.stack.shape)
-        every = len(blocks.every)
+        labels, readers, every = self.stack.labels, self.stack.readers, len(self.stack.blocks.every)
         shared = [
             computation
-            for computation in blocks.shared(self.stack.shape)
+            for computation in self.stack.shared
             if self.i in readers[computation.name] and (len(readers[computation.name]) == every) == by_all
         ]
         return {labels[ref]: self.context.shared[ref] for computation in shared for ref in computation.refs}
 
-    @property
-    def _labels(self) -> Mapping[str, str]:
-        """The input name of each shared value in a function. A label that occurs twice is prefixed with the
-        computation's name."""
-        shared = self.stack.blocks.shared(self.stack.shape)
-        labels = [label for computation in shared for label in computation.labels]
-        return {
-            ref: label if labels.count(label) == 1 else f"{computation.name}_{label}"
-            for computation in shared
-            for ref, label in zip(computation.refs, computation.labels, strict=True)
-        }
-
     def _labels_within(self, given: Mapping[str, str]) -> Mapping[str, str]:
-        return {ref: label for ref, label in self._labels.items() if label in given}
+        return {ref: label for ref, label in self.stack.labels.items() if label in given}
 
     def _source(self) -> dict[str, str]:
         """Returns the values of an encoder that the blocks read, unless their state holds what they need of it, and the
