@@ -142,11 +142,7 @@ def open_model(
 
 
 def opened_run(
-    run: Run,
-    weights: Mapping[str, Tensor],
-    target: str | None,
-    device: str | None,
-    search: Sequence[Path] = (),
+    run: Run, weights: Mapping[str, Tensor], target: str | None, device: str | None, search: Sequence[Path] = ()
 ) -> OpenedModel:
     """Opens a run as `open_model` does, but with the given weights.
 

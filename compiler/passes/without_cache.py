@@ -66,11 +66,7 @@ def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ..
 
 
 def _program(
-    score: Graph,
-    name: str,
-    inputs: tuple[Named, ...],
-    nodes: tuple[Node, ...],
-    outputs: dict[str, str],
+    score: Graph, name: str, inputs: tuple[Named, ...], nodes: tuple[Node, ...], outputs: dict[str, str]
 ) -> Graph:
     read = {ref for node in nodes for ref in node.inputs}
     params = tuple((path, type) for path, type in score.params if f"@{path}" in read)

@@ -77,12 +77,7 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
         tuple(docstring(doc)),
         Function("forward", "", ("ctx", *arguments), forward.lines, forward.text(result), "Tensor"),
         Function(
-            "backward",
-            "",
-            ("ctx", "d: Tensor"),
-            (*contiguous, *lines),
-            returns,
-            many if len(inputs) > 1 else "Tensor",
+            "backward", "", ("ctx", "d: Tensor"), (*contiguous, *lines), returns, many if len(inputs) > 1 else "Tensor"
         ),
         ", ".join(saved),
         restored,

@@ -47,37 +47,12 @@ _ESCAPE = ("unknown escape sequence", "use 'single quotes' around text with back
 _UNCLOSED = ("a quoted text is not closed", "add the closing quote")
 # Part of the parser's message, our message, our hint, and whether the construct it began to read was left open.
 _SYNTAX = (
-    (
-        "mapping values are not allowed",
-        "unexpected `:`",
-        "quote the text, or check the indentation",
-        False,
-    ),
-    (
-        "could not find expected ':'",
-        "a key has no `:`",
-        "write `key: value`, with a space after the colon",
-        True,
-    ),
-    (
-        "expected <block end>",
-        "the indentation does not match the lines above",
-        "align it with its siblings",
-        False,
-    ),
+    ("mapping values are not allowed", "unexpected `:`", "quote the text, or check the indentation", False),
+    ("could not find expected ':'", "a key has no `:`", "write `key: value`, with a space after the colon", True),
+    ("expected <block end>", "the indentation does not match the lines above", "align it with its siblings", False),
     ("cannot start any token", "a value cannot begin with this character", 'quote the value: "..."', False),
-    (
-        "expected ',' or ']'",
-        "a list `[...]` is not closed",
-        "add a `,` between its items, or the `]`",
-        True,
-    ),
-    (
-        "expected ',' or '}'",
-        "a mapping `{...}` is not closed",
-        "add a `,` between its keys, or the `}`",
-        True,
-    ),
+    ("expected ',' or ']'", "a list `[...]` is not closed", "add a `,` between its items, or the `]`", True),
+    ("expected ',' or '}'", "a mapping `{...}` is not closed", "add a `,` between its keys, or the `}`", True),
     ("unexpected end of stream", *_UNCLOSED, True),
     ("unknown escape character", *_ESCAPE, False),
     (
@@ -86,12 +61,7 @@ _SYNTAX = (
         "check the indentation and the quotes",
         False,
     ),
-    (
-        "expected alphabetic or numeric",
-        "a value cannot begin with `%`, `&` or `*`",
-        'quote the value: "..."',
-        False,
-    ),
+    ("expected alphabetic or numeric", "a value cannot begin with `%`, `&` or `*`", 'quote the value: "..."', False),
     (
         "expected the node content",
         "a value is missing here",
@@ -246,18 +216,10 @@ class _Reading:
             self._stop("S003", f"the text has more than {MAX_NODES} values", "check that the file is a spec", mark)
         if isinstance(event, AliasEvent):
             self._stop(
-                "S009",
-                f"aliases such as {quote(f'*{event.anchor}')} are not allowed",
-                "write the value here",
-                mark,
+                "S009", f"aliases such as {quote(f'*{event.anchor}')} are not allowed", "write the value here", mark
             )
         if event.anchor is not None:
-            self._say(
-                "S009",
-                f"anchors such as {quote(f'&{event.anchor}')} are not allowed",
-                "remove the anchor",
-                mark,
-            )
+            self._say("S009", f"anchors such as {quote(f'&{event.anchor}')} are not allowed", "remove the anchor", mark)
         if isinstance(event, ScalarEvent | CollectionStartEvent) and event.tag is not None:
             self._say("S010", f"tags such as {quote(event.tag)} are not allowed", "remove the tag", mark)
         top = self.stack[-1] if self.stack else None

@@ -34,14 +34,7 @@ import struct
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from specc.compiler.quant.artifact_sections import (
-    CHUNK_BYTES,
-    DATA_DIGEST_BYTES,
-    DIGEST_BYTES,
-    ITEM_BYTES,
-    TEXTS,
-    Kind,
-)
+from specc.compiler.quant.artifact_sections import CHUNK_BYTES, DATA_DIGEST_BYTES, DIGEST_BYTES, ITEM_BYTES, TEXTS, Kind
 from specc.runtime.artifact.codecs import Codec, decompressed
 from specc.runtime.errors import IntegrityError
 

@@ -23,11 +23,7 @@ Function = Callable[..., Any]
 
 
 def plain_nodes(
-    nodes: Sequence[Node],
-    types: Mapping[str, TensorType],
-    inputs: Sequence[str],
-    output: str,
-    module: ModuleType,
+    nodes: Sequence[Node], types: Mapping[str, TensorType], inputs: Sequence[str], output: str, module: ModuleType
 ) -> Function:
     """Returns a function that computes nodes without epilogues, from the text of a `fuse: []` build for each node.
 

@@ -101,11 +101,7 @@ class _Met:
 
 
 def input_scales(
-    programs: Programs,
-    sources: Sequence[Source],
-    schemes: Allocation,
-    rows: Rows,
-    weights: Mapping[str, Tensor],
+    programs: Programs, sources: Sequence[Source], schemes: Allocation, rows: Rows, weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Returns the scale of each input of int8 products, as its scheme chooses it for measured ranges.
 

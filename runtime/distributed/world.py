@@ -250,12 +250,7 @@ def _join() -> World:
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=PATIENCE)
     heartbeat = Heartbeat(rank, size, lambda: PrefixStore("heartbeat", store.clone())) if size > 1 else None
     return World(
-        rank,
-        size,
-        local_rank,
-        _one_host=local_size == size,
-        _store=PrefixStore("specc", store),
-        _heartbeat=heartbeat,
+        rank, size, local_rank, _one_host=local_size == size, _store=PrefixStore("specc", store), _heartbeat=heartbeat
     )
 
 

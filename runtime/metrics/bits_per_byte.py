@@ -114,8 +114,7 @@ class ScoredText:
         stream, tokenizer = self.stream, self.tokenizer
         if stream.tokenizer_digest not in (None, tokenizer.digest()) or stream.vocab != tokenizer.vocab:
             raise DataError(
-                f"the stream was not tokenized with {tokenizer.name}",
-                "open the stream with the same tokenizer",
+                f"the stream was not tokenized with {tokenizer.name}", "open the stream with the same tokenizer"
             )
         stream.require_scorable(tokenizer)
         last = stream.tokens - 1 if self.max_tokens is None else min(stream.tokens - 1, self.max_tokens)

@@ -64,12 +64,7 @@ POLAR_EXPRESS = Method(
 # The remaining quintics if almost-orthogonal rows replace the first iteration (Turbo-Muon, arXiv 2512.04632).
 TURBO = Method(
     "turbo",
-    (
-        (4.1071, -2.9478, 0.5448),
-        (3.9487, -2.9089, 0.5518),
-        (3.3184, -2.4885, 0.5100),
-        (2.3007, -1.6689, 0.4188),
-    ),
+    ((4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518), (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)),
     _almost_orthogonal,
     replaces=1,
 )

@@ -31,15 +31,7 @@ from specc.runtime.errors import QuantizeError, cannot_write
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
-from specc.runtime.open_model import (
-    OpenedModel,
-    Say,
-    as_trained,
-    opened_run,
-    realize,
-    realize_stored,
-    token_cache,
-)
+from specc.runtime.open_model import OpenedModel, Say, as_trained, opened_run, realize, realize_stored, token_cache
 from specc.runtime.quantize.promotion import promoted
 from specc.runtime.quantize.quantizer import IntegerInputs, Progress
 from specc.runtime.quantize.report import InputRow, Row, clipped_line, input_report, report

@@ -52,11 +52,7 @@ class WrittenText:
 
 
 def write_text(
-    model: TextModel,
-    calibrate: Calibrate,
-    window: int,
-    seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    model: TextModel, calibrate: Calibrate, window: int, seed: int, progress: Callable[[int, int], None] | None = None
 ) -> WrittenText:
     """Samples `calibrate.sequences` rows of `calibrate.length` tokens (`window` if unset) in one batch.
 

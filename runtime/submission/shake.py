@@ -51,11 +51,7 @@ class Shaker:
     """
 
     def __init__(
-        self,
-        root: str,
-        sources: Mapping[str, str],
-        replaced: Mapping[Symbol, Symbol],
-        package: str = "parts",
+        self, root: str, sources: Mapping[str, str], replaced: Mapping[Symbol, Symbol], package: str = "parts"
     ) -> None:
         self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
         self._modules: dict[str, _Module] = {}

@@ -17,17 +17,7 @@ from pathlib import Path
 
 import click
 import pytest
-from documents import (
-    DOCUMENTS,
-    ROOT,
-    Command,
-    ShownChange,
-    ShownFile,
-    arguments_of,
-    matches,
-    rewritten,
-    steps_of,
-)
+from documents import DOCUMENTS, ROOT, Command, ShownChange, ShownFile, arguments_of, matches, rewritten, steps_of
 from error_cases import patched
 
 from specc.compiler.errors import SpeccError

@@ -83,22 +83,7 @@ def mutants(text: str, others: list[str], rng: random.Random) -> Iterator[bytes]
             other = rng.randrange(len(lines))
             lines[at], lines[other] = lines[other], lines[at]
         elif kind == 3:
-            words = (
-                "0",
-                "-1",
-                "1e30",
-                "3.5",
-                "null",
-                "yes",
-                "''",
-                "[]",
-                "{}",
-                "x",
-                "7",
-                "9" * 30,
-                "2147483647",
-                "all",
-            )
+            words = ("0", "-1", "1e30", "3.5", "null", "yes", "''", "[]", "{}", "x", "7", "9" * 30, "2147483647", "all")
             key, colon, _ = lines[at].partition(":")
             lines[at] = f"{key}{colon} {rng.choice(words)}"
         elif kind == 4:

@@ -46,15 +46,7 @@ OPTIONS = {
     "lanes_behind_a_loop": replace(FULL, order=(0, 1, 0, 1, 0, 1, 2, 3, 4), lanes=3, skips="lerp"),
     "even": replace(FULL, count=4, xsa=(0, 1, 2, 3), values=(2,)),
     "nothing": Plain(
-        trained=None,
-        gain=None,
-        ln_scale=False,
-        skips="",
-        x0=False,
-        xsa=(),
-        smear="",
-        bigram=False,
-        values=(),
+        trained=None, gain=None, ln_scale=False, skips="", x0=False, xsa=(), smear="", bigram=False, values=()
     ),
 }
 GATES: dict[str, dict[str, Any]] = {

@@ -33,12 +33,7 @@ FORWARD: Mapping[str, Epilogue] = {
     "relu2": (("relu(x) ** 2",), ("x",), (), ()),
     "relu6": (("min(max(x, 0), 6)",), ("x",), (), ()),
     "scaled_residual": (("residual + scale * y",), ("y", "residual", "scale"), (), ("scale",)),
-    "silu_gated": (
-        ("x * slope_x", "silu(gate)", f"x * ({SILU})"),
-        ("x", "gate"),
-        ("y", "slope_x", "slope_gate"),
-        (),
-    ),
+    "silu_gated": (("x * slope_x", "silu(gate)", f"x * ({SILU})"), ("x", "gate"), ("y", "slope_x", "slope_gate"), ()),
     "gelu_pre": (("gelu(x)", "x"), ("x",), ("y", "pre_x"), ()),
     "silu_gated_pre": (("silu(gate) * x", "x", "gate"), ("x", "gate"), ("y", "pre_x", "pre_gate"), ()),
     # Words that the generated code uses itself, and labels that are variables too.
@@ -48,12 +43,7 @@ BACKWARD: Mapping[str, Epilogue] = {
     "mul": (("d * slope",), ("d", "slope"), (), ()),
     "two_muls": (("d * slope_x", "d * slope_gate"), ("d", "slope_x", "slope_gate"), ("x", "gate"), ()),
     "gelu_grad": ((f"d * ({GELU})",), ("d", "a"), (), ()),
-    "silu_gated_grad": (
-        ("d * silu(gate)", f"d * pre_x * ({SILU})"),
-        ("d", "pre_x", "gate"),
-        ("x", "dgate"),
-        (),
-    ),
+    "silu_gated_grad": (("d * silu(gate)", f"d * pre_x * ({SILU})"), ("d", "pre_x", "gate"), ("x", "dgate"), ()),
 }
 EPILOGUES = {**FORWARD, **BACKWARD}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

@@ -23,7 +23,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "documents": {"layers": ({**ATTENTION, "bos": 4}, MLP)},
     "documents_in_a_window": {"layers": ({**ATTENTION, "bos": 4, "window": 3, "kv_heads": 1, "rope": {}}, MLP)},
     "documents_of_one_attention_of_two": {
-        "layers": ({**ATTENTION, "name": "near", "bos": 4}, {**ATTENTION, "name": "far", "rope": {"dims": 2}}, MLP),
+        "layers": ({**ATTENTION, "name": "near", "bos": 4}, {**ATTENTION, "name": "far", "rope": {"dims": 2}}, MLP)
     },
     "documents_and_embeddings": {
         "layers": ({**ATTENTION, "bos": 4, "qk_norm": {"gain": 1.5}, "rope": {}, "exclude": {}}, MLP),

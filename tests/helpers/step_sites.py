@@ -22,11 +22,7 @@ BITS: tuple[Literal[8], Literal[16]] = (8, 16)
 
 
 def step_site(
-    size: int,
-    target: str = "cpu",
-    dtype: str = "f32",
-    label: str = "decoder.lstm.step",
-    bits: Literal[8, 16] = 8,
+    size: int, target: str = "cpu", dtype: str = "f32", label: str = "decoder.lstm.step", bits: Literal[8, 16] = 8
 ) -> Site:
     """A step of `size` hidden units, whose h has so many bits."""
     state, k = TensorType(("B", size), dtype), padded(size)

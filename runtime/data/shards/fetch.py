@@ -86,12 +86,7 @@ class _Remote:
 
 
 def fetch(
-    name: str,
-    out: Path,
-    shards: int,
-    say: Say,
-    repository: str | None = None,
-    revision: str | None = None,
+    name: str, out: Path, shards: int, say: Say, repository: str | None = None, revision: str | None = None
 ) -> ShardRecord:
     """Downloads the tokenizer, all val shards and the first `shards` train shards of a set into `out`.
 

@@ -57,11 +57,7 @@ class CacheRecord(StrictModel):
 
 
 def open_cached(
-    source: str | Path,
-    split: Split,
-    tokenizer: Tokenizer,
-    cache: Path,
-    progress: Callable[[int], None] | None = None,
+    source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path, progress: Callable[[int], None] | None = None
 ) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
     """Opens the cache entry of a split of text, and builds it first if it does not exist.
 

@@ -118,7 +118,6 @@ def _parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
     missing = sum(bytes([value]) not in ranks for value in range(256))
     if missing:
         raise DataError(
-            f"{path}: {missing} of the 256 single bytes have no rank",
-            "the file is cut, or not a byte-level vocabulary",
+            f"{path}: {missing} of the 256 single bytes have no rank", "the file is cut, or not a byte-level vocabulary"
         )
     return ranks

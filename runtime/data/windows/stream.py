@@ -97,11 +97,7 @@ class TokenStream:
 
 
 def open_stream(
-    source: str | Path,
-    split: Split,
-    tokenizer: Tokenizer,
-    cache: Path,
-    progress: Callable[[int], None] | None = None,
+    source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path, progress: Callable[[int], None] | None = None
 ) -> TokenStream:
     """Opens one split of a source as a stream of tokens.
 

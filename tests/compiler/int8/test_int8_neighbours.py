@@ -85,9 +85,7 @@ CASES: Mapping[str, dict[str, Any]] = {
         **UNTIED,
     ),
     "float biases and a residual": pairs(
-        [EMBED, blocks({**SELF, "bias": True})],
-        [EMBED, blocks({**SELF, "bias": True}, CROSS)],
-        quant("*.{q,k,v,out}"),
+        [EMBED, blocks({**SELF, "bias": True})], [EMBED, blocks({**SELF, "bias": True}, CROSS)], quant("*.{q,k,v,out}")
     ),
     "residuals of several factors": pairs(
         [EMBED, blocks(SELF, {**GATED, "residual": 0.25})],
@@ -100,12 +98,7 @@ CASES: Mapping[str, dict[str, Any]] = {
         quant("encoder.*.{input,hidden,back_input,back_hidden,bias,back_bias}"),
         bridge={"kind": "concat"},
     ),
-    "sequence unread": pairs(
-        [EMBED, BOTH],
-        [EMBED, LSTM],
-        quant("encoder.lstm.*"),
-        bridge={"kind": "concat"},
-    ),
+    "sequence unread": pairs([EMBED, BOTH], [EMBED, LSTM], quant("encoder.lstm.*"), bridge={"kind": "concat"}),
 }
 
 

@@ -11,12 +11,7 @@ from specc.compiler.kernels.kernel import Site
 
 POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32"}
 # The blocks of the descriptors that launch() makes: of x, of each weight, and half a tile of anything else.
-BLOCKS = {
-    "x": "BLOCK_M, BLOCK_K",
-    "nk": "BLOCK_N, BLOCK_K",
-    "kn": "BLOCK_K, BLOCK_N",
-    "half": "BLOCK_M, HALF_N",
-}
+BLOCKS = {"x": "BLOCK_M, BLOCK_K", "nk": "BLOCK_N, BLOCK_K", "kn": "BLOCK_K, BLOCK_N", "half": "BLOCK_M, HALF_N"}
 
 
 def compiled(site: Site, folder: Path) -> Any:

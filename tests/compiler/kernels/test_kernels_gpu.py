@@ -222,11 +222,7 @@ def test_wrong_inputs_are_refused_before_the_launch(way: Way, folder: Path) -> N
         r"slope is torch.bfloat16 \[63, 1792\].*wants .*\[64, 1792\]": (dy, w, slope[:63]),
         r"slope is .*strides \(1, 64\)": (dy, w, slope.T.contiguous().T),
         r"slope is .* on cpu": (dy, w, slope.cpu()),
-        r"dy is ": (
-            torch.empty(64 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(64, 512),
-            w,
-            slope,
-        ),
+        r"dy is ": (torch.empty(64 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(64, 512), w, slope),
     }
     for message, inputs in wrong.items():
         with pytest.raises(ValueError, match=message):

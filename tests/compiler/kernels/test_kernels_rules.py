@@ -81,10 +81,7 @@ BOTH_REFUSE = {
         with_inputs(MUL, v2=TensorType(("T", 1), BF16)),
         "reads operands of [T,1792] or [1792]; slope is bf16[T,1]",
     ),
-    "scalar": (
-        with_inputs(MUL, v2=TensorType((), F32)),
-        "reads operands of [T,1792] or [1792]; slope is f32[]",
-    ),
+    "scalar": (with_inputs(MUL, v2=TensorType((), F32)), "reads operands of [T,1792] or [1792]; slope is f32[]"),
     "operand dtype": (
         with_inputs(MUL, v2=TensorType(("T", 1792), "i8")),
         "reads operands in bf16, f16, f32; slope is i8",
@@ -93,26 +90,13 @@ BOTH_REFUSE = {
     "idle operand": (with_epilogue(MUL, "2 * d"), "reads only what its outputs need; no output reads slope"),
     "constant output": (with_epilogue(PLAIN, "0.5"), "writes tiles of [rows, 1792]; y is the same in every row"),
     "column output": (
-        with_epilogue(
-            make_site("scaled_residual"),
-            "residual + scale * y",
-            "scale ** 2",
-            labels=("", "square"),
-        ),
+        with_epilogue(make_site("scaled_residual"), "residual + scale * y", "scale ** 2", labels=("", "square")),
         "writes tiles of [rows, 1792]; square is the same in every row",
     ),
-    "huge constant": (
-        with_epilogue(PLAIN, "1e39 * x"),
-        "cannot print y: the constant 1e+39 does not fit a float",
-    ),
+    "huge constant": (with_epilogue(PLAIN, "1e39 * x"), "cannot print y: the constant 1e+39 does not fit a float"),
 }
 REFUSALS = [(name, site, words, kernel) for name, (site, words) in BOTH_REFUSE.items() for kernel in KERNELS] + [
-    (
-        "accumulators",
-        three_weights(),
-        "keeps at most 2 accumulators in registers; this node has 3",
-        "triton",
-    ),
+    ("accumulators", three_weights(), "keeps at most 2 accumulators in registers; this node has 3", "triton"),
     (
         "output dtype",
         make_site("gelu", out=F32),
@@ -306,9 +290,4 @@ def test_templates_stay_within_their_budget(path: Path) -> None:
 
 def test_there_are_templates() -> None:
     names = {path.name for path in TEMPLATES}
-    assert names >= {
-        "linear_tma.py.jinja",
-        "linear_pointer.py.jinja",
-        "gemm_evt.cu.jinja",
-        "gemm_evt.py.jinja",
-    }
+    assert names >= {"linear_tma.py.jinja", "linear_pointer.py.jinja", "gemm_evt.cu.jinja", "gemm_evt.py.jinja"}

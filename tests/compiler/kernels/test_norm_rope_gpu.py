@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_sites import (
-    PARTS,
-    SHAPES,
-    buffers,
-    columns,
-    eager,
-    expected,
-    head_inputs,
-    head_site,
-    inside,
-    several,
-)
+from head_sites import PARTS, SHAPES, buffers, columns, eager, expected, head_inputs, head_site, inside, several
 from kernel_sites import check_guards, imported
 from torch import Tensor
 

@@ -85,10 +85,7 @@ def test_it_stands_before_the_triton_kernel_on_hopper_alone_for_long_rows_alone(
 @pytest.mark.parametrize(
     ("site", "reason"),
     [
-        (
-            loss_site(1000),
-            "is for rows that registers do not hold, of more than 8192 columns; these have 1000",
-        ),
+        (loss_site(1000), "is for rows that registers do not hold, of more than 8192 columns; these have 1000"),
         (loss_site(9001), "copies 16 bytes at a time; a row of 9001 columns has 18002"),
         (
             loss_site(50257, 50304, dtype="f16"),

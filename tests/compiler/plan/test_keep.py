@@ -123,10 +123,7 @@ def test_variants_of_a_spec_share_a_lock() -> None:
     both = lock.with_group(
         "sm90", other.name, GroupEntry(key=group_key(other.sites), keep="derivative", ms=kept), MACHINE
     )
-    assert set(both.targets["sm90"].groups) == {
-        "fused_mlp linear_gelu__n16_k8",
-        "fused_mlp linear_gelu_tanh__n16_k8",
-    }
+    assert set(both.targets["sm90"].groups) == {"fused_mlp linear_gelu__n16_k8", "fused_mlp linear_gelu_tanh__n16_k8"}
     assert alternatives(GELU, "sm90", both).chosen.group.keep == "input"
     assert alternatives("gelu_tanh(x)", "sm90", both).measured is not None
 

@@ -27,11 +27,7 @@ CATALOG = models(quant, Scheme, "scheme")
 def settings() -> Iterator[Scheme]:
     """Every scheme at every value of its `bits` or `dtype`, the only required settings."""
     for kind in CATALOG:
-        for extra in (
-            {},
-            *({"bits": b} for b in range(1, 17)),
-            *({"dtype": d} for d in ("f16", "bf16", "f32")),
-        ):
+        for extra in ({}, *({"bits": b} for b in range(1, 17)), *({"dtype": d} for d in ("f16", "bf16", "f32"))):
             try:
                 yield kind.model_validate(extra)
             except ValidationError:

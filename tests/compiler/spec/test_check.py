@@ -117,40 +117,16 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "code", "message", "hint"),
     [
-        (
-            "dim: 64",
-            "dim: '64'",
-            "S103",
-            "`dim` takes a whole number, not the text `64`",
-            "write 64 without quotes",
-        ),
+        ("dim: 64", "dim: '64'", "S103", "`dim` takes a whole number, not the text `64`", "write 64 without quotes"),
         ("dim: 64", "dim: 1_024", "S103", "`dim` takes a whole number, not the text `1_024`", "write 1024"),
         ("dim: 64", "dim: 64.0", "S103", "`dim` takes a whole number, not 64.0", "write 64"),
         ("dim: 64", "dim: true", "S103", "`dim` takes a whole number, not true", "write a whole number"),
-        (
-            "dim: 64",
-            "dim:",
-            "S103",
-            "`dim` takes a whole number, not nothing",
-            "write a value, or remove the key",
-        ),
-        (
-            "dim: 64",
-            "dim: [64]",
-            "S103",
-            "`dim` takes a whole number, not a list of length 1",
-            "write a whole number",
-        ),
+        ("dim: 64", "dim:", "S103", "`dim` takes a whole number, not nothing", "write a value, or remove the key"),
+        ("dim: 64", "dim: [64]", "S103", "`dim` takes a whole number, not a list of length 1", "write a whole number"),
         ("name: tiny", "name: 7", "S103", "`name` takes text, not 7", 'put it in quotes: "7"'),
         ("[cpu]", "cpu", "S103", "`targets` takes a list, not the text `cpu`", "put it in brackets: [cpu]"),
         ("{dims: 8}", "8", "S103", "`rope` takes a mapping, not 8", "write a mapping"),
-        (
-            "[cpu]",
-            "[]",
-            "S104",
-            "`targets` must be a list of length at least 1, not a list of length 0",
-            "add an item",
-        ),
+        ("[cpu]", "[]", "S104", "`targets` must be a list of length at least 1, not a list of length 0", "add an item"),
         (
             "dim: 64",
             "dim: 0",
@@ -158,21 +134,9 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
             "`dim` must be more than 0, not 0",
             "write a number that is above 0 and at most 131072",
         ),
-        (
-            "lr: 0.001",
-            "lr: .inf",
-            "S104",
-            "`lr` must be a finite number, not inf",
-            "change it to a finite number",
-        ),
+        ("lr: 0.001", "lr: .inf", "S104", "`lr` must be a finite number, not inf", "change it to a finite number"),
         ("lr: 0.001", "lr: 1, betas: [0.9]", "S104", "`betas` has too few items: 1", "add item 2"),
-        (
-            "kind: decoder",
-            "kind: encoder",
-            "S105",
-            "`model` has an unknown kind, `encoder`",
-            "did you mean `decoder`?",
-        ),
+        ("kind: decoder", "kind: encoder", "S105", "`model` has an unknown kind, `encoder`", "did you mean `decoder`?"),
         (
             "kind: mlp, ",
             "",
@@ -244,19 +208,7 @@ def test_data_of_any_shape_is_checked_without_a_crash() -> None:
         if kind < 6:
             return rng.choice((None, True, 0, -1.5, "x", "kind", "decoder", 10**30, ""))
         if kind < 8:
-            keys = (
-                "kind",
-                "model",
-                "train",
-                "quant",
-                "default",
-                "scheme",
-                "match",
-                "blocks",
-                "layers",
-                "gptq",
-                "x",
-            )
+            keys = ("kind", "model", "train", "quant", "default", "scheme", "match", "blocks", "layers", "gptq", "x")
             return {rng.choice(keys): junk(depth - 1) for _ in range(rng.randrange(5))}
         return [junk(depth - 1) for _ in range(rng.randrange(4))]
 

@@ -41,12 +41,7 @@ def test_every_model_is_strict_frozen_and_closed() -> None:
     assert len(found) > 25
     for model in found:
         config = model.model_config
-        strict = (
-            config.get("extra"),
-            config.get("frozen"),
-            config.get("strict"),
-            config.get("allow_inf_nan"),
-        )
+        strict = (config.get("extra"), config.get("frozen"), config.get("strict"), config.get("allow_inf_nan"))
         # the further keys of a change are the names of layers
         extra = "allow" if model is Change else "forbid"
         assert strict == (extra, True, True, False), model.__name__

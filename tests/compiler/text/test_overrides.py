@@ -22,8 +22,7 @@ def errors_of(*overrides: str) -> tuple[Diagnostic, ...]:
 def test_overrides_change_add_and_replace() -> None:
     sets = ["train.steps=200", "model.blocks.count=4", "model.blocks.layers.1.ratio=3.5", "train.steps=300"]
     spec, _ = load(
-        BASE,
-        [*sets, "model.head={softcap: 15}", "train.schedule.floor=0.1", "fuse=[{blocks.*.mlp: [up, act]}]"],
+        BASE, [*sets, "model.head={softcap: 15}", "train.schedule.floor=0.1", "fuse=[{blocks.*.mlp: [up, act]}]"]
     )
     assert (spec.train.steps, spec.model.blocks.count, spec.model.blocks.layers[1].ratio) == (300, 4, 3.5)
     assert (spec.model.head.softcap, spec.train.schedule.floor) == (15, 0.1)

@@ -160,12 +160,7 @@ def test_damaged_compressed_files_are_integrity_errors(tmp_path: Path, suffix: s
     text = random.Random(4).randbytes(20_000)
     whole = lzma.compress(text) if suffix == ".xz" else gzip.compress(text)
     path = tmp_path / f"val.txt{suffix}"
-    for damaged in (
-        whole[:-20],
-        whole[: len(whole) // 2],
-        b"plain text",
-        whole[:5000] + b"\0" * 99 + whole[5099:],
-    ):
+    for damaged in (whole[:-20], whole[: len(whole) // 2], b"plain text", whole[:5000] + b"\0" * 99 + whole[5099:]):
         path.write_bytes(damaged)
         with pytest.raises(DataIntegrityError, match=r"val\.txt.*damaged compressed file"):
             list(documents(path, "val"))

@@ -63,13 +63,7 @@ def take(loader: Loader, steps: int) -> list[list[int]]:
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(
-    st.integers(1, 50),
-    st.integers(1, 3000),
-    st.integers(0, 2**64),
-    st.integers(0, 9),
-    st.sampled_from(ORDERS),
-)
+@given(st.integers(1, 50), st.integers(1, 3000), st.integers(0, 2**64), st.integers(0, 9), st.sampled_from(ORDERS))
 def test_an_epoch_meets_every_block_once(length: int, extra: int, seed: int, epoch: int, order: Order) -> None:
     tokens = length + extra
     plan = epoch_order(tokens, length, order, seed, epoch)
@@ -178,8 +172,7 @@ def test_state_tells_what_was_taken_and_not_what_was_prefetched(stream: TokenStr
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
-    [({"length": 51}, "length"), ({"seed": 2}, "seed"), ({"order": "sequential"}, "order")],
+    ("change", "name"), [({"length": 51}, "length"), ({"seed": 2}, "seed"), ({"order": "sequential"}, "order")]
 )
 def test_a_state_of_another_run_is_refused(stream: TokenStream, change: dict[str, object], name: str) -> None:
     settings: dict[str, object] = {"batch": 2, "length": 50, "order": "coprime_stride", "seed": 1}

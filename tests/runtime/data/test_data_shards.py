@@ -143,13 +143,7 @@ def test_a_disk_that_cannot_read_is_named_with_the_place(tmp_path: Path, monkeyp
 
 
 def test_shards_are_found_by_folder_pattern_and_file(tmp_path: Path) -> None:
-    names = [
-        "fineweb_train_000001.bin",
-        "fineweb_train_000000.bin",
-        "fineweb_val_000000.bin",
-        "trainer.bin",
-        "x.bin",
-    ]
+    names = ["fineweb_train_000001.bin", "fineweb_train_000000.bin", "fineweb_val_000000.bin", "trainer.bin", "x.bin"]
     for name in names:
         (tmp_path / name).write_bytes(b"")
     train = [tmp_path / "fineweb_train_000000.bin", tmp_path / "fineweb_train_000001.bin"]

@@ -51,22 +51,13 @@ def write_ranks(path: Path, pieces: list[bytes]) -> Path:
 def train_sentencepiece(folder: Path, name: str, text: str, **options: object) -> Path:
     source = folder / f"{name}.txt"
     source.write_text(text, encoding="utf-8")
-    defaults: dict[str, object] = {
-        "model_type": "bpe",
-        "vocab_size": 330,
-        "byte_fallback": True,
-        "minloglevel": 2,
-    }
+    defaults: dict[str, object] = {"model_type": "bpe", "vocab_size": 330, "byte_fallback": True, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(input=str(source), model_prefix=str(folder / name), **(defaults | options))
     return folder / f"{name}.model"
 
 
 TEXT = "the quick brown fox jumps over the lazy dog and then thinks in the sun\n" * 40
-IDENTITY = {
-    "normalization_rule_name": "identity",
-    "add_dummy_prefix": False,
-    "remove_extra_whitespaces": False,
-}
+IDENTITY = {"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False}
 
 
 @pytest.fixture(scope="module")
@@ -218,10 +209,7 @@ def test_files_that_are_no_sentencepiece_model(tmp_path: Path, content: bytes) -
     [
         (lambda lines: lines[:100], "156 of the 256 single bytes have no rank"),
         (lambda lines: lines[:7] + lines[8:], r"bad\.tiktoken:8: expected .* the rank 7"),
-        (
-            lambda lines: [*lines, lines[5].split()[0] + b" 266"],
-            r"bad\.tiktoken:267: expected base64 bytes not seen",
-        ),
+        (lambda lines: [*lines, lines[5].split()[0] + b" 266"], r"bad\.tiktoken:267: expected base64 bytes not seen"),
         (lambda lines: [*lines[:3], b"!!! 3", *lines[4:]], r"bad\.tiktoken:4: "),
         (lambda lines: [*lines[:3], b"AA==", *lines[4:]], r"bad\.tiktoken:4: "),
         (lambda lines: [*lines[:3], b"AA== x", *lines[4:]], r"bad\.tiktoken:4: "),

@@ -58,9 +58,7 @@ def test_equal_contents_are_equal_bytes(tmp_path: Path) -> None:
     for i in range(10):
         order = list(tensors().items())
         export_safetensors(
-            tmp_path / "m",
-            dict(order[i:] + order[:i]),
-            dict(reversed(metadata.items())) if i % 2 else metadata,
+            tmp_path / "m", dict(order[i:] + order[:i]), dict(reversed(metadata.items())) if i % 2 else metadata
         )
         digests.add(hashlib.sha256((tmp_path / "m").read_bytes()).hexdigest())
     assert len(digests) == 1

@@ -65,14 +65,7 @@ def bits(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bits")
-    pieces = [bytes([value]) for value in range(256)] + [
-        b"th",
-        b"the",
-        b" the",
-        b"  ",
-        b"\xe2\x96",
-        b"\xe2\x96\x81",
-    ]
+    pieces = [bytes([value]) for value in range(256)] + [b"th", b"the", b" the", b"  ", b"\xe2\x96", b"\xe2\x96\x81"]
     lines = [base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)]
     (folder / "small.tiktoken").write_bytes(b"".join(lines))
     text = folder / "text.txt"
@@ -229,8 +222,7 @@ def counting_stream(folder: Path, tokens: int) -> TokenStream:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "length", "batch", "stride"),
-    [(5001, 64, 8, None), (5001, 64, 8, 10), (40, 64, 8, 5), (66, 64, 2, 64)],
+    ("tokens", "length", "batch", "stride"), [(5001, 64, 8, None), (5001, 64, 8, 10), (40, 64, 8, 5), (66, 64, 2, 64)]
 )
 def test_what_is_not_scored_does_not_touch_the_sum(
     tmp_path: Path, tokens: int, length: int, batch: int, stride: int | None
@@ -253,13 +245,7 @@ def test_what_is_not_scored_does_not_touch_the_sum(
     stream = counting_stream(tmp_path, tokens)
     calls: list[tuple[int, int]] = []
     found = bits(
-        poisoned,
-        stream,
-        Wide(),
-        length,
-        batch,
-        stride=stride,
-        progress=lambda done, todo: calls.append((done, todo)),
+        poisoned, stream, Wide(), length, batch, stride=stride, progress=lambda done, todo: calls.append((done, todo))
     )
     assert found.nats == sum(range(tokens)) and found.tokens == tokens - 1 == found.piece_bytes
     assert found.bpb == pytest.approx(sum(range(tokens)) / math.log(2) / (tokens - 1), rel=1e-12)

@@ -184,11 +184,7 @@ def test_the_quick_estimate_is_close_to_the_artifact() -> None:
     generator = torch.Generator().manual_seed(1)
     schemes: dict[str, Scheme] = {"a": Round(bits=5), "b": Round(bits=6), "c": Unquantized(dtype="f16")}
     normal, wide = torch.randn(2, 256, 512, generator=generator)
-    params = {
-        "a": normal * torch.exp(0.4 * wide),
-        "b": normal + wide,
-        "c": torch.randn(64, generator=generator),
-    }
+    params = {"a": normal * torch.exp(0.4 * wide), "b": normal + wide, "c": torch.randn(64, generator=generator)}
     model = quantize_tensors(params, schemes, {})
     exact = measured_bytes(ArtifactContents(spec=b"{}", layout=model.layout(), tensors=model.tensors))
     assert abs(entropy_bytes(model) - exact) < 0.01 * exact

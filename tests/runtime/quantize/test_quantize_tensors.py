@@ -93,10 +93,7 @@ def test_bad_inputs_to_hessians_are_named() -> None:
 
 
 def test_traces_are_sums_of_the_diagonal() -> None:
-    assert traces({"a": torch.diag(torch.tensor([1.0, 2.0, 4.0])) + 8, "b": torch.ones(2, 2)}) == {
-        "a": 31.0,
-        "b": 2.0,
-    }
+    assert traces({"a": torch.diag(torch.tensor([1.0, 2.0, 4.0])) + 8, "b": torch.ones(2, 2)}) == {"a": 31.0, "b": 2.0}
 
 
 def test_a_model_there_and_back() -> None:
@@ -249,11 +246,6 @@ def test_entropy_is_shannons() -> None:
 
 def test_every_failure_has_a_message_a_hint_and_an_exit_code() -> None:
     failure = QuantizeError("what", "do this")
-    assert (failure.message, failure.hint, failure.exit_code, str(failure)) == (
-        "what",
-        "do this",
-        4,
-        "what\ndo this",
-    )
+    assert (failure.message, failure.hint, failure.exit_code, str(failure)) == ("what", "do this", 4, "what\ndo this")
     assert str(IntegrityError("what")) == "what" and IntegrityError("what").exit_code == 5
     assert issubclass(QuantizeError, RunFailure) and issubclass(RunFailure, RuntimeFailure)

@@ -15,14 +15,7 @@ from specc.runtime.errors import IntegrityError
 from specc.runtime.storage import checkpoint, committed
 from specc.runtime.storage.checkpoint import Snapshot
 
-FILES = [
-    "COMMIT",
-    "state.json",
-    "model.safetensors",
-    "optimizer.safetensors",
-    "rng.safetensors",
-    "ema.safetensors",
-]
+FILES = ["COMMIT", "state.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "ema.safetensors"]
 
 
 def snapshot(step: int, averaged: bool = True) -> Snapshot:
@@ -252,12 +245,7 @@ def test_no_checkpoint_is_none(folder: Path) -> None:
 
 
 def test_a_mismatch_says_the_difference() -> None:
-    found = {
-        "a": torch.zeros(2),
-        "b": torch.zeros(3),
-        "c": torch.zeros(1),
-        "d": torch.zeros(1, dtype=torch.int64),
-    }
+    found = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1), "d": torch.zeros(1, dtype=torch.int64)}
     wanted = {"a": torch.zeros(2), "b": torch.zeros(3, 1), "d": torch.zeros(1), "e": torch.zeros(1)}
     with pytest.raises(IntegrityError) as caught:
         checkpoint.require_match("the model", found, wanted)

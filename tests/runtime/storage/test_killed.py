@@ -123,11 +123,7 @@ class Victim:
         code = "from specc.cli.app import main; main()"
         with (self.folder / "stderr").open("w") as told:
             return subprocess.Popen(
-                [sys.executable, "-c", code, *words],
-                env=self.env,
-                stdout=subprocess.DEVNULL,
-                stderr=told,
-                text=True,
+                [sys.executable, "-c", code, *words], env=self.env, stdout=subprocess.DEVNULL, stderr=told, text=True
             )
 
     def told(self) -> str:

@@ -92,13 +92,7 @@ def test_the_command_targets_sm90a_and_finds_cutlass(install: Install, source: P
     commands = install()
     compile_only(source)
     (command,) = commands()
-    for flag in (
-        "-O3",
-        "-DNDEBUG",
-        "-gencode=arch=compute_90a,code=sm_90a",
-        "--expt-relaxed-constexpr",
-        "-shared",
-    ):
+    for flag in ("-O3", "-DNDEBUG", "-gencode=arch=compute_90a,code=sm_90a", "--expt-relaxed-constexpr", "-shared"):
         assert flag in command.split()
     includes = [Path(word[2:]) for word in command.split() if word.startswith("-I")]
     assert any((include / "cutlass" / "cutlass.h").is_file() for include in includes)
