@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+# On matrices as small as those of tests, threads only wait for each other. Torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 LEFT_OUT = pytest.StashKey[list[str]]()
 
 

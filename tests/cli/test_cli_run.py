@@ -15,15 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_samples import SMALL, SPEC, one_thread, write_text
+from run_samples import SMALL, SPEC, write_text
 
 from specc.cli.app import run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,12 @@ import signal
 import sys
 import time
 
-import torch
-
 from specc.runtime.distributed import heartbeat
 from specc.runtime.distributed.world import joined
 
 
 def main(stopped: int) -> None:
     heartbeat.INTERVAL, heartbeat.PATIENCE = 0.1, 2.0
-    torch.set_num_threads(1)
     with joined() as world:
         world.wait()
         time.sleep(0.5)

@@ -82,7 +82,6 @@ def resumed() -> tuple[list[str], bool]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     state, same = resumed()
     print(
         json.dumps(

@@ -8,4 +8,4 @@ from run_samples import HELPERS
 def environment(**more: str) -> dict[str, str]:
     """One thread, the helpers on the path, the loopback interface, and `more`."""
     path = os.pathsep.join((str(HELPERS), os.environ.get("PYTHONPATH", "")))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **more}
+    return {**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo", **more}

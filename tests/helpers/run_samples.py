@@ -1,8 +1,6 @@
 """Small runs and models for the tests of what comes after training; the weights are random, not trained."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,15 +50,6 @@ VARIANTS = {
     "no fusion": ("fuse=[]",),
 }
 WORDS = ("the", "of", "model", "spec", "kernel", "a", "tile", "byte", "Größe", "→")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """On matrices as small as these, threads only wait for each other, and long on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gpt_mini(*overrides: str) -> Spec:

@@ -105,7 +105,6 @@ def scene(world: World, settings: dict[str, Any], dtype: torch.dtype) -> dict[st
 
 
 def main(device: str) -> None:
-    torch.set_num_threads(1)
     with joined() as joined_world:
         world = joined_world.on(torch.device(device))
         found = {

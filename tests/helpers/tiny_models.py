@@ -76,14 +76,12 @@ def tiny(*args: Any, **words: Any) -> Spec:
 @contextmanager
 def float64() -> Iterator[None]:
     """New tensors are float64, so that generated code that is `.double()` has nothing of less precision in it."""
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)  # tensors this small only wait for threads
     try:
         yield
     finally:
         torch.set_default_dtype(before)
-        torch.set_num_threads(threads)
 
 
 def random_params(programs: Programs, seed: int) -> dict[str, Tensor]:

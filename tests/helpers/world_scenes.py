@@ -185,7 +185,6 @@ def turn() -> None:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     stream(folder)
     with joined() as world:
         found = {}

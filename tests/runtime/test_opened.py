@@ -6,12 +6,11 @@ import json
 import random
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from run_samples import add_checkpoint, make_run, one_thread, random_weights, small_spec, write_text
+from run_samples import add_checkpoint, make_run, random_weights, small_spec, write_text
 
 import specc.runtime
 from specc.compiler.build import canonical
@@ -25,12 +24,6 @@ from specc.runtime.model.load import TargetError, device_asked_for
 from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage.run_directory import Run, RunDirectoryError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

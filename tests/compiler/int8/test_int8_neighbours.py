@@ -1,6 +1,6 @@
 """Int8 products beside what else a model has: gates, views, waves, floats, states that nobody reads."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -25,14 +25,6 @@ GATED: dict[str, Any] = {"kind": "mlp", "hidden": 32, "act": "silu(gate) * x"}
 CROSS: dict[str, Any] = {"kind": "attention", "name": "cross", "of": "encoder", "heads": 2}
 REPEAT: dict[str, Any] = {"kind": "repeat"}
 UNTIED: dict[str, Any] = {"head": {"tied": False, "bias": True}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def quant(*patterns: str, bits: int = 8) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Artifacts of int8 models that were damaged and sealed anew, digests and all: each is refused, with node, expected and
 got, before anything is computed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from int8_models import LSTM, Made, data_of, made
 from tiny_models import spec_of
 
@@ -25,14 +24,6 @@ from specc.runtime.open_model import open_model, read_verified
 Arrays = dict[str, dict[str, Any]]
 WEIGHT, BIAS = "head.logits", "head.logits_bias"  # [31, 16] and [31]
 SQUARE = "decoder.cross.q"  # [16, 16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

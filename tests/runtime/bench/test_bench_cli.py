@@ -1,13 +1,13 @@
 """`specc bench` as a user calls it: all parts in small on the CPU, and what it refuses."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_samples import SPEC, one_thread
+from run_samples import SPEC
 
 from specc.cli import bench as bench_command
 from specc.cli.app import run
@@ -21,12 +21,6 @@ from specc.runtime.model.load import Loaded, instantiate
 SMALL = ("model.dim=32", "model.context=32", "model.blocks.count=2", "train.micro_batch=2", "train.tokens_per_step=128")
 SETS = [word for text in (*SMALL, "train.schedule={}") for word in ("--set", text)]
 MLP = ("--set", 'fuse=[{"blocks.*.mlp": [up, act, down]}]')
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """`specc bench` of models of pairs: the training table, decoding with a cache and without, int8 products."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from int8_models import LSTM as INT8_MODEL
 from int8_models import data_of
 from pair_models import BOTH, CHARS, CROSS, EMBED, LSTM, MLP, SELF, blocks, pairs_spec
-from run_samples import SPEC, one_thread
+from run_samples import SPEC
 
 from specc.cli.app import run
 from specc.compiler.passes.without_cache import uncached
@@ -55,12 +53,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LINES = ["(7-3*z)*(-5*z-9)", "x**2", "4*(3*sin(k)-17)*sin(k)", "", "z", "(2-2*n)*(n-1)", "x**2", "n*(n-11)"]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +230,7 @@ def test_rows_of_two_processes(spec_file: Path) -> None:
     """On the target that one process chooses too, here the spec's only one."""
     words = ["bench", str(spec_file), "--only", "table", "--gpus", "2", "--steps", "3", "--json"]
     code = "import sys; from specc.cli.app import run; sys.exit(run(sys.argv[1:]))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["table"]
     rows = {row["name"]: row for row in found["rows"]}

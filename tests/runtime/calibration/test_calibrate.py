@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from run_samples import VARIANTS, model_of, one_thread, small_spec, write_text
+from run_samples import VARIANTS, model_of, small_spec, write_text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,12 +22,6 @@ from specc.runtime.errors import QuantizeError
 CPU = torch.device("cpu")
 LOOP = ("model.blocks.order=0..1 0..1 0..1",)
 KINDS = {**VARIANTS, "a loop": LOOP}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

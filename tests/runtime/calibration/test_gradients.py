@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_samples import make_run, model_of, one_thread, small_spec, write_text
+from run_samples import make_run, model_of, small_spec, write_text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,12 +35,6 @@ TABLES = (
     'quant.rules=[{match: "*.{residual,q_gain,value_scale,scale}", scheme: none, dtype: f16}]',
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,;:ABCDEFGHI"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,12 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from run_samples import SMALL, SPEC, one_thread, write_text
+from run_samples import SMALL, SPEC, write_text
 
 from specc.cli.app import run
 from specc.runtime.data.documents.corpus import documents
@@ -28,12 +27,6 @@ from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import EnvironmentFailure
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Steps as CUDA graphs: which shapes are captured, and that replays give what the model gives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +12,6 @@ from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.decode import step_graphs as steps
 from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.decode.step_graphs import Eager, Graphed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Replayed:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from pair_models import CROSS, EMBED, MLP, SELF, blocks, pairs_data
 
 import specc.runtime
@@ -17,7 +16,6 @@ LEARNED = {**EMBED, "positions": "learned"}
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run of two steps and the file that it ships as."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("lines")
     data = pairs_data(
         [LEARNED, blocks({**SELF, "dropout": 0.1}, MLP)], [LEARNED, blocks(SELF, CROSS, MLP)], init={"normal": 0.7}

@@ -16,7 +16,7 @@ import torch
 import world_scenes
 from log_lines import read_log
 from ranks import environment
-from run_samples import HELPERS, SPEC, one_thread, write_text
+from run_samples import HELPERS, SPEC, write_text
 from safetensors.torch import load_file
 
 from specc.cli.app import run
@@ -41,12 +41,6 @@ SMALL = (
     "train.average={kind: ema, decay: 0.8}",
     "train.validate_every=5",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def arguments(folder: Path, name: str, *more: str, steps: int = 12) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from adapt_scene import ADAMW, CAUSAL, CHUNK, LORA, METHODS, SLOT, STRIDE, TTT, Nats, adapted, counted, opened_at, plain
-from run_samples import make_run, model_of, one_thread, small_spec, write_text
+from run_samples import make_run, model_of, small_spec, write_text
 from torch import Tensor
 
 from specc.runtime.errors import RunFailure
@@ -25,12 +25,6 @@ from specc.runtime.storage.run_directory import Run
 
 WINDOW = 32
 LR = {"cosine": lambda done: 0.5 * (1 + np.cos(np.pi * done)), "constant": lambda done: 1.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

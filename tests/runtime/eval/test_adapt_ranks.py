@@ -3,24 +3,17 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from adapt_scene import METHODS, all_of
 from ranks import environment
-from run_samples import HELPERS, make_run, one_thread, small_spec, write_text
+from run_samples import HELPERS, make_run, small_spec, write_text
 
 from specc.cli.app import run as specc
 from specc.runtime.distributed import launch
 from specc.runtime.storage.run_directory import Run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

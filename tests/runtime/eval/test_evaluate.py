@@ -2,13 +2,12 @@
 
 import math
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from run_samples import make_run, model_of, one_thread, random_weights, small_spec, write_text
+from run_samples import make_run, model_of, random_weights, small_spec, write_text
 
 from specc.runtime.data.errors import DataError
 from specc.runtime.errors import RunFailure
@@ -19,12 +18,6 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import Run, RunDirectoryError
 from specc.runtime.train.train import TrainOptions, train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

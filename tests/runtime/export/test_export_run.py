@@ -1,12 +1,11 @@
 """`export`: one file out of a run, read back, and never over another."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from run_samples import add_checkpoint, make_run, one_thread, random_weights, small_spec, write_text
+from run_samples import add_checkpoint, make_run, random_weights, small_spec, write_text
 from safetensors import safe_open
 
 from specc.runtime.errors import IntegrityError, RunFailure
@@ -16,12 +15,6 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage.run_directory import Run
 
 FORMATS: tuple[Format, ...] = ("artifact", "safetensors")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 import io
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import brotli
 import pytest
 import torch
-from run_samples import make_run, one_thread, random_weights, small_spec, write_text
+from run_samples import make_run, random_weights, small_spec, write_text
 
 from specc.cli.app import run as specc
 from specc.runtime.errors import IntegrityError, RunFailure
@@ -17,12 +16,6 @@ from specc.runtime.open_model import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage.run_directory import Run, RunDirectoryError
 from specc.runtime.submission.plain import plain_size
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
-from run_samples import model_of, one_thread, small_spec, write_text
+from run_samples import model_of, small_spec, write_text
 from torch import Tensor, nn
 
 from specc.compiler.quant.gptq import Gptq
@@ -21,12 +21,6 @@ from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.bit_allocation import CELLS, Option, added_nats, allocate_bits, knapsack
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def best_by_trying(options: list[list[Option]], budget: int) -> float | None:

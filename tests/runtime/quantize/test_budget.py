@@ -1,11 +1,11 @@
 """A budget that the widths of the rules do not meet: what is chosen then, and that nothing is lost where none fits."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from run_samples import make_run, one_thread, small_spec, write_text
+from run_samples import make_run, small_spec, write_text
 
 from specc.cli.app import run as specc
 from specc.compiler.quant.gptq import Gptq
@@ -23,12 +23,6 @@ from specc.runtime.submission.count import submission_size
 from specc.runtime.submission.export import code_bytes, export_submission
 
 BLOCKS = "quant.promote=null", "quant.allocate={bits: [4, 5, 6], match: blocks.*}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

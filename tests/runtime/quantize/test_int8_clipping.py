@@ -1,7 +1,6 @@
 """Inputs of int8 products that their scales do not reach to: the error that is reported counts what is cut off."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from int8_models import BY_FEATURE, LSTM, data_of, lines, made
 from round_runs import go
-from run_samples import one_thread
 from tiny_models import spec_of
 from torch import Tensor
 
@@ -19,12 +17,6 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.quantize.report import InputRow, clipped_line, input_report
 
 NAME = "encoder.lstm.input"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def scene(share: float, bits: int, by_feature: bool = True) -> tuple[InputRow, tuple[InputRow, ...], Tensor, Tensor]:

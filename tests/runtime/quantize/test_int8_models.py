@@ -1,6 +1,5 @@
 """Models in int8: near their floats, the same step by step, the same from an artifact; what each product is given."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,14 +32,6 @@ from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize.report import input_report, input_table
 
 HIDDEN = ("hidden", "back_hidden")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -1,6 +1,5 @@
 """Stages whose int8 forms meet in one model: LSTMs of different bits, and stages named as what int8 adds once was."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from int8_models import LSTM, QUANT, data_of, lines
 from round_runs import go
-from run_samples import one_thread
 from tiny_models import spec_of
 
 from specc.compiler.build import compile_loaded
@@ -17,12 +15,6 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.verify.deployed import verify_deployed
 
 FINE = {"scheme": "int8", "activation_bits": 16}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def mixed(*fine: str) -> dict[str, Any]:

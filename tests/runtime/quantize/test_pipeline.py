@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from run_samples import HELPERS, add_checkpoint, make_run, model_of, one_thread, random_weights, small_spec, write_text
+from run_samples import HELPERS, add_checkpoint, make_run, model_of, random_weights, small_spec, write_text
 from torch import Tensor, nn
 
 from specc.compiler.build import canonical, spec_of
@@ -43,12 +43,6 @@ class Quantized:
     options: QuantizeOptions
     said: tuple[str, ...]
     progress: tuple[tuple[str, int, int], ...]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +76,6 @@ def logits_digest(model: torch.nn.Module) -> str:
 SCRIPT = """
 import sys
 from pathlib import Path
-import torch
-torch.set_num_threads(int(sys.argv[4]))
 sys.path[:0] = sys.argv[2:4]
 from test_pipeline import logits_digest
 import specc.runtime
@@ -93,8 +85,7 @@ print(logits_digest(specc.runtime.load(sys.argv[1])))
 
 def test_the_artifact_in_another_process_gives_the_very_bits(made: Quantized, tmp_path: Path) -> None:
     artifact = shutil.copy(made.result.artifact, tmp_path / "shipped.specc")
-    threads = str(torch.get_num_threads())
-    command = [sys.executable, "-c", SCRIPT, str(artifact), str(Path(__file__).parent), str(HELPERS), threads]
+    command = [sys.executable, "-c", SCRIPT, str(artifact), str(Path(__file__).parent), str(HELPERS)]
     there = subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
     assert there == logits_digest(made.model)
     assert there != logits_digest(open_model(made.run.directory).model)

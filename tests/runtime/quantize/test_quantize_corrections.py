@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from run_samples import make_run, one_thread, small_spec, write_text
+from run_samples import make_run, small_spec, write_text
 from torch import Tensor
 
 from specc.compiler.build import canonical, spec_of
@@ -24,12 +23,6 @@ from specc.runtime.errors import QuantizeError
 from specc.runtime.open_model import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
 from specc.runtime.storage.run_directory import Run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def example(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor]:

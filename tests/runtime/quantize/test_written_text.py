@@ -2,13 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_samples import make_run, model_of, one_thread, small_spec, write_text
+from run_samples import make_run, model_of, small_spec, write_text
 from torch import Tensor
 
 from specc.compiler.build import canonical
@@ -21,12 +20,6 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.quantize.written_text import write_text as write_own
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def opened_of(spec: Spec, seed: int = 0) -> OpenedModel:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from log_lines import read_log
-from run_samples import SPEC, one_thread, write_text
+from run_samples import SPEC, write_text
 
 from specc.cli.app import run as command
 from specc.runtime.open_model import read_verified
@@ -94,7 +94,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
         assert command(list(words)) == 0
         seconds[name] = time.monotonic() - began
 
-    with one_thread(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         timed("train", *training(run, data))
         seconds["train"] = 1.1 * read_log(run / "log.jsonl")[-1]["seconds"]  # what follows the last step is a little
@@ -116,7 +116,7 @@ class Victim:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.chance = folder, random.Random(f"{SEED} {name}")
         # A cache of its own: what is made once for all runs is interrupted too.
-        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+        self.env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
         self.starting = 2.0  # seconds until it is at work: measured as it goes
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_samples import make_run, one_thread, small_spec, write_text
+from run_samples import make_run, small_spec, write_text
 
 from specc.cli.app import run as specc
 from specc.compiler.spec import check
@@ -65,12 +64,6 @@ class Made:
     shards: Path
     folder: Path
     alone: Path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def write_shards(folder: Path) -> Path:

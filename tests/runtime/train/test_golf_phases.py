@@ -1,7 +1,6 @@
 """Depth recurrence that begins part-way through training: two programs over one table of parameters, the switch, and
 what a run is scored with that ends on either side of it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from golf_models import spec_of
 from plain_golf import Plain, at, copied, place
-from run_samples import one_thread, small_spec, write_text
+from run_samples import small_spec, write_text
 from tiny_models import float64
 from torch import Tensor
 
@@ -36,12 +35,6 @@ LOOPED = (
     'quant.rules.1.match="*.{residual,q_gain,scale}"',
     "train.optimizers.1.weight_decay=0.5",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def looped(p: Plain, after: float) -> Any:

@@ -1,6 +1,5 @@
 """Where a run begins to round for int8 it measures what products read: all until then is kept, whatever comes of it."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from int8_models import BLOCKS
 from log_lines import read_log
 from round_runs import go
-from run_samples import one_thread
 
 from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.errors import QuantizeError
@@ -22,12 +20,6 @@ WAVES = {
     "encoder": [{"kind": "embed", "dim": 16, "positions": "sinusoidal"}, *BLOCKS["encoder"][1:]],
     "decoder": [{"kind": "embed", "dim": 16, "positions": "sinusoidal"}, *BLOCKS["decoder"][1:]],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def committed(folder: Path) -> list[int]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from int8_models import ADDITIVE, BY_FEATURE, LSTM, data_of
 from round_runs import go, losses, small
-from run_samples import one_thread
 from torch import Tensor
 
 from specc.cli.app import run as command
@@ -29,12 +27,6 @@ from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage import checkpoint
 from specc.runtime.train.loop import TrainResult
 from specc.runtime.train.train import TrainOptions, train
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Training programs that round as int8 will: the values of the deployed model, gradients, causality, weights."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from int8_models import BLOCKS, BY_FEATURE, LSTM, QUANT, WIDE, Made, data_of, lines, made
-from run_samples import one_thread
 from tiny_models import spec_of
 from torch import Tensor
 
@@ -39,12 +38,6 @@ BACKWARD = {
 }
 MODELS = {"lstm": LSTM, "two biases": TWO_BIASES, "backward": BACKWARD, "blocks": BLOCKS}
 QUANTS = {"one scale": QUANT, "by feature": BY_FEATURE, "16 bits": WIDE}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 @cache

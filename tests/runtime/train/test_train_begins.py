@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from log_lines import read_log
 from ranks import environment
-from run_samples import SMALL, SPEC, add_checkpoint, make_run, one_thread, small_spec, write_text
+from run_samples import SMALL, SPEC, add_checkpoint, make_run, small_spec, write_text
 
 from specc.cli.app import run
 from specc.runtime.storage.run_directory import is_run
@@ -30,8 +30,7 @@ def test_data_that_are_not_there_leave_no_folder(
     make_run(tmp_path / "runs" / "gpt_mini-003", small_spec(), str(data))
     assert run(["train", str(SPEC), *SETS, "--resume", "auto", "--data", "dataa"]) == 2
     (tmp_path / "runs" / "gpt_mini-003" / "checkpoints" / "step_00000003").rename(tmp_path / "elsewhere")
-    with one_thread():
-        assert run(["train", str(SPEC), *SETS, "--resume", "auto", "--data", str(data)]) == 0
+    assert run(["train", str(SPEC), *SETS, "--resume", "auto", "--data", str(data)]) == 0
     assert (tmp_path / "runs" / "gpt_mini-003" / "log.jsonl").exists()
     assert not is_run(tmp_path / "runs" / "gpt_mini-007")
 
@@ -45,8 +44,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
     trained.log.write_text('{"event": "start", "step": 0}\n{"event": "checkpoint", "step": 2}\n')
     for path in trained.checkpoints.iterdir():
         path.rename(tmp_path / path.name) if gone else (path / "model.safetensors").write_bytes(b"")
-    with one_thread():
-        assert run(["train", "--run", str(trained.directory), "--resume", "auto"]) == 5
+    assert run(["train", "--run", str(trained.directory), "--resume", "auto"]) == 5
     said = capsys.readouterr().err
     assert "every checkpoint of the run is damaged or gone" in said
     assert len(read_log(trained.log)) == 2  # not a step
@@ -63,8 +61,7 @@ def test_progress_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
         lines.append(line)
         raise BrokenPipeError(32, "Broken pipe")
 
-    with one_thread():
-        assert train(options(tmp_path), closed).complete
+    assert train(options(tmp_path), closed).complete
     assert len(lines) > 4
 
 

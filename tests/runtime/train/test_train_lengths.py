@@ -1,12 +1,11 @@
 """Rows that grow over a run: windows cut into shorter ones, of the same tokens in the same order."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_samples import one_thread, small_spec, write_text
+from run_samples import small_spec, write_text
 from test_golf_phases import saved, trained
 from toy import feed_of
 
@@ -22,12 +21,6 @@ from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 GROWING = ("train.steps=6", "train.lengths=[[0, 8], [0.3, 16], [0.66, 32]]", "train.tokens_per_step=256")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def test_segments_are_those_of_phases_and_lengths_together() -> None:

@@ -1,12 +1,10 @@
 """A whole run on pairs of lines, from the spec: training, resuming, scoring every split and files of lines."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from log_lines import read_log
-from run_samples import one_thread
 
 from specc.cli.app import run as command
 from specc.compiler.build import canonical
@@ -42,12 +40,6 @@ SMALL = (
     "train.optimizers.0.lr=0.01",
     "eval={metric: exact_match, lines: 40, batch: 32}",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def small(*overrides: str) -> Spec:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from log_lines import read_log
-from run_samples import SPEC, one_thread, write_text
+from run_samples import SPEC, write_text
 
 from specc.compiler import pipeline
 from specc.compiler.passes.assign_quant import allocation
@@ -51,8 +51,7 @@ def test_it_learns_rounds_late_and_resumes_exactly(tmp_path: Path, method: str) 
 
     def go(run: Path, stop: int | None, resume: bool = False) -> None:
         options = TrainOptions(spec(method), "cpu", data, run, stop_after_steps=stop, cache=tmp_path / "cache")
-        with one_thread():
-            train(replace(options, resume="auto") if resume else options, lambda _: None)
+        train(replace(options, resume="auto") if resume else options, lambda _: None)
 
     go(whole, None)
     for stop, resume in ((11, False), (21, True), (None, True)):
@@ -67,7 +66,6 @@ def test_it_learns_rounds_late_and_resumes_exactly(tmp_path: Path, method: str) 
     assert snapshot.average is not None and float(snapshot.optimizer["swa.count"]) == 4  # steps 18, 20, 22 and 24
     assert any(name.startswith("muon.second_moment/") for name in snapshot.optimizer)
     assert any(not torch.equal(snapshot.average[name], snapshot.weights[name]) for name in snapshot.weights)
-    with one_thread():
-        result = quantize(whole, QuantizeOptions(cache=tmp_path / "cache", max_tokens=400), lambda _: None)
+    result = quantize(whole, QuantizeOptions(cache=tmp_path / "cache", max_tokens=400), lambda _: None)
     schemes = allocation(run.spec.quant, pipeline.lower(run.spec, "cpu").params)
     assert {row.bits for row in result.rows if schemes[row.name].has_grid} == {4.0, 8.0}

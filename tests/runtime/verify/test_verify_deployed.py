@@ -6,18 +6,11 @@ from typing import Any
 import pytest
 import torch
 from int8_models import BLOCKS, LOOPS, LSTM, QUANT, WIDE, data_of
-from run_samples import one_thread
 from tiny_models import ATTENTION, MLP, spec_data, spec_of
 
 from specc.compiler.spec.spec import Spec
 from specc.runtime.verify import deployed as checks
 from specc.runtime.verify.deployed import verify_deployed
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def text_spec() -> Spec:
