@@ -110,8 +110,3 @@ def buffers(site: Site, module: ModuleType, b: int, t: int, device: str = "cpu")
         torch.full((count + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
         for count, dtype in zip(counts, dtypes, strict=False)
     ]
-
-
-def inside(buffer: Tensor, width: int) -> Tensor:
-    """The values between the guards, [rows, width]."""
-    return buffer[GUARD : buffer.numel() - GUARD].view(-1, width)

@@ -228,7 +228,16 @@ def inner(buffer: Tensor, site: Site) -> Tensor:
     """The output inside its guards, [rows, N]."""
     n = site.node.type.width
     assert isinstance(n, int)
-    return buffer[GUARD : buffer.numel() - GUARD].view(-1, n)
+    return inside(buffer, n)
+
+
+def inside(buffer: Tensor, width: int) -> Tensor:
+    """The values between the guards, [rows, width]."""
+    return buffer[GUARD : buffer.numel() - GUARD].view(-1, width)
+
+
+def rms(error: Tensor) -> float:
+    return error.square().mean().sqrt().item()
 
 
 def check_guards(buffer: Tensor, name: str) -> None:

@@ -88,8 +88,3 @@ def buffers(site: Site, m: int, device: str = "cpu") -> list[Tensor]:
     dtypes = [torch.float32, DTYPES[site.inputs[0].dtype]]
     pairs = zip(columns(site), dtypes, strict=False)
     return [torch.full((m * n + 2 * GUARD,), torch.nan, dtype=dtype, device=device) for n, dtype in pairs]
-
-
-def inside(buffer: Tensor, width: int) -> Tensor:
-    """The values between the guards, [rows, width]."""
-    return buffer[GUARD : buffer.numel() - GUARD].view(-1, width)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from int8_sites import here
 from kernel_sites import GUARD, check_clean, check_guards, interpret, machine_code
 from step_sites import BITS, ROWS, SIZES, close, exact, imported, operands, step_site
 
@@ -279,12 +280,6 @@ def test_every_tile_compiles_and_fits(target: str, size: int, bits: Literal[8, 1
 
 
 # --- on a GPU ---
-
-
-def here() -> str:
-    """The target of this GPU."""
-    major, minor = torch.cuda.get_device_capability()
-    return next(name for name, row in TARGETS.items() if row.arch == 10 * major + minor)
 
 
 @pytest.mark.gpu

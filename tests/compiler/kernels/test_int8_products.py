@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from int8_sites import CASES, close, exact, imported, int8_site, operands, written
+from int8_sites import CASES, close, exact, here, imported, int8_site, operands, written
 from kernel_sites import joined
 
 from specc.compiler import kernels
@@ -145,12 +145,6 @@ def test_generated_gemms_compile_without_spills(
     sources = [written(kernel, int8_site(name, *sizes, target), tmp_path / name) for name, sizes in sites.items()]
     compiled = compile_only(joined(sources, tmp_path))
     assert b".nv_fatbin" in compiled.read_bytes()
-
-
-def here() -> str:
-    """The target of this GPU."""
-    major, minor = torch.cuda.get_device_capability()
-    return next(name for name, row in TARGETS.items() if row.arch == 10 * major + minor)
 
 
 @pytest.mark.gpu

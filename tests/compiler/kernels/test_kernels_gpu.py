@@ -18,6 +18,7 @@ from kernel_sites import (
     inner,
     make_site,
     poisoned,
+    rms,
     sample_inputs,
     written,
 )
@@ -64,12 +65,6 @@ def site_of(way: Way, out: str = "") -> Site:
     return make_site(name, *SIZES[size], WAYS[kind][1], out=out)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for generated packages."""
-    return tmp_path_factory.mktemp("gpu_kernels")
-
-
 @cache
 def compile_all(folder: Path) -> None:
     """Compiles all that nvcc has to, side by side."""
@@ -98,18 +93,6 @@ def launched(module: ModuleType, site: Site, inputs: list[Tensor], m: int) -> li
     for i, buffer in enumerate(buffers):
         check_guards(buffer, f"output {i}")
     return [inner(buffer, site) for buffer in buffers]
-
-
-def rms(error: Tensor) -> float:
-    return error.square().mean().sqrt().item()
-
-
-@pytest.fixture
-def poison() -> Iterator[None]:
-    """Memory that Torch allocates is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("way", ALL, ids="-".join)

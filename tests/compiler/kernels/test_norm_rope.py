@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from head_sites import PARTS, SHAPES, buffers, columns, expected, head_inputs, head_site, inside, several
+from head_sites import PARTS, SHAPES, buffers, columns, expected, head_inputs, head_site, several
 from kernel_sites import (
     DTYPES,
     check_clean,
@@ -20,6 +20,7 @@ from kernel_sites import (
     check_outputs,
     empty,
     imported,
+    inside,
     interpret,
     machine_code,
     written,

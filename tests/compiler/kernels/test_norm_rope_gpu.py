@@ -1,6 +1,5 @@
 """Norm, rotary embedding and gain on a GPU: against float64 and against plain Torch, at odd numbers of tokens."""
 
-from collections.abc import Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import ModuleType
@@ -8,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from head_sites import PARTS, SHAPES, buffers, columns, eager, expected, head_inputs, head_site, inside, several
-from kernel_sites import check_guards, imported
+from head_sites import PARTS, SHAPES, buffers, columns, eager, expected, head_inputs, head_site, several
+from kernel_sites import check_guards, imported, inside, rms
 from torch import Tensor
 
 from specc.compiler.kernels.kernel import Site, symbol
@@ -29,12 +28,6 @@ TILE = {"golf": HeadTile(4, 3, 2), "gpt2": HeadTile(128, 1, 8)}
 
 def name_of(case: Case) -> str:
     return f"{case[0]}-{case[1]}{'-grad' if case[2] else ''}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for generated packages."""
-    return tmp_path_factory.mktemp("gpu_heads")
 
 
 def load(case: Case, folder: Path, dtype: str = "bf16", tile: HeadTile | None = None) -> tuple[Site, ModuleType]:
@@ -59,18 +52,6 @@ def launched(site: Site, module: ModuleType, inputs: list[Tensor], b: int, t: in
         check_guards(buffer, f"output {i}")
     first = results[0].view(b, t, module.H, module.C)
     return [first, *(part.sum(1, keepdim=True).to(first.dtype) for part in results[1:])]
-
-
-def rms(error: Tensor) -> float:
-    return error.square().mean().sqrt().item()
-
-
-@pytest.fixture
-def poison() -> Iterator[None]:
-    """Memory that Torch allocates is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

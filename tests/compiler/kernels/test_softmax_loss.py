@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_sites import check_clean, check_guards, check_outputs, empty, imported, interpret, machine_code, written
-from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, inside, loss_inputs, loss_site
+from kernel_sites import (
+    check_clean,
+    check_guards,
+    check_outputs,
+    empty,
+    imported,
+    inside,
+    interpret,
+    machine_code,
+    written,
+)
+from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, loss_inputs, loss_site
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog

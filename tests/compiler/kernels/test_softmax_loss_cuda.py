@@ -12,8 +12,8 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
-from kernel_sites import check_clean, check_guards, check_outputs, empty, imported, written
-from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, inside, loss_inputs, loss_site
+from kernel_sites import check_clean, check_guards, check_outputs, empty, imported, inside, written
+from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, loss_inputs, loss_site
 from torch import Tensor
 
 from specc.compiler.kernels.kernel import Site, missing, symbol

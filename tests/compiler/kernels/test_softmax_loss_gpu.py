@@ -1,13 +1,12 @@
 """The softmax loss on a GPU, at odd numbers of rows: against float64 and against Torch's own cross-entropy."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from kernel_sites import check_guards, imported
-from loss_sites import CAP, buffers, columns, eager, expected, inside, loss_inputs, loss_site, op_of
+from kernel_sites import check_guards, imported, inside, rms
+from loss_sites import CAP, buffers, columns, eager, expected, loss_inputs, loss_site, op_of
 from torch import Tensor
 
 from specc.compiler.kernels.kernel import Site, symbol
@@ -35,12 +34,6 @@ ALL: list[Way] = [
 ] + [(shape, "capped", "mean", "f32") for shape in ("golf", "gpt2", "odd")]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for generated packages."""
-    return tmp_path_factory.mktemp("gpu_loss")
-
-
 def load(way: Way, folder: Path) -> tuple[Site, ModuleType]:
     """The site of a kernel, and its generated module."""
     shape, f, reduction, dtype = way
@@ -58,18 +51,6 @@ def launched(module: ModuleType, site: Site, inputs: list[Tensor]) -> list[Tenso
     for name, buffer in zip(("nats", "grad"), made, strict=False):
         check_guards(buffer, name)
     return [results[0].view(-1), *results[1:]]
-
-
-def rms(error: Tensor) -> float:
-    return error.square().mean().sqrt().item()
-
-
-@pytest.fixture
-def poison() -> Iterator[None]:
-    """Memory that Torch allocates is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("way", ALL, ids="-".join)

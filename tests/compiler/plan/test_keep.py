@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import ATTENTION, MLP, float64, pair, tiny
+from tune_samples import MACHINE
 
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
 from specc.compiler.expr import Keep
-from specc.compiler.plan.lock import NO_LOCK, Entry, GroupEntry, Lock, Machine, group_key
+from specc.compiler.plan.lock import NO_LOCK, Entry, GroupEntry, Lock, group_key
 from specc.compiler.plan.plan import Plan, SaveChoices
 from specc.compiler.spec.spec import Spec
 from specc.runtime.tune.candidates import all_choices, tuned_choices
 from specc.runtime.tune.save_choice import fastest, line
 
-MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
 GELU, GATED = "gelu(x)", "silu(gate) * x"
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tune_samples import MACHINE
 
 from specc.cli.app import run
 from specc.compiler.build import compile_spec
@@ -19,7 +20,6 @@ from specc.compiler.plan.lock import (
     Entry,
     GroupEntry,
     Lock,
-    Machine,
     group_digest,
     group_key,
     lock_path,
@@ -31,7 +31,6 @@ from specc.compiler.plan.plan import Choice
 from specc.compiler.report.lock_use import LockUse
 
 ROOT = Path(__file__).parents[3]
-MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
 GPU = MACHINE.model_dump_json()
 MEASURED = GemmTile(64, 256, 64, (2, 1), "Pingpong", (64, 64), 2, 2)
 GIVEN = tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}

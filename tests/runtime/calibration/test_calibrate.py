@@ -1,12 +1,10 @@
 """Calibration: what the traced model shows is what every linear is really given."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from run_samples import VARIANTS, model_of, small_spec, write_text
+from run_samples import VARIANTS, model_of, small_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,21 +13,12 @@ from specc.compiler.passes.assign_quant import calibrated
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.runtime.calibration.calibrate import Capture, calibration_windows, capture_hessians
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
-from specc.runtime.data.windows.stream import TokenStream, open_stream
+from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.errors import QuantizeError
 
 CPU = torch.device("cpu")
 LOOP = ("model.blocks.order=0..1 0..1 0..1",)
 KINDS = {**VARIANTS, "a loop": LOOP}
-
-
-@pytest.fixture(scope="module")
-def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenStream]:
-    folder = tmp_path_factory.mktemp("text")
-    opened = open_stream(write_text(folder / "data"), "train", ByteTokenizer(), folder / "cache")
-    yield opened
-    opened.close()
 
 
 def unfused(spec: Spec) -> nn.Module:

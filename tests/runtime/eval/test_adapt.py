@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from adapt_scene import ADAMW, CAUSAL, CHUNK, LORA, METHODS, SLOT, STRIDE, TTT, Nats, adapted, counted, opened_at, plain
-from run_samples import make_run, model_of, small_spec, write_text
+from run_samples import make_run, model_of, small_spec
 from torch import Tensor
 
 from specc.runtime.errors import RunFailure
@@ -25,12 +25,6 @@ from specc.runtime.storage.run_directory import Run
 
 WINDOW = 32
 LR = {"cosine": lambda done: 0.5 * (1 + np.cos(np.pi * done)), "constant": lambda done: 1.0}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("adapt")
-    return make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,11 @@ import pytest
 import torch
 from adapt_scene import METHODS, all_of
 from ranks import environment
-from run_samples import HELPERS, make_run, small_spec, write_text
+from run_samples import HELPERS, make_run, small_spec
 
 from specc.cli.app import run as specc
 from specc.runtime.distributed import launch
 from specc.runtime.storage.run_directory import Run
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("ranks")
-    return make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
 
 
 def test_three_processes_count_what_one_does(run: Run) -> None:

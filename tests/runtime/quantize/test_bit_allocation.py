@@ -3,11 +3,11 @@ does cost."""
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-from run_samples import model_of, small_spec, write_text
+from run_samples import model_of, small_spec
 from torch import Tensor, nn
 
 from specc.compiler.quant.gptq import Gptq
@@ -17,8 +17,7 @@ from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import Allocate, Calibrate
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.calibration.gradients import Gradients
-from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
-from specc.runtime.data.windows.stream import TokenStream, open_stream
+from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.bit_allocation import CELLS, Option, added_nats, allocate_bits, knapsack
 
@@ -104,14 +103,6 @@ def test_what_cannot_be_done_is_said() -> None:
         Allocate(bits=(2, 3, 4)), 99_999, {"t": Round(bits=8)}, lambda n, s: 1.0, size, lambda s: 0, lambda _: None
     )
     assert narrow["t"].bits_per_value() == 2  # of equal costs the fewest bytes
-
-
-@pytest.fixture(scope="module")
-def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenStream]:
-    folder = tmp_path_factory.mktemp("text")
-    opened = open_stream(write_text(folder / "data"), "train", ByteTokenizer(), folder / "cache")
-    yield opened
-    opened.close()
 
 
 def trained(stream: TokenStream, *changes: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:

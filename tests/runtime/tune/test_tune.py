@@ -27,18 +27,6 @@ SPEC = ROOT / "specs/gpt_mini.yaml"
 MAIN = "from specc.cli.app import main; main()"
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return compile_spec(SPEC, (), ("sm90",)).plans["sm90"]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of its own."""
-    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def test_every_node_with_a_kernel_is_tuned_once_with_all_languages(plan: Plan) -> None:
     choices = tuned_choices(plan)
     modules = [choice.rendered.module for choice in choices]

@@ -34,18 +34,6 @@ ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "specs/gpt_mini.yaml"
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return compile_spec(SPEC, (), ("sm90",)).plans["sm90"]
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of its own."""
-    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def name_of(candidate: Candidate) -> tuple[str, str]:
     return candidate.rendered.module, candidate.label
 

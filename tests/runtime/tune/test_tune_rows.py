@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tune_samples import MACHINE
 
 from specc.compiler.build import compile_loaded
 from specc.compiler.errors import SpeccError
@@ -15,7 +16,6 @@ from specc.runtime.tune.candidates import tuned_choices
 from specc.runtime.tune.search import TuneOptions, tune
 
 SPEC = Path(__file__).parents[3] / "specs/gpt_mini.yaml"
-MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
 
 
 class SearchedError(Exception):

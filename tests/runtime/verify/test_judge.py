@@ -31,11 +31,6 @@ SPEC = Path(__file__).parents[3] / "specs/gpt_mini.yaml"
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    return compile_spec(SPEC, (), ("sm90",)).plans["sm90"]
-
-
-@pytest.fixture(scope="module")
 def site(plan: Plan) -> Site:
     """The forward of an MLP in bf16: y and slope."""
     return next(c.site for c in plan.choices if c.rendered.module.startswith("linear_leaky"))

@@ -1,0 +1,42 @@
+"""Fixtures that several folders share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_samples import SPEC, make_run, small_spec, write_text
+
+from specc.compiler.build import compile_spec
+from specc.compiler.plan.plan import Plan
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.data.windows.stream import TokenStream, open_stream
+from specc.runtime.storage.run_directory import Run
+
+
+@pytest.fixture(scope="session")
+def plan() -> Plan:
+    """The plan of gpt_mini for sm90."""
+    return compile_spec(SPEC, (), ("sm90",)).plans["sm90"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory."""
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenStream]:
+    """The training tokens of `write_text`."""
+    folder = tmp_path_factory.mktemp("text")
+    opened = open_stream(write_text(folder / "data"), "train", ByteTokenizer(), folder / "cache")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A small run of gpt_mini, not quantized."""
+    folder = tmp_path_factory.mktemp("run")
+    return make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
