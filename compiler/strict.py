@@ -26,7 +26,7 @@ RESERVED = frozenset(
     register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_
     set_extra_state set_submodule share_memory state_dict to to_empty train training type xpu zero_grad
     begin extend features nats score skip step train_step mix parallel lanes norm_scale norm_weight norm_bias
-    """.split()
+    """.split()  # noqa: SIM905
 )
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
