@@ -136,34 +136,18 @@ class Attention(Layer):
             message = f"{self.kv_heads} kv_heads do not divide {self.heads} heads"
             hint = f"choose a divisor of {self.heads}"
             yield Problem(("kv_heads",), "S211", message, hint, related=(("the query heads", ("heads",)),))
-        dims = self.rope.dims if self.rope is not None else None
-        if dims is not None and dims > self.size(dim):
-            message = f"RoPE rotates {dims} dims, but a head has {self.size(dim)}"
-            yield Problem(
-                ("rope", "dims"), "S212", message, f"use at most {self.size(dim)}, or remove dims to rotate all"
-            )
-        if self.rope is not None and (dims or self.size(dim)) % 2:
-            message = f"RoPE has {dims or self.size(dim)} dims; it rotates pairs, so the number must be even"
-            yield Problem(("rope", "dims") if dims else ("rope",), "S213", message, "use an even number")
+        if self.rope is not None:
+            yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(dim)))
         for name in ("rope", "window", "values", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
-        if self.rope is not None and self.rope.trained is not None and (dims or self.size(dim)) == 2:
-            message = "RoPE has 2 dims; a changed base does not slow down a single pair"
-            yield Problem(("rope", "trained"), "S242", message, "remove trained, or rotate more dims")
         if self.gate is not None and (self.gate.features or 0) > dim:
             message = f"the gate reads {self.gate.features} features; the input has {dim}"
             yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or remove the key to read all")
 
     def _rope(self, shape: Shape) -> RopeTable | None:
-        if self.rope is None:
-            return None
-        angles = self.rope.angles(self.size(shape.dim), shape.context)
-        # the name holds every setting of the angles, so only layers with equal rotations share a table
-        name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
-        formula = self.rope.formula(self.size(shape.dim), shape.context)
-        return RopeTable(name, angles.output_labels, positional=True, angles=angles, formula=formula)
+        return None if self.rope is None else self.rope.table(self.size(shape.dim), shape.context)
 
     def _values(self, shape: Shape) -> ValueTable | None:
         if self.values is None:
@@ -250,8 +234,9 @@ class Attention(Layer):
         if self.qk_norm is not None:
             x = b.add(f"{name}.norm", RmsNorm(self.qk_norm.eps), (x,))
         rope = self._rope(shape)
-        if rope is not None:
-            x = b.add(f"{name}.rope", Rope(), (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
+        if rope is not None and self.rope is not None:
+            op = Rope(self.rope.pairs == "neighbors")
+            x = b.add(f"{name}.rope", op, (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
         return x
 
     def _excluded(self, b: Builder, y: str, v: str) -> str:

@@ -1,18 +1,108 @@
 """Rotary position embeddings: the spec fields, and the table of angles that layers share."""
 
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from math import ceil, floor, log, pi
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.context import Shared, Tokens
+from specc.compiler.blocks.init import formula, value_of
+from specc.compiler.expr import ExprError, number, parse, variables
 from specc.compiler.ir.graph import Builder, output_refs
-from specc.compiler.ops.positions import RopeAngles
-from specc.compiler.strict import Positive, StrictModel, later
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.positions import RopeAngles, RotaryAngles, RotaryFrequencies, RotaryPairs
+from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
+
+READS = ("f", "pair")  # the names that an expression of frequencies may read
+
+
+def _frequency(text: str) -> str:
+    if "f" not in variables(parse(text, READS)):
+        raise ValueError("a scaled frequency must read f")
+    return text
+
+
+Frequency = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_frequency)]
+BLENDED = "(1 - share) * f / {factor!r} + share * f"
+
+
+class Scaling(StrictModel):
+    """Slow pairs turn `factor` times slower, and fast pairs as before. Pairs in between are a linear blend of the two.
+
+    Attributes:
+        factor: the divisor of slow frequencies.
+        trained: the number of tokens that the model was trained on before.
+        low: the turns over `trained` tokens up to which a pair is slow.
+        high: the turns over `trained` tokens from which a pair is fast.
+    """
+
+    factor: Annotated[float, Field(ge=1)]
+    trained: Positive
+    low: PositiveFloat = 1.0
+    high: PositiveFloat
+
+    @property
+    def multiplier(self) -> float:
+        """The factor of rotated queries and keys."""
+        return 1.0
+
+    def share(self, dims: int, base: float) -> str:
+        """Returns the share of each frequency that stays as it is, an expression of `f` and `pair`."""
+        raise TypeError(f"{type(self).__name__} does not say how it blends")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.low >= self.high:
+            message = f"high is {self.high:g}, which is not more than low, {self.low:g}"
+            yield Problem(("high",), "S270", message, "use a larger number of turns", (("low", ("low",)),))
+
+
+class Llama3(Scaling):
+    """The scaling of Llama 3.1: the blend is linear in the number of turns.
+
+    Attributes:
+        high: the turns over `trained` tokens from which a pair is fast.
+    """
+
+    kind: Literal["llama3"]
+    high: PositiveFloat = 4.0
+
+    def share(self, dims: int, base: float) -> str:
+        return f"min(max(({self.trained} / ({2 * pi!r} / f) - {self.low!r}) / {self.high - self.low!r}, 0), 1)"
+
+
+class Yarn(Scaling):
+    """YaRN (Peng et al., 2023): the blend is linear in the index of the pair. Queries and keys are multiplied by
+    `magnitude`.
+
+    Attributes:
+        high: the turns over `trained` tokens from which a pair is fast.
+        whole: whether the first and last pair of the blend are rounded outward to whole pairs.
+        magnitude: the factor of rotated queries and keys, a number or a formula of `factor`.
+    """
+
+    kind: Literal["yarn"]
+    high: PositiveFloat = 32.0
+    whole: bool = True
+    magnitude: Annotated[float | str, formula("factor")] = "0.1 * log(factor) + 1"
+
+    @property
+    def multiplier(self) -> float:
+        return value_of(self.magnitude, factor=self.factor)
+
+    def share(self, dims: int, base: float) -> str:
+        first, last = (dims * log(self.trained / (turns * 2 * pi)) / (2 * log(base)) for turns in (self.high, self.low))
+        if self.whole:
+            first, last = floor(first), ceil(last)
+        first, last = max(first, 0), min(last, dims - 1)
+        span = last - first if last != first else 0.001
+        return f"1 - min(max((pair - {first!r}) / {span!r}, 0), 1)"
 
 
 class RopeSpec(StrictModel):
-    """Rotary positions.
+    """Rotary positions (Su et al., 2021). Pair i of R pairs of channels turns by base ** (-i / R) radians per token.
 
     With `trained`, a longer context uses a larger base: base * (context / trained) ** (dims / (dims - 2)). The slowest
     pair then turns as far over the whole context as it turns over `trained` tokens with `base` (NTK-aware scaling). The
@@ -22,14 +112,22 @@ class RopeSpec(StrictModel):
         dims: how many of the first channels of each head are rotated; all if unset.
         base: the base of the wavelengths.
         trained: the number of tokens that `base` was trained on.
+        pairs: the channels of pair i. `halves`: i and R + i. `neighbors`: 2 i and 2 i + 1.
+        turn: the direction. `backward`: a pair (a, b) at angle t becomes (a cos t + b sin t, b cos t - a sin t).
+            `forward`: by the opposite angle, as in the models of Hugging Face Transformers.
+        scaling: other frequencies: an expression of the frequency `f` and the index `pair`, such as `f / 8`, or one of
+            the published kinds.
     """
 
     dims: Annotated[int, Field(gt=0, le=4096)] | None = None
     base: Annotated[float, Field(gt=0, le=1e15)] = 10000.0
     trained: Positive | None = later(None)
+    pairs: Literal["halves", "neighbors"] = later("halves")
+    turn: Literal["backward", "forward"] = later("backward")
+    scaling: Frequency | Annotated[Llama3 | Yarn, Field(discriminator="kind")] | None = later(None)
 
     def angles(self, size: int, context: int) -> RopeAngles:
-        """Returns the angles for heads of `size` channels in a model of `context` tokens."""
+        """Returns the angles, before scaling, for heads of `size` channels in a model of `context` tokens."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return RopeAngles(dims, self.base)
@@ -42,6 +140,48 @@ class RopeSpec(StrictModel):
             return None
         return f"{self.base:g} * ({context} / {self.trained}) ** ({dims} / {dims - 2})"
 
+    def table(self, size: int, context: int) -> "RopeTable":
+        """Returns the angles that the layers with equal rotations share."""
+        angles = self.angles(size, context)
+        # the name holds every setting of the angles, so only layers with equal rotations share a table
+        name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
+        if self.scaling is not None:
+            settings = self.scaling if isinstance(self.scaling, str) else self.scaling.model_dump_json()
+            name += f"_{getattr(self.scaling, 'kind', 'scaled')}_{zlib.crc32(settings.encode()):08x}"
+        name += "_forward" * (self.turn == "forward")
+        formula = self.formula(size, context)
+        return RopeTable(name, angles.output_labels, positional=True, angles=angles, formula=formula, spec=self)
+
+    def problems_in(self, size: int) -> Iterator[Problem]:
+        """Yields the problems for heads of `size` channels. Paths are relative to the rotary positions."""
+        dims, place = self.dims or size, ("dims",) if self.dims else ()
+        if dims > size:
+            hint = f"use at most {size}, or remove dims to rotate all"
+            yield Problem(place, "S212", f"RoPE rotates {dims} dims, but a head has {size}", hint)
+        if dims % 2:
+            message = f"RoPE has {dims} dims; it rotates pairs, so the number must be even"
+            yield Problem(place, "S213", message, "use an even number")
+        elif self.trained is not None and dims == 2:
+            message = "RoPE has 2 dims; a changed base does not slow down a single pair"
+            yield Problem(("trained",), "S242", message, "remove trained, or rotate more dims")
+        else:
+            yield from self._scaling_problems(dims)
+
+    def _scaling_problems(self, dims: int) -> Iterator[Problem]:
+        """Yields the problem of scaled frequencies of `dims` rotated channels that have no value."""
+        scaling = self.scaling
+        if isinstance(scaling, Scaling) and any(scaling.problems()):
+            return
+        try:
+            text = scaling.share(dims, self.base) if isinstance(scaling, Scaling) else scaling or "f"
+            for pair in range(dims // 2):
+                number(parse(text), f=self.base ** (-2 * pair / dims), pair=float(pair))
+            if isinstance(scaling, Scaling) and scaling.multiplier <= 0:
+                raise ExprError(f"the magnitude is {scaling.multiplier:g}")
+        except (ExprError, ZeroDivisionError) as error:
+            message = f"the frequencies have no value: {getattr(error, 'message', 'log(base) is 0')}"
+            yield Problem(("scaling",), "S270", message, "change the scaling, or the base")
+
 
 @dataclass(frozen=True, slots=True)
 class RopeTable(Shared):
@@ -49,9 +189,26 @@ class RopeTable(Shared):
 
     angles: RopeAngles | None = None
     formula: str | None = None
+    spec: RopeSpec | None = None
 
     def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
-        assert self.angles is not None
+        assert self.angles is not None and self.spec is not None
         if self.formula is not None:
             b.constant("rope_base", self.angles.base, self.formula)
-        return output_refs(b.add(self.name, self.angles, (tokens.positions,)), 2)
+        scaling, magnitude, text = self.spec.scaling, 1.0, "f"
+        if scaling is None and self.spec.turn == "backward":
+            return output_refs(b.add(self.name, self.angles, (tokens.positions,)), 2)
+        dims, base = self.angles.dims, self.angles.base
+        pair = b.add(f"{self.name}.pair", RotaryPairs(dims // 2), (tokens.positions,))
+        frequencies = b.add(f"{self.name}.f", RotaryFrequencies(base), (pair,))
+        reads = {"f": frequencies, "pair": pair}
+        if isinstance(scaling, str):
+            text = scaling
+        elif scaling is not None:
+            share = Pointwise((scaling.share(dims, base),), tuple(reads))
+            reads = {"f": frequencies, "share": b.add(f"{self.name}.share", share, tuple(reads.values()))}
+            text, magnitude = BLENDED.format(factor=scaling.factor), scaling.multiplier
+        text = f"-({text})" if self.spec.turn == "forward" else text
+        read = {name: ref for name, ref in reads.items() if name == "f" or name in variables(parse(text))}
+        scaled = b.add(f"{self.name}.frequencies", Pointwise((text,), tuple(read)), tuple(read.values()))
+        return output_refs(b.add(self.name, RotaryAngles(magnitude), (tokens.positions, scaled)), 2)

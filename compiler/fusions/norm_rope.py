@@ -41,7 +41,8 @@ class NormRopeFusion(Fusion):
         read = (chain[0].inputs[0], *angles, *([parts.scale] if parts.gain else []))
         others = [member.name for member in chain if member is not parts.rope]
         replaced = (parts.rope.name, *others) if others else ()
-        op = NormRope(eps, parts.gain is not None)
+        assert isinstance(parts.rope.op, Rope)
+        op = NormRope(eps, parts.gain is not None, parts.rope.op.neighbors)
         return Rewrite((node(parts.rope.name, op, [(ref, graph.types[ref]) for ref in read], replaced),))
 
 
@@ -85,5 +86,5 @@ def _factor(rope: Node, gain: Node) -> str:
 NORM_ROPE = NormRopeFusion(
     "norm_rope",
     frozenset({Rope.name}),
-    {Rope: frozenset(), RmsNorm: frozenset({"eps", "affine"}), Pointwise: POINTWISE},
+    {Rope: frozenset({"neighbors"}), RmsNorm: frozenset({"eps", "affine"}), Pointwise: POINTWISE},
 )

@@ -5,6 +5,7 @@ its second output. `@mlp.up` is a parameter, and `$norm_scale` is a number that 
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
@@ -111,7 +112,16 @@ class Input:
 
 
 # Functions of a TorchCall that are not written as calls, and the names under which torch.fx records them.
-OPERATORS = {"[]": "getitem", ".": "getattr", "==": "eq", "!=": "ne", "+": "add", "@": "matmul"}
+OPERATORS = {
+    "[]": "getitem",
+    ".": "getattr",
+    "==": "eq",
+    "!=": "ne",
+    "+": "add",
+    "/": "truediv",
+    "**": "pow",
+    "@": "matmul",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +160,9 @@ class TorchCall:
         if self.function == ".":
             return f"{operand(first)}.{self.args[1]}"
         if self.function in OPERATORS:
-            return f" {self.function} ".join(text if text.isdecimal() else operand(text) for text in (first, *rest))
+            return f" {self.function} ".join(
+                text if re.fullmatch(r"[\d.]+", text) else operand(text) for text in (first, *rest)
+            )
         rest += [f"{name}={_source(value, inputs)}" for name, value in self.keywords]
         if self.function.startswith("."):
             return f"{operand(first)}{self.function}({', '.join(rest)})"

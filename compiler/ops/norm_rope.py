@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from specc.compiler.ir.graph import Dim, Gradients, Op, Sizes, Tape, TensorType, TypeRuleError, output_ref
+from specc.compiler.ops.positions import rotated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,32 +15,39 @@ USUAL_EPS = 1e-6  # the default, which names and plans omit
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation(Op):
-    """Base of NormRope and its gradient. With `eps` None nothing is normalized. With `gain` each head has a factor."""
+    """Base of NormRope and its gradient. With `eps` None nothing is normalized. With `gain` each head has a factor.
+
+    With `neighbors`, channel 2i is paired with channel 2i + 1, else channel i with channel R + i.
+    """
 
     planned: ClassVar[bool] = True
     work: ClassVar[str] = "norm and rotary"
     eps: float | None = None
     gain: bool = False
+    neighbors: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Returns one word per operation on a head, in order, for kernel names."""
         norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
-        return tuple(filter(None, (norm, "rotary", "gain" if self.gain else "")))
+        return tuple(filter(None, (norm, self._rotary("rotary"), "gain" if self.gain else "")))
+
+    def _rotary(self, name: str) -> str:
+        return f"{name}_neighbors" if self.neighbors else name
 
     @property
     def description(self) -> str:
         """Returns the operations on a head as text for people."""
         norm = "rms_norm" if self.eps is not None else ""
         norm += f" of eps {self.eps}" if self.eps not in (None, USUAL_EPS) else ""
-        return ", ".join(filter(None, (norm, "rope", "gain" if self.gain else "")))
+        return ", ".join(filter(None, (norm, self._rotary("rope"), "gain" if self.gain else "")))
 
 
 @dataclass(frozen=True, slots=True)
 class NormRope(HeadRotation):
     """Computes rope(rms_norm(x)) * gain for x [..., T, H, C], angles cos and sin f32[T, R] and gain [H, 1].
 
-    The first 2R of C channels are rotated; channel i is paired with channel R + i. Kernels compute in f32 or wider and
+    The first 2R of C channels are rotated. Kernels compute in f32 or wider and
     round once. The angles have no gradient.
     """
 
@@ -71,18 +79,16 @@ class NormRope(HeadRotation):
 
         x, cos, sin, *gain = inputs
         wide = torch.promote_types(x.dtype, torch.float32)
-        half = cos.shape[-1]
         h = x.to(wide)
         if self.eps is not None:
             h = h / (h.square().mean(-1, keepdim=True) + self.eps).sqrt()
             h = h.to(x.dtype).to(wide)
         angle = torch.complex(cos.to(wide), -sin.to(wide)).unsqueeze(-2)
-        turned = torch.complex(h[..., :half], h[..., half : 2 * half]) * angle
-        y = torch.cat((turned.real, turned.imag, h[..., 2 * half :]), -1).to(x.dtype)
+        y = torch.cat((rotated(h, angle, self.neighbors), h[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)
         return (y * gain[0]).to(x.dtype) if gain else y
 
     def derivative(self, tape: Tape) -> Gradients | None:
-        op = NormRopeGrad(self.eps, self.gain)
+        op = NormRopeGrad(self.eps, self.gain, self.neighbors)
         read = range(self.arity) if op.reads_x else range(1, self.arity)
         dx = tape.add("grad", op, (tape.grad(), *map(tape.input, read)))
         return (dx, None, None, output_ref(dx, 1)) if self.gain else (dx, None, None)
@@ -142,7 +148,7 @@ class NormRopeGrad(HeadRotation):
         cos, sin, *gain = others
         leaves = [x.requires_grad_(), *(value.requires_grad_() for value in gain)]
         with torch.enable_grad():
-            y = NormRope(self.eps, self.gain).reference(x, cos, sin, *gain)
+            y = NormRope(self.eps, self.gain, self.neighbors).reference(x, cos, sin, *gain)
         assert isinstance(y, torch.Tensor)
         gradients = torch.autograd.grad(y, leaves, dy)
         return gradients if self.gain else gradients[0]

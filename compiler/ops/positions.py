@@ -63,15 +63,84 @@ class RopeAngles(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryPairs(Op):
+    """The indices 0, 1, ... of `count` pairs of channels, i64[count], on the device of the input."""
+
+    name: ClassVar[str] = "rotary_pairs"
+    inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 1
+    flops_per_output: ClassVar[int] = 0
+    count: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (TensorType((self.count,), "i64"),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("torch.arange", (self.count,), (("device", TorchCall(".", (Input(0), "device"))),))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        return torch.tensor(range(self.count), device=inputs[0].device)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryFrequencies(Op):
+    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token, of the pairs i, i64[R]."""
+
+    name: ClassVar[str] = "rotary_frequencies"
+    inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 1
+    flops_per_output: ClassVar[int] = 3
+    base: float
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (TensorType(inputs[0].shape, "f32"),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        share = TorchCall("/", (Input(0), inputs[0].width))
+        return TorchCall("/", (1.0, TorchCall("**", (self.base, share))))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return self.base ** -(inputs[0].double() / inputs[0].shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryAngles(Op):
+    """Returns cos and sin, f32[T, R], times `magnitude`, of the angles positions i64[T] * frequencies f32[R]."""
+
+    name: ClassVar[str] = "rotary_angles"
+    inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 2
+    output_labels: ClassVar[tuple[str, ...]] = ("cos", "sin")
+    flops_per_output: ClassVar[int] = 3
+    magnitude: float = 1.0
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        angle = TensorType((inputs[0].shape[0], inputs[1].width), "f32")
+        return angle, angle
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        factor = () if self.magnitude == 1 else (self.magnitude,)
+        return TorchCall("rotary_angles", (Input(0), Input(1), *factor))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        positions, frequencies = (value.double() for value in inputs)
+        angle = positions[:, None] * frequencies
+        return self.magnitude * angle.cos(), self.magnitude * angle.sin()
+
+
+@dataclass(frozen=True, slots=True)
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
-    Channel i is paired with channel R + i.
+    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1.
     """
 
     name: ClassVar[str] = "rope"
     keeps_features: ClassVar[bool] = True
     arity: ClassVar[int] = 3
+    neighbors: bool = False
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, cos, _ = inputs
@@ -88,15 +157,27 @@ class Rope(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         x, cos, _ = inputs
         assert isinstance(cos.width, int)
-        return TorchCall("rope" if 2 * cos.width == x.width else "rope_partial", (Input(0), Input(1), Input(2)))
+        function = "rope" if 2 * cos.width == x.width else "rope_partial"
+        return TorchCall("rope_neighbors" if self.neighbors else function, (Input(0), Input(1), Input(2)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
 
         x, cos, sin = inputs
-        half = cos.shape[-1]
-        turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, -sin)[:, None]
-        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1).to(x.dtype)  # angles may be wider than x
+        turned = rotated(x, torch.complex(cos, -sin)[:, None], self.neighbors)
+        return torch.cat((turned, x[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)  # angles may be wider than x
+
+
+def rotated(x: "Tensor", by: "Tensor", neighbors: bool) -> "Tensor":
+    """Returns the first 2R of C channels of x [..., C], rotated by the complex numbers `by` [..., R]."""
+    import torch
+
+    pairs = by.shape[-1]
+    first, second = (
+        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if neighbors else (slice(pairs), slice(pairs, 2 * pairs))
+    )
+    turned = torch.complex(x[..., first], x[..., second]) * by
+    return torch.view_as_real(turned).flatten(-2) if neighbors else torch.cat((turned.real, turned.imag), -1)
 
 
 @dataclass(frozen=True, slots=True)

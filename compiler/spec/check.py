@@ -96,6 +96,7 @@ CODES: Mapping[str, str] = {
     "S262": "calibration windows longer than the context",
     "S268": "an allocation with a single option",
     "S269": "a start that the run or its schedule does not reach",
+    "S270": "rotary frequencies without a value",
     "S273": "rounded inputs with budget_seconds and warmdown_steps",
     "S274": "rounded inputs in a loop over time that is not a single LSTM",
     "S277": "TF32 for a model that does not compute in f32",

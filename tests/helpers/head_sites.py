@@ -13,7 +13,15 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.norm_rope import HeadRotation, NormRope, NormRopeGrad
 from specc.compiler.targets import TARGETS
 
-PARTS = {"norm_gain": (1e-6, True), "norm": (1e-6, False), "gain": (None, True), "bare": (None, False)}
+# eps, gain, and whether neighbors are pairs
+PARTS = {
+    "norm_gain": (1e-6, True, False),
+    "norm": (1e-6, False, False),
+    "gain": (None, True, False),
+    "bare": (None, False, False),
+    "norm_neighbors_gain": (1e-6, True, True),
+    "neighbors": (None, False, True),
+}
 # Heads, channels and pairs that turn: a part or all of them, one of them, sizes that no tile has.
 SHAPES = {
     "golf": (8, 64, 8),
@@ -36,8 +44,8 @@ def head_site(
 ) -> Site:
     """A site of NormRope, or of its gradient; the last of `rows` is T."""
     heads, channels, pairs = sizes
-    usual, gain = PARTS[parts]
-    op = (NormRopeGrad if backward else NormRope)(eps or usual, gain)
+    usual, gain, neighbors = PARTS[parts]
+    op = (NormRopeGrad if backward else NormRope)(eps or usual, gain, neighbors)
     x, angle = TensorType((*rows, heads, channels), dtype), TensorType((rows[-1], pairs), "f32")
     types = [x, angle, angle, *([TensorType((heads, 1), dtype)] if gain else [])]
     if isinstance(op, NormRopeGrad):

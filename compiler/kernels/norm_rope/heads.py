@@ -33,9 +33,18 @@ class Heads:
 
     @property
     def halves(self) -> bool:
-        """Whether all channels of a head are rotated. Pairs then consist of a channel of the first half and a channel
-        of the second half."""
-        return 2 * self.pairs == self.channels
+        """Whether all channels of a head are rotated, in pairs of a channel of the first half and one of the second."""
+        return 2 * self.pairs == self.channels and not self.op.neighbors
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The two channels of pair i, as text for people."""
+        return ("2i", "2i + 1") if self.op.neighbors else ("i", f"i + {self.pairs}")
+
+    @property
+    def rest(self) -> bool:
+        """Whether some channels of a head are not rotated."""
+        return 2 * self.pairs < self.channels
 
 
 def heads_of(site: Site) -> Heads:
@@ -76,18 +85,18 @@ def _forward(heads: Heads) -> list[str]:
     def scaled(value: str) -> str:
         return f"{gain}({value})" if gain else value
 
-    r = heads.pairs
-    lines.append(f"y[i] = {scaled(f'{h}[i] * cos[i] + {h}[i + {r}] * sin[i]')} for i < {r}")
-    lines.append(f"y[i + {r}] = {scaled(f'{h}[i + {r}] * cos[i] - {h}[i] * sin[i]')}")
-    return lines if heads.halves else [*lines, f"y[i] = {gain}{h}[i] for i >= {2 * r}"]
+    r, (a, b) = heads.pairs, heads.pair
+    lines.append(f"y[{a}] = {scaled(f'{h}[{a}] * cos[i] + {h}[{b}] * sin[i]')} for i < {r}")
+    lines.append(f"y[{b}] = {scaled(f'{h}[{b}] * cos[i] - {h}[{a}] * sin[i]')}")
+    return [*lines, f"y[i] = {gain}{h}[i] for i >= {2 * r}"] if heads.rest else lines
 
 
 def _backward(heads: Heads) -> list[str]:
     r, eps, gain = heads.pairs, heads.op.eps, heads.op.gain
-    dz = "dz" if heads.reads_x else "dx"
-    lines = [f"{dz}[i] = dy[i] * cos[i] - dy[i + {r}] * sin[i] for i < {r}"]
-    lines.append(f"{dz}[i + {r}] = dy[i + {r}] * cos[i] + dy[i] * sin[i]")
-    lines += [] if heads.halves else [f"{dz}[i] = dy[i] for i >= {2 * r}"]
+    dz, (a, b) = "dz" if heads.reads_x else "dx", heads.pair
+    lines = [f"{dz}[{a}] = dy[{a}] * cos[i] - dy[{b}] * sin[i] for i < {r}"]
+    lines.append(f"{dz}[{b}] = dy[{b}] * cos[i] + dy[{a}] * sin[i]")
+    lines += [f"{dz}[i] = dy[i] for i >= {2 * r}"] * heads.rest
     if eps is not None:
         lines += [f"r = 1 / sqrt(mean(x ** 2) + {eps}), of the {heads.channels} channels of a head"]
         lines += ["s = r * sum(dz * x)", f"dx = {'gain * ' if gain else ''}r * (dz - r * s / {heads.channels} * x)"]

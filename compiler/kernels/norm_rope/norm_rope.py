@@ -58,6 +58,8 @@ class HeadContext:
         inside: The mask of valid elements of a tile.
         halves: Whether a program holds the two halves of each head in separate tiles, so that every pair is loaded
             once. Otherwise it holds whole heads, and also loads the other channel of each pair.
+        other: The channel that makes a pair with channel c of a whole head.
+        pair: The index of the pair of channel c of a whole head.
         signed: The sine with the sign that each channel of a whole head needs.
         body: The template of the kernel's loop.
         loops: Whether a program processes several sequences, in a loop.
@@ -81,6 +83,8 @@ class HeadContext:
     place: str
     inside: str
     halves: bool
+    other: str
+    pair: str
     signed: str
     body: str
     loops: bool
@@ -165,6 +169,7 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
     width, end = (heads.pairs, "R") if heads.halves else (heads.channels, "C")
     gain = ("gain = tl.load(gain_ptr + head).to(tl.float32)",) * heads.op.gain
     before, loads, lines = (_backward if heads.backward else _forward)(heads)
+    neighbors = heads.op.neighbors
     signed = ("-sin", "sin") if heads.backward else ("sin", "-sin")
     return HeadContext(
         op=op,
@@ -181,7 +186,9 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
         place="token, head = row // H, row % H" if heads.reads_x else "token = row // H",
         inside=f"(token < T) & (c < {end})" if block > width else "token < T",
         halves=heads.halves,
-        signed=f"tl.where(c < R, {', '.join(signed)})",
+        other="c ^ 1" if neighbors else "tl.where(c < R, c + R, c - R)",
+        pair="c // 2" if neighbors else "c % R",
+        signed=f"tl.where({'c % 2 == 0' if neighbors else 'c < R'}, {', '.join(signed)})",
         body=f"triton/norm_rope_{'backward' if heads.backward else 'forward'}.py.jinja",
         loops=loops,
         indent=" " * (8 if loops else 4),

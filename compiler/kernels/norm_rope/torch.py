@@ -46,13 +46,21 @@ _BROADCAST = "cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)"  # over heads
 
 def _split(heads: Heads, value: str) -> str:
     """Returns the line that splits the channels of a value into those that are rotated and the rest."""
+    if heads.op.neighbors and heads.rest:
+        turned = f"{value}[..., :{2 * heads.pairs}]"
+        return f"(a, b), rest = {turned}.unflatten(-1, (-1, 2)).unbind(-1), {value}[..., {2 * heads.pairs}:]"
+    if heads.op.neighbors:
+        return f"a, b = {value}.unflatten(-1, (-1, 2)).unbind(-1)"
     if heads.halves:
         return f"a, b = {value}.chunk(2, -1)"
     return f"a, b, rest = {value}.split(({heads.pairs}, {heads.pairs}, {heads.channels - 2 * heads.pairs}), -1)"
 
 
 def _turned(heads: Heads, first: str, second: str) -> str:
-    return f"torch.cat(({first}, {second}{'' if heads.halves else ', rest'}), -1)"
+    if heads.op.neighbors:
+        turned = f"torch.stack(({first}, {second}), -1).flatten(-2)"
+        return f"torch.cat(({turned}, rest), -1)" if heads.rest else turned
+    return f"torch.cat(({first}, {second}{', rest' * heads.rest}), -1)"
 
 
 def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:

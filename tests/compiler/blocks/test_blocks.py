@@ -27,6 +27,8 @@ PLAIN_LOSS = {"head": ["logits", "loss"]}
 RESIDUAL = {"blocks.*.mlp": ["up", "act", "down", "x"]}
 NORM_ROPE = ({"blocks.*.attention": ["q.norm", "q.rope", "q.gain"]}, {"blocks.*.attention": ["k.norm", "k.rope"]})
 ROPE = {"blocks.*.*.{q,k}": ["rope"]}
+LLAMA3 = {"kind": "llama3", "factor": 2.5, "trained": 300, "low": 0.5, "high": 30}
+YARN = {"kind": "yarn", "factor": 4, "trained": 40, "low": 0.25, "high": 3}
 
 
 def attention(**options: Any) -> dict[str, Any]:
@@ -50,6 +52,30 @@ CASES: Mapping[str, dict[str, Any]] = {
     "rope": attention(rope={}),
     "rope_partial": attention(rope={"dims": 2, "base": 100}),
     "rope_wide_heads": attention(rope={"base": 500}, head_dim=6),
+    "rope_linear": attention(rope={"scaling": "f / 3"}),
+    "rope_half_of_the_pairs": attention(rope={"scaling": "where(pair < 1, f, 0)", "pairs": "neighbors"}),
+    "rope_llama3": attention(rope={"scaling": LLAMA3, "turn": "forward"}, head_dim=6),
+    "rope_yarn": attention(rope={"base": 30, "scaling": YARN}, head_dim=12),
+    "rope_yarn_between_pairs": attention(
+        rope={"base": 30, "scaling": {**YARN, "whole": False, "magnitude": 1.5}, "turn": "forward", "dims": 8},
+        head_dim=10,
+    ),
+    "rope_forward": attention(rope={"turn": "forward"}),
+    "rope_neighbors": attention(rope={"pairs": "neighbors"}, head_dim=6),
+    "rope_by_layer": {
+        **attention(rope={"base": 50}),
+        "blocks": {
+            "changes": (
+                {"where": "layer == 1", "attention": {"rope": {"base": 500, "scaling": "f / 2"}}},
+                {"where": "layer == 2", "attention": {"rope": None}},
+            )
+        },
+        "count": 3,
+    },
+    "rope_neighbors_fused": {
+        **attention(qk_norm={"gain": 1.5}, rope={"dims": 4, "pairs": "neighbors"}, head_dim=6),
+        "fuse": (*NORM_ROPE, FUSE_MLP),
+    },
     "qk_norm": attention(qk_norm={}),
     "qk_norm_gain": attention(qk_norm={"gain": 1.5}, rope={"dims": 2}),
     "kv_heads": attention(kv_heads=1, rope={}),

@@ -70,6 +70,12 @@ SAMPLES = [
     Sample("positions i64[B,T] i64[]"),
     Sample("rope_angles{dims=6, base=100.0} i64[T]"),
     Sample("rope_angles{dims=2, base=10000.0} i64[T]"),
+    Sample("rotary_pairs{count=5} i64[T]"),
+    Sample("rotary_frequencies{base=50.0} i64[6]", ids=6),
+    Sample("rotary_angles i64[T] f32[3]", ids=50),
+    Sample("rotary_angles{magnitude=1.25} i64[T] f32[3]", ids=50),
+    Sample("rope{neighbors=True} f32[B,T,4,6] f32[T,3] f32[T,3]"),
+    Sample("rope{neighbors=True} f32[B,T,4,6] f32[T,2] f32[T,2]"),
     Sample("rope f32[B,T,4,6] f32[T,3] f32[T,3]"),
     Sample("rope f32[B,T,4,6] f32[T,1] f32[T,1]"),
     Sample("embedding i64[B,T] f32[7,8]"),
@@ -265,7 +271,8 @@ def graph_of(sample: Sample):  # type: ignore[no-untyped-def]
 
 
 CHANGES = {
-    "rms_norm": {"eps": 0.125}, "layer_norm": {"eps": 0.125}, "rope_angles": {"base": 77.0}, "seen": {"pad": 3},
+    "rms_norm": {"eps": 0.125}, "layer_norm": {"eps": 0.125}, "rope_angles": {"base": 77.0},
+    "rotary_frequencies": {"base": 77.0}, "rotary_angles": {"magnitude": 3.0}, "seen": {"pad": 3},
     "shift": {"start": 2}, "dropout": {"p": 0.25}, "zeros": {"shape": (2, 3)}, "previous": {"fill": 5},
     "previous_kept": {"fill": 5}, "reset": {"token": 4}, "bigram_hash": {"buckets": 77},
 }  # fmt: skip
@@ -275,6 +282,8 @@ def different(op: Op) -> Op | None:
     """The same op with one setting changed, where it has one that leaves its types alone."""
     if op.name in ("sdpa", "sdpa_cached"):
         return replace(op, window=(op.window or 0) + 1)
+    if op.name == "rope":
+        return replace(op, neighbors=not op.neighbors)
     if op.name == "pointwise":
         return replace(op, outputs=(f"({op.outputs[0]}) + 1",))
     return replace(op, **CHANGES[op.name]) if op.name in CHANGES else None
