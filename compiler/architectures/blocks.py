@@ -278,14 +278,14 @@ class Blocks(Block):
         known: dict[tuple[int, ...], Block] = {}
         resolved = []
         for layer in range(self.count):
-            chosen = self._changes_of(layer)
+            chosen = self.changes_of(layer)
             if chosen not in known:
                 known[chosen] = self._merged(base, chosen)
             resolved.append(known[chosen])
         self._blocks = tuple(resolved)
         return self
 
-    def _changes_of(self, layer: int) -> tuple[int, ...]:
+    def changes_of(self, layer: int) -> tuple[int, ...]:
         values = {"layer": layer, "layers": self.count}
         try:
             return tuple(i for i, change in enumerate(self.changes) if condition_holds(change.where, values))
@@ -329,7 +329,7 @@ class Blocks(Block):
 
     def source_of(self, path: Path, layer: int) -> Path:
         """Returns the path in the spec of a path in block `layer`."""
-        return self._source(path, self._changes_of(layer))
+        return self._source(path, self.changes_of(layer))
 
     def block(self, layer: int) -> Block:
         """Returns block `layer`, with its changes."""
@@ -370,7 +370,7 @@ class Blocks(Block):
         found: dict[tuple[Path, str], Problem] = {}
         streams: tuple[str, ...] = (STREAM,)
         for index, block in enumerate(self.every):
-            chosen = self._changes_of(index)
+            chosen = self.changes_of(index)
             problems = (
                 *block.problems_of_block(dim, index, self.count),
                 *block.wiring_problems(streams, index, self.count),
@@ -418,7 +418,7 @@ class Blocks(Block):
             for run, i in enumerate(order):
                 for path, wiring, _ in self.block(i).expressions():
                     for problem in output_problems(wiring, path, run, i, order, self.count):
-                        yield Problem(self._source(problem.path, self._changes_of(i)), *_facts(problem))
+                        yield Problem(self._source(problem.path, self.changes_of(i)), *_facts(problem))
                         return
 
     def _module_problems(self, i: int, module: Between) -> Iterator[Problem]:

@@ -32,6 +32,7 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, unavailable
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
+from specc.runtime.verify.reduced import reduced
 
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
@@ -56,6 +57,9 @@ class Check:
 def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
     """Runs all checks of a spec's targets and yields their results.
 
+    A spec of more than 200 million parameters is built and loaded, and the other checks are of a small version of it
+    (see `specc.runtime.verify.reduced.reduced`).
+
     Checks that need another machine have `ok` None. If generated code imports a package that is not installed, its
     checks fail on a machine that could run the target, and have `ok` None on other machines.
 
@@ -68,6 +72,10 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
     Returns:
         An iterator over the results, in order of targets.
     """
+    if (small := reduced(spec)) is not None:
+        for target in targets:
+            yield _full_size(spec, target, lock)
+        spec = small
     for target in targets:
         reason = unavailable(TARGETS[target])
         with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
@@ -92,6 +100,23 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
             yield from _kernels(spec, fused, lock)
             yield from _causality(fused)
             yield from _cache(spec, fused)
+
+
+def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
+    """Checks that the generated module of a large spec loads and has the parameters of the plan. Uses no memory for
+    them."""
+    name = "full size"
+    with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder, torch.device("meta"):
+        try:
+            loaded = instantiate(spec, target, Path(folder), lock=lock)
+        except ModuleNotFoundError as error:
+            return Check(target, name, False if unavailable(TARGETS[target]) is None else None, str(error))
+    planned = {param.name: param.shape for param in loaded.programs.params}
+    held = {name: tuple(parameter.shape) for name, parameter in loaded.model.named_parameters()}
+    different = sorted(name for name in planned.keys() | held.keys() if planned.get(name) != held.get(name))
+    count = f"{sum(param.count for param in loaded.programs.params):,} parameters in {len(planned)} tensors"
+    detail = f"{different[0]} differs from the plan" if different else f"builds and loads, {count} as planned"
+    return Check(target, name, not different, f"{detail}; the other checks are of a reduced spec")
 
 
 def traces(loaded: Loaded, name: str) -> Iterator[Check]:

@@ -1,7 +1,7 @@
 """Families of decoders as `transformers` has them: a random config, the spec that says it, and a table of names.
 
-A table has one row per parameter of our model: the name of the parameter in `transformers` and, if the layouts differ,
-the linear map from that tensor to ours. Because the map is linear, it also maps gradients.
+A table has a row per parameter of ours: the parameter of theirs, and a linear map where the tensors differ. Gradients
+take the same map.
 """
 
 import os
@@ -71,7 +71,8 @@ class Family:
 
 
 def randomized(config: Any, seed: int) -> nn.Module:
-    """A model of `transformers` with random parameters. Norm weights of 1 and biases of 0 would hide errors."""
+    """A model of `transformers` in which no parameter is at its initial value: weights of ones and biases of zeros hide
+    errors."""
     torch.manual_seed(seed)
     config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -110,8 +111,7 @@ def grouped(rng: random.Random, **more: Any) -> dict[str, Any]:
 
 
 def swapped(tensor: Tensor, config: Any) -> Tensor:
-    """The rows of each head with its halves swapped: a rotation of pairs (b, a) by an angle is one of (a, b) by the
-    opposite angle."""
+    """The rows of each head with its halves swapped: pairs (b, a) turn the other way."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return tensor.unflatten(0, (-1, 2, size // 2)).flip(1).flatten(0, 2)
 

@@ -1,0 +1,69 @@
+"""Small versions of large specs for `verify`, with the same mechanisms."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.build import canonical
+from specc.compiler.errors import SpecError
+from specc.compiler.pipeline import lower
+from specc.compiler.spec.check import load
+from specc.compiler.spec.spec import Spec
+
+LARGE = 200_000_000  # the number of parameters beyond which a spec is reduced
+IDS = 1024  # the vocabulary of a reduced spec
+
+
+def reduced(spec: Spec) -> Spec | None:
+    """Returns a spec with the mechanisms of a large one, for checks of values; None if `spec` is not large.
+
+    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in the order in which they first
+    occur, and at least two. All layers remain if the blocks have an order, or expressions that name other layers.
+    """
+    model = spec.model
+    if not isinstance(model, Decoder) or parameters_of(spec) <= LARGE:
+        return None
+    first = {block: layer for layer, block in reversed(list(enumerate(model.blocks.every)))}
+    layers = sorted(first.values())
+    if len(layers) == 1:
+        layers += [layer for layer in range(model.blocks.count) if layer != layers[0]][:1]
+    for chosen in (layers, list(range(model.blocks.count))):
+        try:
+            return load(json.dumps(_with(spec, model, chosen)))[0]
+        except SpecError as error:
+            refused = error
+    raise refused
+
+
+def parameters_of(spec: Spec) -> int:
+    """Returns the number of parameters of a spec."""
+    return sum(param.count for param in lower(spec, spec.targets[0]).params)
+
+
+def _with(spec: Spec, model: Decoder, layers: list[int]) -> dict[str, Any]:
+    """Returns the data of `spec` with some of its layers and few ids."""
+    data: dict[str, Any] = json.loads(canonical(spec))
+    shape, blocks = data["model"], data["model"]["blocks"]
+    shape["vocab"] = min(shape["vocab"], IDS)
+    for part in _mappings(data):
+        for key in ("bos", "buckets"):
+            if isinstance(part.get(key), int):
+                part[key] = min(part[key], IDS - (key == "bos"))
+    if len(layers) == model.blocks.count:
+        return data
+    blocks["count"] = len(layers)
+    holding = [model.blocks.changes_of(layer) for layer in layers]
+    kept = []
+    for i, change in enumerate(blocks.get("changes", ())):
+        if where := [f"layer == {at}" for at, changes in enumerate(holding) if i in changes]:
+            kept.append({**change, "where": " or ".join(where)})
+    blocks["changes"] = kept
+    return data
+
+
+def _mappings(data: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(data, dict):
+        yield data
+    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _mappings(value)
