@@ -18,15 +18,11 @@ from specc.cli.project import checked_targets
 def command(spec: Path, target: str | None, as_json: bool) -> int:
     """Compare generated code with its plan and with float64 references.
 
-<<<<<<< HEAD
     torch.fx traces the code, and the trace must equal the plan. The check also covers causality and deployed int8
-    programs. The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
-=======
-    A spec of more than 200 million parameters is built and loaded at its full size. Its values are checked with one
-    layer per distinct block, at least two, and at most 1,024 ids.
+    programs. A spec of more than 200 million parameters is built and loaded at its full size; its values are checked
+    with one layer per distinct block, at least two, and at most 1,024 ids.
 
     The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
->>>>>>> 489e74f (verify loads large specs at their full size, and checks values at one layer per distinct block; training refuses vocabularies that shards cannot hold)
     """
     from specc.compiler.build import plan_spec
     from specc.compiler.plan.lock import lock_path, read_lock
