@@ -181,6 +181,8 @@ class Decoder(Architecture):
     def problems(self) -> Iterator[Problem]:
         """Yields the problems of the model's parts."""
         yield from (problem.under("embed") for problem in order_problems(self.embed))
+        for i, step in enumerate(self.embed):
+            yield from (problem.under("embed", i) for problem in step.problems_in(self.dim))
         yield from (problem.under("blocks") for problem in self.blocks.problems_in(self.dim))
         last = self.norm.scale
         if isinstance(last, str) and "layer" in variables(parse(last)):
@@ -193,6 +195,10 @@ class Decoder(Architecture):
             )
         else:
             yield from number_problem(last, ("norm", "scale"), 0, self.blocks.count)
+        for name in ("places", "shared"):
+            if getattr(self.norm, name) != type(self.norm).model_fields[name].default:
+                message = f"`{name}` is a field of the norm of blocks, not of the norm after the last one"
+                yield Problem(("norm", name), "S285", message, f"remove `{name}`")
         for (_, *at), mark in self.marks:
             if mark >= self.vocab:
                 message = f"bos is {mark}, but the largest id is {self.vocab - 1}"
@@ -328,11 +334,12 @@ class _Lowering:
         Returns:
             The features, [B, T, D], and the new caches by name.
         """
-        x, own = self.embedded(b, ids, start)
+        early = any(step.reads_positions for step in self.model.embed)
+        positions = self.positions(b, ids, start) if early else ""
+        x, own = self.embedded(b, Tokens(ids, start, positions))
         wanted = self.model.blocks.shared(self.shape)
-        positions = ""
-        if start or any(one.positional for one in wanted):
-            positions = b.add("positions", Positions(), (ids, start) if start else (ids,))
+        if not positions and (start or any(one.positional for one in wanted)):
+            positions = self.positions(b, ids, start)
         shared: dict[str, str] = {}
         for one in wanted:
             keeps = {f"cache.shared.{one.name}.{key}": type for key, type in one.state().items()} if start else {}
@@ -350,16 +357,19 @@ class _Lowering:
         state = own | {f"cache.{key}": ref for key, ref in state.items()}
         return self.model.norm.lower(b, x, "norm", self.shape), state
 
-    def embedded(self, b: Builder, ids: str, start: str) -> tuple[str, dict[str, str]]:
+    def positions(self, b: Builder, ids: str, start: str) -> str:
+        return b.add("positions", Positions(), (ids, start) if start else (ids,))
+
+    def embedded(self, b: Builder, tokens: Tokens) -> tuple[str, dict[str, str]]:
         """Adds the embedding steps. Returns the first block's input, and the new state of the steps by name."""
         x: str | None = None
         state: dict[str, str] = {}
         b.scope = "embed"
         for i, step in enumerate(self.model.embed):
-            kept = step.state(b.types[x].width if x is not None else self.shape.dim, self.shape) if start else {}
+            kept = step.state(b.types[x].width if x is not None else self.shape.dim, self.shape) if tokens.start else {}
             cache = {key: b.input(f"cache.embed.{step.title}.{key}", type) for key, type in kept.items()}
             try:
-                lowered = step.lower(b, x, Tokens(ids, start, cache=cache), self.shape)
+                lowered = step.lower(b, x, replace(tokens, cache=cache), self.shape)
             except TypeRuleError as error:
                 hint = "make the widths equal; a step reads the output of the step before it"
                 raise LoweringError((Problem(("model", "embed", i), "S301", error.message, hint),)) from None

@@ -249,20 +249,21 @@ class _BlockCall:
                 b.scope = "read"
                 scope.streams = scope.wire(self.block.read, "x", "read_factor", self.stack.blocks.read)
             new: dict[str, str] = {}
-            normed: dict[str, str] = {}
+            norm, normed = self.block.norm, dict[str, str]()
             for j, layer in enumerate(self.block.layers):
                 part = ("layers", j)
                 b.scope = layer.title
                 x = next(iter(scope.streams.values()))
                 if layer.read is not None:
                     x = next(iter(scope.wire(layer.read, "read", f"{layer.title}_factor", title=layer.title).values()))
-                if x not in normed:
-                    normed[x] = self.block.norm.lower(b, x, "h", self.shape)
+                h = normed.get(x) or norm.lower_at("before", b, x, self.shape)
+                if norm.shared or norm.op.arity == 1:  # computed once
+                    normed[x] = h
                 prefix = f"{layer.title}."
                 cache = {key.removeprefix(prefix): ref for key, ref in state.items() if key.startswith(prefix)}
-                lowered = layer.lower(b, normed[x], self.shape, replace(context, cache=cache))
+                lowered = layer.lower(b, h, self.shape, replace(context, cache=cache))
                 new |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
-                y = layer.dropped(b, lowered.value, context)
+                y = layer.dropped(b, norm.lower_at("behind", b, lowered.value, self.shape), context)
                 if self.block.write is not None:
                     scope.branches[layer.title] = y
                 else:

@@ -1,5 +1,7 @@
 """A matrix product with an optional bias."""
 
+from collections.abc import Collection
+
 from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.ir.graph import Builder, Dim
@@ -7,7 +9,9 @@ from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 
 
-def affine(b: Builder, x: str, name: str, size: tuple[Dim, Dim], shape: Shape, init: Init, bias: bool) -> str:
+def affine(
+    b: Builder, x: str, name: str, size: tuple[Dim, Dim], shape: Shape, init: Init, bias: bool | Collection[str]
+) -> str:
     """Adds x W^T, plus a bias if `bias`, and returns the result.
 
     Args:
@@ -18,11 +22,11 @@ def affine(b: Builder, x: str, name: str, size: tuple[Dim, Dim], shape: Shape, i
         size: the dims [N, K] of W.
         shape: the shape dims of the model.
         init: the initialization of W.
-        bias: whether to add a bias.
+        bias: whether to add a bias, or the names of the matrices that have one.
     """
     weight = b.param(name, shape.activation(*size), init)
     product = b.add(name, Linear(), (x, weight))
-    if not bias:
+    if name not in bias if isinstance(bias, Collection) else not bias:
         return product
     vector = b.param(f"{name}_bias", shape.activation(size[0]), constant(0.0))
     return b.add(f"{name}.biased", Pointwise(("x + bias",), ("x", "bias")), (product, vector))

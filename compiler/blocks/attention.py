@@ -9,7 +9,7 @@ from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
 from specc.compiler.blocks.document_mask import Documents
 from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.parts import Layer
+from specc.compiler.blocks.parts import WEIGHTLESS, Layer, NormWeight, normalized
 from specc.compiler.blocks.previous import TokenId
 from specc.compiler.blocks.rope import RopeSpec, RopeTable
 from specc.compiler.blocks.values import ValueEmbedding, ValueTable
@@ -17,7 +17,7 @@ from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.attention import CacheWrite, Exclusive, Sdpa, SdpaCached, SdpaSeen
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Zeros
@@ -26,20 +26,37 @@ from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel,
 
 
 class QkNorm(StrictModel):
-    """RMSNorm of each head of q and k.
+    """The norms of q and k, each with its parameters.
 
     Attributes:
+        kind: RMSNorm, or LayerNorm without a bias.
+        weight: a learned factor of each feature, as in the norms of blocks.
+        over: the features of a norm: those of each `head`, with weights that all heads share, or those of `all` heads.
+        behind_rope: whether the norm follows the rotary positions. If false, it is before them.
         gain: the initial value of one learned factor per head, which scales q; no factor if unset.
-        eps: the epsilon added to the mean square.
+        eps: the epsilon added to the mean square or variance.
     """
 
+    kind: Literal["rms", "layer"] = later("rms")
+    weight: NormWeight = later(WEIGHTLESS)
+    over: Literal["head", "all"] = later("head")
+    behind_rope: bool = later(False)
     gain: PositiveFloat | None = None
     eps: PositiveFloat = 1e-6
+
+    def lower(self, b: Builder, x: str, name: str) -> str:
+        """Adds the norm of `x`, which is q or k by its `name`, and returns the result."""
+        weighted = self.weight != WEIGHTLESS
+        op = RmsNorm(self.eps, weighted) if self.kind == "rms" else LayerNorm(self.eps, weighted, bias=False)
+        return normalized(b, x, f"{name}.norm", op, self.weight, f"{name}_norm")
 
 
 class Exclude(StrictModel):
     """Exclusive self-attention (XSA, arXiv 2603.09078): removes from each head's output its component along the token's
     own value."""
+
+
+Biases = Annotated[tuple[Literal["q", "k", "v", "out"], ...], Field(min_length=1, max_length=4)]
 
 
 def _gate(text: str) -> str:
@@ -76,7 +93,7 @@ class Attention(Layer):
         window: the tokens that a token attends to, itself included; all earlier ones if unset.
         of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
             `encoder`: it attends to the source.
-        bias: whether each of the four matrices has a bias.
+        bias: whether the four matrices have a bias, or those that have one.
         values: value embeddings, which are added to the values.
         exclude: exclusive self-attention.
         gate: a gate per head.
@@ -91,7 +108,7 @@ class Attention(Layer):
     qk_norm: QkNorm | None = None
     window: Positive | None = None
     of: Literal["self", "encoder"] = "self"
-    bias: bool = False
+    bias: bool | Biases = False
     values: ValueEmbedding | None = later(None)
     exclude: Exclude | None = later(None)
     gate: HeadGate | None = later(None)
@@ -142,6 +159,10 @@ class Attention(Layer):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
+        if self.qk_norm is not None and self.qk_norm.behind_rope and self.qk_norm.over == "all":
+            message = "the norm of q and k is over all heads, but rotary positions are of single heads"
+            hint = "remove behind_rope, or use `over: head`"
+            yield Problem(("qk_norm", "behind_rope"), "S285", message, hint)
         if self.gate is not None and (self.gate.features or 0) > dim:
             message = f"the gate reads {self.gate.features} features; the input has {dim}"
             yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or remove the key to read all")
@@ -223,6 +244,8 @@ class Attention(Layer):
         features = b.types[x].width if self.reads_source and name != "q" else shape.dim
         size = (heads * self._channels(shape), features)
         made = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
+        if self.qk_norm is not None and self.qk_norm.over == "all" and name != "v":
+            made = self.qk_norm.lower(b, made, name)
         values = self._values(shape)
         if context is not None and values is not None:
             scale = b.param("value_scale", shape.activation(1), constant(1.0))
@@ -231,13 +254,14 @@ class Attention(Layer):
         return b.add(f"{name}.heads", SplitHeads(heads), (made,))
 
     def _positioned(self, b: Builder, x: str, name: str, context: LoweringContext, shape: Shape) -> str:
-        if self.qk_norm is not None:
-            x = b.add(f"{name}.norm", RmsNorm(self.qk_norm.eps), (x,))
+        norm = self.qk_norm if self.qk_norm is not None and self.qk_norm.over == "head" else None
+        if norm is not None and not norm.behind_rope:
+            x = norm.lower(b, x, name)
         rope = self._rope(shape)
         if rope is not None and self.rope is not None:
             op = Rope(self.rope.pairs == "neighbors")
             x = b.add(f"{name}.rope", op, (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
-        return x
+        return norm.lower(b, x, name) if norm is not None and norm.behind_rope else x
 
     def _excluded(self, b: Builder, y: str, v: str) -> str:
         return y if self.exclude is None else b.add("y.exclusive", Exclusive(), (y, v))

@@ -2,11 +2,12 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.parts import Head
+from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
@@ -16,18 +17,28 @@ from specc.compiler.ops.pointwise import Pointwise
 Cap = Annotated[float, Field(gt=0, le=1e4)]
 
 
+def _of_logits(text: str) -> str:
+    if "z" not in variables(parse(text, ("z",))):
+        raise ValueError("the expression must read z, the logits")
+    return text
+
+
+LogitExpression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_of_logits)]
+
+
 class LogitHead(Head):
     """One matrix to the vocabulary.
 
     Attributes:
         tied: whether the matrix is the token table itself (Press and Wolf, 2017).
-        softcap: limits logits z to softcap * tanh(z / softcap), which is within +-softcap.
+        softcap: limits logits z to softcap * tanh(z / softcap), which is within +-softcap; or an expression of z, such
+            as `30 * sigmoid(z / 7.5)`, or `z / 8` for a scale.
         bias: whether a learned vector is added to the logits.
         init: the initialization of the matrix; the model's if unset.
     """
 
     tied: bool = True
-    softcap: Cap | None = None
+    softcap: Cap | LogitExpression | None = None
     bias: bool = False
     init: Init | None = None
 
@@ -39,7 +50,7 @@ class LogitHead(Head):
         if self.bias:
             vector = b.param("logits_bias", shape.activation(shape.vocab), constant(0.0))
             logits = b.add("logits.biased", Pointwise(("z + bias",), ("z", "bias")), (logits, vector))
-        cap = f"{self.softcap!r} * tanh(z / {self.softcap!r})" if self.softcap is not None else "z"
-        return b.add(
-            "softcap" if self.softcap is not None else "logits.f32", Pointwise((cap,), ("z",), dtype="f32"), (logits,)
-        )
+        cap = self.softcap or "z"
+        text = cap if isinstance(cap, str) else f"{cap!r} * tanh(z / {cap!r})"
+        name = "logits.f32" if self.softcap is None else "softcap"
+        return b.add(name, Pointwise((text,), ("z",), dtype="f32"), (logits,))

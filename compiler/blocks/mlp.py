@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Layer
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder
-from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import Name, Positive, PositiveFloat, Problem, StrictModel
+from specc.compiler.strict import Name, Positive, PositiveFloat, Problem, StrictModel, later
 
 OPERANDS = ("x", "gate")
 
@@ -44,12 +44,14 @@ class Mlp(Layer):
         ratio: the inner features as a multiple of the model's. Exactly one of `ratio` and `hidden` is set.
         hidden: the inner features.
         act: the activation: an expression in `x` and `gate`, or one with a name.
+        bias: whether the matrices have a bias, or those that have one.
     """
 
     kind: Literal["mlp"]
     ratio: PositiveFloat | None = None
     hidden: Positive | None = None
     act: Expression | NamedActivation
+    bias: bool | Annotated[tuple[Literal["up", "gate", "down"], ...], Field(min_length=1, max_length=3)] = later(False)
 
     @property
     def expression(self) -> str:
@@ -80,9 +82,7 @@ class Mlp(Layer):
         values = []
         for operand in operands:
             name = sources[operand]
-            weight = b.param(name, shape.activation(width, shape.dim), shape.matrix_init)
-            values.append(b.add(name, Linear(), (x, weight)))
+            values.append(affine(b, x, name, (width, shape.dim), shape, shape.matrix_init, self.bias))
         label = "" if isinstance(self.act, str) else self.act.name
         act = b.add("act", Pointwise((self.expression,), operands, title=label), values)
-        weight = b.param("down", shape.activation(shape.dim, width), shape.output_init)
-        return Lowered(b.add("down", Linear(), (act, weight)))
+        return Lowered(affine(b, act, "down", (shape.dim, width), shape, shape.output_init, self.bias))

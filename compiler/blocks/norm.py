@@ -1,12 +1,11 @@
-"""The norms that a block may start with."""
+"""The norms of a model's layers and of its last value."""
 
 from typing import Literal
 
-from specc.compiler.blocks.init import constant
-from specc.compiler.blocks.parts import Norm
-from specc.compiler.ir.graph import Builder, TensorType
+from specc.compiler.blocks.parts import WEIGHTLESS, Norm, NormWeight
+from specc.compiler.ir.graph import Op
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
-from specc.compiler.strict import PositiveFloat
+from specc.compiler.strict import PositiveFloat, later
 
 
 class Rms(Norm):
@@ -14,31 +13,29 @@ class Rms(Norm):
 
     Attributes:
         eps: the epsilon added to the mean square.
-        affine: whether a learned weight multiplies the result.
     """
 
     kind: Literal["rms"]
     eps: PositiveFloat = 1e-6
-    affine: bool = False
 
-    def normalize(self, b: Builder, x: str, name: str) -> str:
-        if not self.affine:
-            return b.add(name, RmsNorm(self.eps), (x,))
-        weight = b.param("norm_weight", TensorType((b.types[x].width,), b.types[x].dtype), constant(1.0))
-        return b.add(name, RmsNorm(self.eps, affine=True), (x, weight))
+    @property
+    def op(self) -> Op:
+        return RmsNorm(self.eps, self.weight != WEIGHTLESS)
 
 
 class Layer(Norm):
-    """LayerNorm with a learned weight and bias.
+    """LayerNorm.
 
     Attributes:
         eps: the epsilon added to the variance.
+        bias: whether a learned number per feature is added, from 0.
     """
 
     kind: Literal["layer"]
     eps: PositiveFloat = 1e-5
+    weight: NormWeight = later("w")
+    bias: bool = later(True)
 
-    def normalize(self, b: Builder, x: str, name: str) -> str:
-        features = TensorType((b.types[x].width,), b.types[x].dtype)
-        weight, bias = b.param("norm_weight", features, constant(1.0)), b.param("norm_bias", features, constant(0.0))
-        return b.add(name, LayerNorm(self.eps), (x, weight, bias))
+    @property
+    def op(self) -> Op:
+        return LayerNorm(self.eps, self.weight != WEIGHTLESS, self.bias)

@@ -2,30 +2,65 @@
 
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared, Tokens
-from specc.compiler.blocks.init import LayerFormula
+from specc.compiler.blocks.init import LayerFormula, constant
 from specc.compiler.blocks.wiring import Expressions, Learned, WiringText, number
-from specc.compiler.expr import parse, variables
-from specc.compiler.ir.graph import Builder, Dim, TensorType
+from specc.compiler.expr import Var, parse, variables
+from specc.compiler.expr import number as compute
+from specc.compiler.ir.graph import Builder, Dim, Op, TensorType
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import LearnedName, PartName, Problem, StrictModel, later
+
+PLACES = {"before": ("h", "norm"), "behind": ("normed", "behind")}  # names of nodes, prefixes of parameters
+WEIGHTLESS = "none"  # the weight of a norm without one
+
+
+def _starts(text: str) -> float:
+    """Returns the number, 0 or 1, for which a weight is 1."""
+    expr = parse(text, ("w",))
+    for start in (1.0, 0.0):
+        if "w" in variables(expr) and compute(expr, w=start) == 1.0:
+            return start
+    raise ValueError("a weight must read w, and be 1 where w is 0 or 1, e.g. `1 + w`")
+
+
+def _weight(text: str) -> str:
+    if text != WEIGHTLESS:
+        _starts(text)
+    return text
+
+
+NormWeight = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_weight)]
 
 
 class Norm(StrictModel):
     """Normalizes [..., D].
 
     Attributes:
+        weight: a learned factor of each feature, as an expression of a parameter `w`, such as `w` or `1 + w`; `none`
+            for no weight. `w` starts at 1 or 0, where the factor is 1.
         scale: a factor of the result, which may depend on the layer, counted from 0.
+        places: where the norms of a block stand: `before` each layer, `behind` it, or both. A norm behind a layer reads
+            its value, before the value is written.
+        shared: whether layers that read the same value share the weights of the norm before them.
     """
 
+    weight: NormWeight = later(WEIGHTLESS)
     scale: LayerFormula | None = None
+    places: Annotated[tuple[Literal["before", "behind"], ...], Field(min_length=1, max_length=2)] = later(("before",))
+    shared: bool = later(False)
 
-    def lower(self, b: Builder, x: str, name: str, shape: Shape) -> str:
+    @property
+    def op(self) -> Op:
+        """The op of the norm. Its inputs are the value, then the weight and the bias that the norm has."""
+        raise TypeError(f"{type(self).__name__} does not say how it normalizes")
+
+    def lower(self, b: Builder, x: str, name: str, shape: Shape, learned: str = "norm") -> str:
         """Adds the norm of `x` as the node `name`, with its scale, and returns the result.
 
         Args:
@@ -33,20 +68,44 @@ class Norm(StrictModel):
             x: the input, [..., D].
             name: the name of the node. The scaled result is `name`.scaled.
             shape: the shape dims of the model.
+            learned: the prefix of the names of its parameters.
         """
-        normed = self.normalize(b, x, name)
+        normed = normalized(b, x, name, self.op, self.weight, learned)
         if self.scale is None:
             return normed
         text, numbers = number(b, self.scale, "norm_scale", shape)
         return b.add(f"{name}.scaled", Pointwise((f"x * {text}",), ("x", *numbers)), (normed, *numbers.values()))
+
+    def lower_at(self, place: Literal["before", "behind"], b: Builder, x: str, shape: Shape) -> str:
+        """Adds the norm of `x` before or behind a layer, if it stands there, and returns the result."""
+        name, learned = PLACES[place]
+        return self.lower(b, x, name, shape, learned) if place in self.places else x
 
     @property
     def of_no_layer(self) -> Self:
         """This norm for use outside the blocks: without `scale` if the scale depends on the layer."""
         return self.model_copy(update={"scale": None}) if _by_layer(self.scale) else self
 
-    def normalize(self, b: Builder, x: str, name: str) -> str:
-        raise TypeError(f"{type(self).__name__} does not say how it normalizes")
+
+def normalized(b: Builder, x: str, name: str, op: Op, weight: str, learned: str) -> str:
+    """Adds a norm and returns its result.
+
+    Args:
+        b: the builder of the function.
+        x: the input, [..., D].
+        name: the name of the node.
+        op: the op. Its inputs are the value, then a weight and a bias if it has them.
+        weight: the weight, an expression of a learned `w` [D], or `none`.
+        learned: the prefix of the names of the parameters: `learned`_weight and `learned`_bias.
+    """
+    features, inputs = TensorType((b.types[x].width,), b.types[x].dtype), [x]
+    if weight != WEIGHTLESS:
+        inputs.append(b.param(f"{learned}_weight", features, constant(_starts(weight))))
+        if parse(weight) != Var("w"):
+            inputs[1] = b.add(f"{name}.weight", Pointwise((weight,), ("w",)), (inputs[1],))
+    if op.arity > len(inputs):
+        inputs.append(b.param(f"{learned}_bias", features, constant(0.0)))
+    return b.add(name, op, inputs)
 
 
 def _by_layer(value: float | str | None) -> bool:
@@ -65,6 +124,15 @@ class Embed(StrictModel):
     def mark(self) -> int | None:
         """The id that starts a document, if the step reads nothing across document boundaries; None otherwise."""
         return getattr(self, "bos", None)
+
+    @property
+    def reads_positions(self) -> bool:
+        """True if the step reads the positions of its tokens."""
+        return False
+
+    def problems_in(self, dim: int) -> Iterator[Problem]:
+        """Yields the problems of the step in a model of `dim` features. Paths are relative to the step."""
+        yield from ()
 
     def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
         """Returns the types of the state that the step stores between tokens, by key, for an input of `features`

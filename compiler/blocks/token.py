@@ -1,14 +1,16 @@
 """The token table and the embedding steps that may follow it."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from specc.compiler.blocks.context import Lowered, Shape, Tokens
-from specc.compiler.blocks.init import Init
+from specc.compiler.blocks.init import Init, formula, stated, value_of
 from specc.compiler.blocks.parts import Embed
+from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.strict import Positive, PositiveFloat, Problem
 
@@ -42,6 +44,52 @@ class Project(Embed):
         assert x is not None
         weight = TensorType((shape.dim, b.types[x].width), shape.dtype)
         return Lowered(b.add("project", Linear(), (x, b.param("project", weight, shape.matrix_init))))
+
+
+class EmbedScale(Embed):
+    """Multiplies the features so far by a number.
+
+    Attributes:
+        by: the number, or a formula of `dim`, the features of the model, such as `sqrt(dim)`.
+    """
+
+    kind: Literal["scale"]
+    by: Annotated[float | str, formula("dim")]
+
+    def problems_in(self, dim: int) -> Iterator[Problem]:
+        try:
+            value_of(self.by, dim=float(dim))
+        except ExprError as error:
+            yield Problem(("by",), "S216", error.message, "change the formula, e.g. to `sqrt(dim)`")
+
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+        assert x is not None
+        value = b.constant(
+            "embed_scale", value_of(self.by, dim=float(shape.dim)), stated(self.by, dim=float(shape.dim))
+        )
+        return Lowered(b.add("scale", Pointwise((f"x * {value!r}",), ("x",)), (x,)))
+
+
+class EmbedPositions(Embed):
+    """Adds a learned row of features for each position, from a table [context, features] (Vaswani et al., 2017).
+
+    Attributes:
+        init: the initialization of the table; the model's if unset.
+    """
+
+    kind: Literal["positions"]
+    init: Init | None = None
+
+    @property
+    def reads_positions(self) -> bool:
+        return True
+
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+        assert x is not None
+        table = TensorType((shape.context, b.types[x].width), shape.dtype)
+        rows = b.param("positions", table, self.init or shape.matrix_init)
+        place = b.add("place", Embedding(), (tokens.positions, rows))
+        return Lowered(b.add("positions", Pointwise(("x + place",), ("x", "place")), (x, place)))
 
 
 class EmbedNorm(Embed):

@@ -47,21 +47,31 @@ class RmsNorm(Op):
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Op):
-    """Computes (x - mean) / sqrt(variance + eps), times a weight [D], plus a bias [D] (Ba, Kiros and Hinton, 2016)."""
+    """Computes (x - mean) / sqrt(variance + eps), times a weight [D] if `weight`, plus a bias [D] if `bias` (Ba, Kiros
+    and Hinton, 2016)."""
 
     name: ClassVar[str] = "layer_norm"
     keeps_features: ClassVar[bool] = True
-    arity: ClassVar[int] = 3
     flops_per_output: ClassVar[int] = 7
     eps: float = 1e-5
+    weight: bool = True
+    bias: bool = True
+
+    @property
+    def arity(self) -> int:
+        return 1 + self.weight + self.bias
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (_check(inputs),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("F.layer_norm", (Input(0), (inputs[0].width,), Input(1), Input(2)), (("eps", self.eps),))
+        weight = (Input(1) if self.weight else None,) if self.weight or self.bias else ()
+        learned = (*weight, Input(self.arity - 1)) if self.bias else weight
+        return TorchCall("F.layer_norm", (Input(0), (inputs[0].width,), *learned), (("eps", self.eps),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        x, weight, bias = inputs
+        x, *learned = inputs
         centered = x - x.mean(-1, keepdim=True)
-        return centered * (centered.square().mean(-1, keepdim=True) + self.eps).rsqrt() * weight + bias
+        y = centered * (centered.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        y = y * learned[0] if self.weight else y
+        return y + learned[-1] if self.bias else y

@@ -42,7 +42,9 @@ def spelled(forward: Graph, ref: str) -> str:
     if node is None:
         return ref
     if ref == node.name:
-        return node.name.rpartition(".")[2]
+        *_, word = words = node.name.split(".")
+        alike = [n for n in forward.nodes if n.name.rpartition(".")[2] == word]
+        return word if len(alike) == 1 else "_".join(words[-2:])
     label = node.op.output_labels[int(ref.partition(":")[2])]
     alike = [n for n in forward.nodes if label in n.op.output_labels]
     return label if len(alike) == 1 else f"{node.name.rpartition('.')[2]}_{label}"

@@ -101,6 +101,7 @@ CODES: Mapping[str, str] = {
     "S274": "rounded inputs in a loop over time that is not a single LSTM",
     "S277": "TF32 for a model that does not compute in f32",
     "S278": "too few steps for the method of Muon",
+    "S285": "a norm that cannot stand where it is stated",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that matches only some of the blocks that share their code",

@@ -82,6 +82,14 @@ def migrate(data: Data) -> None:
     The data may lack or misspell fields: what is not of version 1 stays, and is reported when the spec is read.
     """
     data["spec_version"] = VERSION
+    model = data.get("model")
+    for part in (model, *_block_sections(data)):
+        norm = part.get("norm") if isinstance(part, MutableMapping) else None
+        if isinstance(norm, MutableMapping):
+            if norm.pop("affine", False):
+                norm["weight"] = "w"
+            if part is not model and part.get("parallel"):
+                norm["shared"] = True
     for blocks in _block_sections(data):
         _migrate_blocks(blocks)
 

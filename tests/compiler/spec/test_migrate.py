@@ -83,6 +83,19 @@ def test_an_order_and_modules_stand_for_a_loop_with_skips() -> None:
     assert upgraded(upgraded(data)) == upgraded(data) and data["spec_version"] == 1
 
 
+def test_an_affine_norm_has_a_weight_that_parallel_layers_share() -> None:
+    norm = {"kind": "rms", "affine": True}
+    data = old_data(norm=dict(norm), parallel=[1])
+    data["model"]["norm"] = {"kind": "rms", "affine": False}
+    new = upgraded(data)["model"]
+    assert new["blocks"]["norm"] == {"kind": "rms", "weight": "w", "shared": True} and new["norm"] == {"kind": "rms"}
+    names = {param.name for param in pipeline.lower(spec_of(json.dumps(data)), "cpu").params}
+    assert [name for name in names if name.startswith("blocks.1.") and "norm" in name] == [
+        "blocks.1.attention.norm_weight"
+    ]
+    assert "blocks.0.mlp.norm_weight" in names
+
+
 def test_a_recorded_spec_keeps_its_digest(tmp_path: Path) -> None:
     """Checkpoints of a run of version 1 name the digest of the spec as it was recorded."""
     run = Run(tmp_path / "run", spec_of(json.dumps(old_data(mix={"kind": "embedded"}))), "cpu", "stdlib").create()
