@@ -83,12 +83,12 @@ def migrate(data: Data) -> None:
     """
     data["spec_version"] = VERSION
     model = data.get("model")
-    for part in (model, *_block_sections(data)):
-        norm = part.get("norm") if isinstance(part, MutableMapping) else None
+    for part in (*([model] if isinstance(model, MutableMapping) else ()), *_block_sections(data)):
+        norm = part.get("norm")
         if isinstance(norm, MutableMapping):
             if norm.pop("affine", False):
                 norm["weight"] = "w"
-            if part is not model and part.get("parallel"):
+            if part.get("parallel"):
                 norm["shared"] = True
     for blocks in _block_sections(data):
         _migrate_blocks(blocks)
