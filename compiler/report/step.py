@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from specc.compiler.ir.graph import Graph, Node, Op, Tape, TensorType
+from specc.compiler.expr import derive, reread, variables
+from specc.compiler.ir.graph import Graph, Node, Op, Tape, TensorType, node_of
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.passes.select_kernels import group_pattern, together
 from specc.compiler.plan.lock import Machine, StepTiming
@@ -352,10 +354,31 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of a micro-batch that products, attention and groups save for their backward.
+    """Returns the bytes of a micro-batch that the forward saves for the backward, except what groups compute inside.
 
-    Only their inputs that are activations in floating point count.
+    Saved are the activations that products, attention and groups read, and those from which Torch's compiler recomputes
+    what derivatives of the work between them read: the nearest ones that are saved anyway or that a barrier returns.
     """
     views = _aliases(graph, sizes)
-    refs = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs if ref[0] not in "@$"}
-    return sum(graph.types[ref].bytes(sizes) for ref in refs if graph.types[ref].floating)
+    barriers = {ref for node in graph.nodes if _barrier(node) for ref in node.outputs}
+    saved = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs}
+    waiting = [views.get(ref, ref) for node in graph.nodes if not _barrier(node) for ref in _derivative_reads(node)]
+    visited: set[str] = set()
+    while waiting:
+        if (ref := waiting.pop()) in visited:
+            continue
+        visited.add(ref)
+        if ref in barriers:
+            saved.add(ref)
+        elif ref not in saved and (node := graph.by_name.get(node_of(ref))) is not None:
+            waiting += (views.get(ref, ref) for ref in node.inputs)
+    return sum(graph.types[ref].bytes(sizes) for ref in saved if ref[0] not in "@$" and graph.types[ref].floating)
+
+
+def _derivative_reads(node: Node) -> frozenset[str]:
+    """Returns the inputs that the derivative of a node reads. That of a copy reads none."""
+    if not isinstance(node.op, Pointwise):
+        return frozenset(node.inputs if node.op.flops_per_output else ())
+    values = dict(zip(node.op.variables, node.inputs, strict=True))
+    slopes = (derive(reread(text), name) for text in node.op.outputs for name in values)
+    return frozenset(values[name] for slope in slopes for name in variables(slope))
