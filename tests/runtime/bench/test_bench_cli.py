@@ -150,6 +150,9 @@ def test_a_report_is_drawn_again(
     whole: tuple[dict[str, Any], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report, again = tmp_path / "report.json", tmp_path / "again.png"
+    committed = SPEC.parents[1] / "benchmarks" / "roofline.json"
+    assert run(["bench", str(committed), "--picture", str(again)]) == 0
+    assert again.read_bytes().startswith(b"\x89PNG")
     report.write_text(json.dumps(whole[0]))
     assert run(["bench", str(report)]) == 2
     assert "name the picture with --picture" in capsys.readouterr().err
