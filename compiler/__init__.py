@@ -11,6 +11,7 @@ LAYERS = (
     "generated_folder",
     "text",
     "expr",
+    "schedule",
     "ir",
     "ops",
     "quant",

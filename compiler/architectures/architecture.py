@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal, Self
 
 from specc.compiler.programs.programs import Programs
+from specc.compiler.schedule import settled
 from specc.compiler.strict import Path, StrictModel
 
 Form = Literal["text", "lines"]  # one token stream, or pairs of source and target lines
@@ -46,15 +47,8 @@ class Architecture(StrictModel):
         raise TypeError(f"{type(self).__name__} does not state its context")
 
     def after(self, done: float) -> Self:
-        """Returns the model that trains once the share `done` of a run is complete. Changes that begin later never take
-        effect in it."""
-        return self
-
-    @property
-    def late(self) -> tuple[tuple[Path, str, float], ...]:
-        """The changes of the model that begin during a run: the spec path, a description, and the share of the run at
-        which each begins."""
-        return ()
+        """Returns the model that trains once the share `done` of a run is complete, without schedules."""
+        return settled(self, done)
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:

@@ -26,6 +26,7 @@ from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.positions import Positions
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by
+from specc.compiler.schedule import SegmentSchedule, change_shares, points_of
 from specc.compiler.strict import Path, Problem, StrictModel, Unit, later
 
 if TYPE_CHECKING:
@@ -62,14 +63,8 @@ WHOLE = ("train", "score")
 HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
-class OrderSchedule(StrictModel):
-    """Orders of blocks, each with the share of training, by steps or by the clock, at which it begins: the first at 0.
-
-    Parameters that no program reads yet are not updated.
-
-    Attributes:
-        at: pairs of a share and an order.
-    """
+class OrderSchedule(SegmentSchedule):
+    """Orders of blocks. Parameters that no program reads yet are not updated."""
 
     at: Annotated[tuple[tuple[Unit, Order], ...], Field(min_length=1, max_length=16)]
 
@@ -90,19 +85,13 @@ class DecoderBlocks(Blocks):
     def orders(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
         if self.order is None:
             return super().orders
-        points = self.order.at if isinstance(self.order, OrderSchedule) else ((0.0, self.order),)
-        return tuple((share, indices(text)) for share, text in points)
+        return tuple((share, indices(text)) for share, text in points_of(self.order))
 
     @property
     def modules(self) -> tuple[Between, ...]:
         return self.between
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        shares = [share for share, _ in self.orders]
-        if shares[0] != 0 or sorted(set(shares)) != shares:
-            message = f"the orders begin at {', '.join(f'{share:g}' for share in shares)}"
-            yield Problem(("order", "at"), "S243", message, "the first begins at 0, and each later than the one before")
-            return
         stated = {i for _, order in self.orders for i in order}
         if stated != set(range(self.count)):
             wrong = min(stated ^ set(range(self.count)))
@@ -153,20 +142,6 @@ class Decoder(Architecture):
     @property
     def window(self) -> int:
         return self.context
-
-    def after(self, done: float) -> "Decoder":
-        order = self.blocks.order
-        if not isinstance(order, OrderSchedule):
-            return self
-        begun = tuple((share, text) for share, text in order.at if share <= done)
-        blocks = self.blocks.model_copy(update={"order": order.model_copy(update={"at": begun})})
-        return self.model_copy(update={"blocks": blocks})
-
-    @property
-    def late(self) -> tuple[tuple[Path, str, float], ...]:
-        orders = enumerate(self.blocks.orders)
-        place = ("model", "blocks", "order", "at")
-        return tuple(((*place, i, 0), "the order of blocks", share) for i, (share, _) in orders if share)
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:
@@ -220,10 +195,11 @@ class Decoder(Architecture):
 
 
 class _Lowering:
-    """The lowering of one decoder."""
+    """The lowering of one decoder, without schedules."""
 
     def __init__(self, model: Decoder, name: str, dtype: str) -> None:
-        self.model, self.name = model, name
+        self.whole, self.name = model, name
+        self.model = model = model.after(1.0)
         count = model.blocks.count
         out = model.output_init or model.init
         names = SizeNames()
@@ -254,11 +230,14 @@ class _Lowering:
             *(self.halves() if halves else ()),
         )
         phases: tuple[Phase, ...] = ()
-        for i, ((_, order), (until, _)) in enumerate(pairwise(self.model.blocks.orders)):
-            once = order == tuple(range(self.model.blocks.count))
-            names = ("train_once", "score_once") if once else (f"train_order{i}", f"score_order{i}")
+        model, plain = self.model, tuple(range(self.model.blocks.count))
+        for i, (share, until) in enumerate(pairwise((0.0, *change_shares(self.whole)))):
+            self.model = self.whole.after(share)
+            once = self.model.blocks.runs == plain != model.blocks.runs and all(p.train != "train_once" for p in phases)
+            names = ("train_once", "score_once") if once else (f"train_phase{i}", f"score_phase{i}")
             phases += (Phase(until, *names),)
-            programs += self.scored(names[0], "mean", order), self.scored(names[1], "none", order)
+            programs += self.scored(names[0], "mean"), self.scored(names[1], "none")
+        self.model = model
         if refused := self.functions.refused:
             hint = "change the number or formula"
             raise LoweringError(tuple(Problem(self.place_of(init), "S221", refused[init], hint) for init in refused))
@@ -273,18 +252,17 @@ class _Lowering:
         made = replace(made, sizes=sizes, layers=self.functions.layers)
         return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
 
-    def scored(self, name: str, reduction: Literal["mean", "none"], order: tuple[int, ...] | None = None) -> Graph:
+    def scored(self, name: str, reduction: Literal["mean", "none"]) -> Graph:
         """Returns the program ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one value per token.
 
         Args:
             name: the name of the program.
             reduction: `mean` for training, with dropout; `none` for one value per token.
-            order: the order in which blocks run; None for the model's own.
         """
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
-        x, _ = self.trunk(b, ids, "", reduction == "mean", order)
+        x, _ = self.trunk(b, ids, "", reduction == "mean")
         logits = self.head(b, x)
         loss = b.add("loss", CrossEntropy(reduction), (logits, targets))
         return self.functions.program(b, {"loss": loss})
@@ -319,9 +297,7 @@ class _Lowering:
         logits = self.head(b, b.add("last", Last(), (x,)))
         return self.functions.program(b, {"logits": logits, **state})
 
-    def trunk(
-        self, b: Builder, ids: str, start: str, training: bool, order: tuple[int, ...] | None = None
-    ) -> tuple[str, Mapping[str, str]]:
+    def trunk(self, b: Builder, ids: str, start: str, training: bool) -> tuple[str, Mapping[str, str]]:
         """Adds the embedding, blocks and last norm. With `start`, declares the caches as inputs.
 
         Args:
@@ -329,7 +305,6 @@ class _Lowering:
             ids: the token ids, i64[B, T].
             start: the number of tokens in the caches, i64[]; empty for a whole sequence.
             training: whether dropout applies.
-            order: the order in which blocks run; None for the model's own.
 
         Returns:
             The features, [B, T, D], and the new caches by name.
@@ -351,7 +326,7 @@ class _Lowering:
         kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")
         site = CallSite("blocks", "block", place, self.places, self.functions)
-        stack = Stack(self.model.blocks, self.shape, site, order)
+        stack = Stack(self.model.blocks, self.shape, site)
         context = LoweringContext(positions, shared, kept, training=training, extends=bool(start))
         x, state = stack.run(b, x, context)
         state = own | {f"cache.{key}": ref for key, ref in state.items()}

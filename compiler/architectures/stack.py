@@ -19,18 +19,16 @@ from specc.compiler.strict import Path, Problem
 
 @dataclass(frozen=True)
 class Stack:
-    """The lowering of blocks in one program, at the paths 0, 1, ... under the site's. `order` overrides the blocks'
-    order."""
+    """The lowering of blocks in one program, at the paths 0, 1, ... under the site's."""
 
     blocks: Blocks
     shape: Shape
     site: CallSite
-    order: tuple[int, ...] | None = None
 
     @property
     def runs(self) -> tuple[int, ...]:
         """The index of the block of each run."""
-        return self.blocks.runs if self.order is None else self.order
+        return self.blocks.runs
 
     @cached_property
     def shared(self) -> tuple[Shared, ...]:

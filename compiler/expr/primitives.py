@@ -94,6 +94,8 @@ PRIMITIVES = {
         Primitive(
             "tanh(x)", 8, math.tanh, "1 - tanh(x) ** 2", "torch.tanh", triton="2 * sigmoid(2 * x) - 1", cuda="tanhf({})"
         ),
+        Primitive("cos(x)", 4, math.cos, "-sin(x)", "torch.cos", triton="tl.cos({})", cuda="cosf({})"),
+        Primitive("sin(x)", 4, math.sin, "cos(x)", "torch.sin", triton="tl.sin({})", cuda="sinf({})"),
         Primitive("log(x)", 4, math.log, "1 / x", "torch.log", triton="tl.log({})", cuda="logf({})"),
         Primitive(
             "sqrt(x)", 4, math.sqrt, "0.5 / sqrt(x)", "torch.sqrt", sign=">= 0", triton="tl.sqrt({})", cuda="sqrtf({})"

@@ -12,6 +12,7 @@ from specc.compiler.ops.region import Call, Scan
 from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import Allocation, allocation, keeping
 from specc.compiler.programs.programs import LoweringError, Phase, Programs
+from specc.compiler.schedule import points_of
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Problem
@@ -53,7 +54,8 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
     names = [phase.train.removesuffix(SUFFIX) for phase in phases if phase.rounds]
     if not names:
         return programs
-    if train.forcing is not None and any(share < 1 for _, share in train.forcing.points):
+    forcing = train.teacher_forcing
+    if forcing is not None and any(share < 1 for _, share in points_of(forcing)):
         plain = Phase(1.0, "", "").writes
         writes = (f"{plain[0]}{SUFFIX}", f"{plain[1]}{SUFFIX}")
         names += plain
@@ -89,15 +91,16 @@ def _begins(train: TrainSpec) -> float:
     """Returns the share of the run after which the learning rate is below the limit of `qat`."""
     assert train.qat is not None
     schedule = train.schedule
+    left = schedule.below(train.qat.below)
     if train.steps is not None:
-        return 1 - train.qat.below * schedule.of(train.steps)[1] / train.steps
+        return 1 - left * schedule.of(train.steps)[1] / train.steps
     if schedule.warmdown_steps:
         message = (
             "train.qat rounds inputs from a share of the run; with budget_seconds, warmdown_steps gives no such share"
         )
         hint = "give the schedule warmdown_fraction in place of warmdown_steps, or qat inputs: false"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
-    return 1 - train.qat.below * schedule.warmdown_fraction
+    return 1 - left * (1 - schedule.warmup_fraction if schedule.falls else schedule.warmdown_fraction)
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:

@@ -92,6 +92,8 @@ def migrate(data: Data) -> None:
                 norm["shared"] = True
     for blocks in _block_sections(data):
         _migrate_blocks(blocks)
+    if isinstance(train := data.get("train"), MutableMapping):
+        _migrate_train(train)
 
 
 def _block_sections(data: Data) -> Iterator[Data]:
@@ -189,6 +191,39 @@ def _migrate_blocks(blocks: Data) -> None:
             blocks["between"] = [{"name": "skips", "where": "run // (runs // 2) == 1", "learn": learn, "read": read}]
     if changes:
         blocks["changes"] = changes
+
+
+def _migrate_train(train: Data) -> None:
+    """Rewrites ramps, tapers, teacher forcing and row lengths as schedules."""
+    for optimizer in train.get("optimizers") or ():
+        if isinstance(optimizer, MutableMapping):
+            for key, schedule in (("momentum", _ramp), ("weight_decay", _taper)):
+                if isinstance(value := optimizer.get(key), Mapping):
+                    optimizer[key] = _flow(schedule(value))
+    forcing = train.get("teacher_forcing")
+    if isinstance(forcing, list | tuple):
+        train["teacher_forcing"] = _flow({"at": _plain(forcing), "by": "step"})
+    elif isinstance(forcing, Mapping) and "points" in forcing:
+        new = {"at": _plain(forcing["points"]), "by": forcing.get("by", "step")}
+        train["teacher_forcing"] = _flow(new | ({"between": "linear"} if forcing.get("between") == "linear" else {}))
+    if lengths := train.get("lengths"):
+        points = _plain(lengths)
+        context = {"at": points} if len(points) > 1 else points[0][1]
+        if isinstance(train, CommentedMap):
+            train.insert(list(train).index("lengths"), "context", _flow(context))
+            if (comment := train.ca.items.pop("lengths", None)) is not None:
+                train.ca.items["context"] = comment
+        train["context"] = _flow(context)
+    train.pop("lengths", None)
+
+
+def _ramp(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {"at": [[0, value.get("start")], [value.get("steps"), value.get("end")]], "by": "step"}
+
+
+def _taper(value: Mapping[str, Any]) -> dict[str, Any]:
+    start, after = value.get("start"), value.get("after")
+    return {"at": [[0, start], *([[after, start]] if after else []), [1, value.get("end")]]}
 
 
 def _title(layer: Mapping[str, Any]) -> str:

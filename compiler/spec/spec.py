@@ -9,6 +9,7 @@ from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
+from specc.compiler.schedule import schedules_in
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
 from specc.compiler.strict import Name, NodeName, Pattern, Positive, PositiveFloat, Problem, StrictModel, Two, later
 from specc.compiler.targets import TARGETS
@@ -205,6 +206,21 @@ class Spec(StrictModel):
         """The spec without quantization-aware training (`train.qat`), for the model outside training."""
         return self.model_copy(update={"train": self.train.model_copy(update={"qat": None})})
 
+    def _problems_of_late_changes(self) -> Iterator[Problem]:
+        """Yields a problem for each change of a schedule at a share of the run after its last step.
+
+        A run that is limited by seconds is not checked, because its number of steps is unknown.
+        """
+        if (steps := self.train.steps) is None:
+            return
+        last = (steps - 1) / steps
+        for path, schedule in schedules_in(self):
+            for i, share in schedule.changes:
+                if last < share < 1:
+                    message = f"{path[-1]} changes at {share:.4g} of the run, whose last step begins at {last:.4g}"
+                    hint = "choose an earlier start, or give the run more steps"
+                    yield Problem((*path, "at", i, 0), "S269", message, hint)
+
     def problems(self) -> Iterator[Problem]:
         """Yields the problems that involve several sections of the spec.
 
@@ -214,9 +230,9 @@ class Spec(StrictModel):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")
         yield from (problem.under("train") for problem in self.train.problems_of_a_step(self.model.window))
-        lengths = self.train.problems_of_lengths(self.model.window, self.model.reads)
-        yield from (problem.under("train") for problem in lengths)
-        yield from self.train.problems_of_shares(self.model.late)
+        rows = self.train.problems_of_rows(self.model.window, self.model.reads)
+        yield from (problem.under("train") for problem in rows)
+        yield from self._problems_of_late_changes()
         yield from self.train.data.problems_with(self.model)
         reads = self.model.reads
         if self.train.teacher_forcing is not None and reads != "lines":

@@ -1,18 +1,19 @@
 """The `train:` and `eval:` sections of a spec."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field
 
 from specc.compiler.architectures.architecture import Form
 from specc.compiler.catalog import models
+from specc.compiler.schedule import ForcingSchedule, Sizes, SizeSchedule, UnitFormula, formula_at, last, points_of
 from specc.compiler.spec import adapt, data, optimizers
 from specc.compiler.spec.adapt.adaptation import Adaptation
 from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.spec.data.text import TextData
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
-from specc.compiler.strict import NonNegative, Path, Positive, PositiveFloat, Problem, StrictModel, Unit, later
+from specc.compiler.strict import NonNegative, Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
 DATA = models(data, DataKind, "kind")
 OPTIMIZERS = models(optimizers, OptimizerSpec, "kind")
@@ -38,22 +39,31 @@ else:
 class ScheduleSpec(StrictModel):
     """The multiplier of the learning rate over a run.
 
-    It rises from 0 to 1 (warm-up), stays 1, then falls to `floor` (warm-down). Each span is set in steps or as a
-    fraction of the run, which is measured in steps or in seconds, as the run itself is.
+    It rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Each span is set in steps or as a fraction of the
+    run, which is measured in steps or in seconds, as the run itself is. If a shape is set and no span of the warm-down,
+    the warm-down is all of the run after the warm-up.
 
     Attributes:
         warmup_steps: the steps of the warm-up.
         warmdown_steps: the last steps of the run, over which the multiplier falls.
         warmup_fraction: the warm-up as a fraction of the run.
         warmdown_fraction: the warm-down as a fraction of the run.
-        floor: the multiplier at the end of the run.
+        shape: the multiplier in the warm-down: `linear`, `cosine`, or a formula in `t`, the share of the warm-down that
+            is complete, such as `(1 - t) ** 2`.
+        floor: the least multiplier in the warm-down.
     """
 
     warmup_steps: NonNegative = 0
     warmdown_steps: NonNegative = 0
     warmup_fraction: Unit = 0.0
     warmdown_fraction: Unit = 0.0
+    shape: Literal["linear", "cosine"] | UnitFormula = later("linear")
     floor: Unit = 0.0
+
+    @property
+    def falls(self) -> bool:
+        """True if the warm-down is all of the run after the warm-up."""
+        return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
 
     def of(self, steps: int) -> tuple[int, int]:
         """Returns the steps of warm-up and of warm-down in a run of `steps` steps."""
@@ -62,7 +72,26 @@ class ScheduleSpec(StrictModel):
         up, down = (
             max(given, part) for given, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
         )
-        return up, down
+        return up, max(steps - up, 0) if self.falls else down
+
+    def down(self, left: float) -> float:
+        """Returns the multiplier of the warm-down, of which the share `left` is still to come."""
+        if self.shape == "linear":
+            return max(left, self.floor)
+        return max(formula_at(SHAPES.get(self.shape, self.shape), 1 - max(left, 0.0)), self.floor)
+
+    def below(self, limit: float) -> float:
+        """Returns the largest share of the warm-down still to come at which the multiplier is at most `limit`.
+
+        The shape falls throughout; see `problems`.
+        """
+        low, high = 0.0, 1.0
+        if self.shape == "linear":
+            return limit
+        for _ in range(60):  # bisection to the last bit
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.down(middle) <= limit else (low, middle)
+        return low
 
     def lowest(self, steps: int | None, last: int = 1) -> float:
         """Returns the multiplier of the update that has `last` steps left, including itself.
@@ -72,17 +101,21 @@ class ScheduleSpec(StrictModel):
                 multiplier of the schedule.
             last: the steps left.
         """
-        span = self.warmdown_fraction or self.warmdown_steps if steps is None else self.of(steps)[1]
+        span = self.warmdown_fraction or self.warmdown_steps or self.falls if steps is None else self.of(steps)[1]
         if not span:
             return 1.0
-        return max(self.floor, 0.0 if steps is None else min(1.0, last / span))
+        return self.down(0.0 if steps is None else min(1.0, last / span))
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if warm-up or warm-down is set both in steps and as a fraction."""
+        """Yields a problem if warm-up or warm-down is set both in steps and as a fraction, or if the shape rises."""
         for name in ("warmup", "warmdown"):
             if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
                 message = f"{name} is set in steps and as a fraction"
                 yield Problem((f"{name}_fraction",), "S229", message, "remove one of the two")
+        values = [self.down(1 - i / 100) for i in range(101)]
+        if (rise := next((i for i in range(100) if values[i + 1] > values[i] + 1e-12), None)) is not None:
+            message = f"the shape rises at t = {rise / 100:g}, from {values[rise]:.4g} to {values[rise + 1]:.4g}"
+            yield Problem(("shape",), "S263", message, "write a formula that falls from 1 as t goes from 0 to 1")
 
 
 class EmaSpec(StrictModel):
@@ -131,22 +164,8 @@ class QatSpec(StrictModel):
     inputs: bool = True
 
 
-class ForcingSpec(StrictModel):
-    """Teacher forcing: the probability with which a decoder position receives the target token, else its own output.
-
-    Attributes:
-        points: [time, probability] pairs. The first time is 0. After the last point the probability is constant.
-        by: the unit of the times, counted from 0.
-        between: the probability between two points: that of the first (`hold`), or interpolated (`linear`).
-    """
-
-    points: Annotated[tuple[tuple[NonNegative, Unit], ...], Field(min_length=1)]
-    by: Literal["step", "epoch"] = "step"
-    between: Literal["hold", "linear"] = "hold"
-
-
 OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
-Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=8)]
+SHAPES = {"cosine": "0.5 * (1 + cos(pi * t))"}
 
 
 class TrainSpec(StrictModel):
@@ -158,13 +177,16 @@ class TrainSpec(StrictModel):
         data: the training data.
         micro_batch: the rows of a backward pass on each process. If unset, 8 if the step is in tokens, else all rows of
             the step.
-        tokens_per_step: the size of a step in tokens, over all processes.
-        batch: the size of a step in rows, over all processes.
+        tokens_per_step: the size of a step in tokens, over all processes: a number or a schedule.
+        batch: the size of a step in rows, over all processes: a number or, for text, a schedule.
+        context: the tokens of a row, at most the model's context: a number or a schedule. Each window of text is cut
+            into rows of that many tokens, which do not attend to each other. The tokens of a step and their order do
+            not change. Evaluation uses whole windows. If unset, the model's context.
         steps: the steps of the run.
         budget_seconds: the training time of the run in seconds.
         seed: the seed of initialization, data order and dropout.
-        teacher_forcing: teacher forcing, for models of pairs of lines. A list is short for its `points`. If unset, its
-            probability is 1.
+        teacher_forcing: for models of pairs of lines, the probability with which a decoder position receives the target
+            token, else its own output: a number or a schedule.
         optimizers: the optimizers, in order. The first that matches a parameter updates it.
         schedule: the schedule of the learning rate.
         clip_norm: the largest norm of the gradient over all parameters. If unset, gradients are not clipped.
@@ -172,9 +194,6 @@ class TrainSpec(StrictModel):
             Strict f32 does not use tensor cores. Evaluation stays in strict f32.
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
-        lengths: [share of the run, tokens] pairs. From that share on, by steps or by seconds, each window is cut into
-            rows of that many tokens, which do not attend to each other. The tokens of a step and their order do not
-            change. Evaluation always uses the whole context.
         validate_every: the steps between two validations; 0 for one at the end only.
         validate_tokens: the tokens of the validation split that a validation reads; all of them if unset.
         checkpoint_every: the steps between two checkpoints; 0 for one at the end only.
@@ -182,87 +201,87 @@ class TrainSpec(StrictModel):
 
     data: AnyData = TextData()
     micro_batch: Positive | None = None
-    tokens_per_step: Positive | None = None
-    batch: Positive | None = None
+    tokens_per_step: Sizes | None = None
+    batch: Sizes | None = None
+    context: Sizes | None = later(None)
     steps: Positive | None = None
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
-    teacher_forcing: tuple[tuple[NonNegative, Unit], ...] | ForcingSpec | None = None
+    teacher_forcing: Unit | ForcingSchedule | None = None
     optimizers: OptimizerList
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
     tf32: bool = later(False)
     average: AverageSpec | None = None
     qat: QatSpec | None = later(None)
-    lengths: Lengths | None = later(None)
     validate_every: NonNegative = 0
     validate_tokens: Positive | None = None
     checkpoint_every: NonNegative = 0
 
+    @property
+    def step_size(self) -> Sizes:
+        """The size of a step, in rows if `batch` is set, else in tokens."""
+        size = self.batch if self.batch is not None else self.tokens_per_step
+        assert size is not None  # the spec has exactly one of the two
+        return size
+
     def rows(self, window: int) -> int:
-        """Returns the rows of a step over all processes; `window` is the tokens of a row."""
-        return self.batch if self.batch is not None else (self.tokens_per_step or 0) // window
+        """Returns the rows of the last step over all processes; `window` is the tokens of a row."""
+        size: int = last(self.step_size)
+        return size if self.batch is not None else size // window
 
     def at_once(self, world: int = 1) -> int:
         """Returns the rows of a backward pass on one of `world` processes."""
         if self.micro_batch is not None:
             return self.micro_batch
-        return 8 if self.batch is None else max(self.batch // world, 1)
+        smallest = min(size for _, size in points_of(self.batch or 8))
+        return 8 if self.batch is None else max(smallest // world, 1)
 
-    @property
-    def forcing(self) -> ForcingSpec | None:
-        """The teacher forcing as a ForcingSpec, also if the spec has the short form."""
-        given = self.teacher_forcing
-        return ForcingSpec(points=given) if isinstance(given, tuple) else given
+    def pass_tokens(self, window: int, world: int = 1) -> int:
+        """Returns the tokens of a backward pass on all of `world` processes; `window` is the tokens of a row."""
+        return self.at_once(world) * world * window
 
-    def problems_of_shares(self, model: Iterable[tuple[Path, str, float]]) -> Iterator[Problem]:
-        """Yields a problem for each setting that begins at a share of the run after its last step.
-
-        Checks the settings of `model` (path, name, share), of `lengths` and of the optimizers. A run that is limited by
-        seconds is not checked, because its number of steps is unknown.
-        """
-        starts = [*model]
-        starts += [
-            (("train", "lengths", i, 0), f"rows of {n} tokens", share)
-            for i, (share, n) in enumerate(self.lengths or ())
-        ]
-        for i, optimizer in enumerate(self.optimizers):
-            for path, what, share in optimizer.late_starts():
-                starts.append((("train", "optimizers", i, *path), what, share))
-        for path, what, share in starts:
-            if self.steps is not None and share > (last := (self.steps - 1) / self.steps):
-                message = f"{what} would begin at {share:.4g} of the run, whose last step begins at {last:.4g}"
-                yield Problem(path, "S269", message, "choose an earlier start, or give the run more steps")
-
-    def problems_of_lengths(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Yields a problem for each length that does not divide `window` tokens, or if the model reads lines."""
-        if self.lengths is not None and reads == "lines":
-            message = "lengths are for text, but the model translates lines"
-            yield Problem(("lengths",), "S251", message, "remove lengths")
+    def problems_of_rows(self, window: int, reads: Form) -> Iterator[Problem]:
+        """Yields a problem for each length of rows that does not divide `window` tokens, and for each setting of rows
+        that a model of lines does not have."""
+        if reads == "lines":
+            if self.context is not None:
+                message = "context cuts windows of text, but the model translates lines"
+                yield Problem(("context",), "S251", message, "remove context")
+            if isinstance(self.batch, SizeSchedule):
+                message = "the batch of a model that translates lines takes no schedule"
+                yield Problem(("batch",), "S251", message, "write one number of rows")
             return
-        for i, (_, tokens) in enumerate(self.lengths or ()):
+        for i, (_, tokens) in enumerate(points_of(self.context) if self.context is not None else ()):
             if tokens > window or window % tokens:
+                place = ("at", i, 1) if isinstance(self.context, SizeSchedule) else ()
                 message = f"a window of {window} tokens cannot be cut into rows of {tokens}"
-                yield Problem(("lengths", i, 1), "S251", message, f"use a divisor of {window}, the model's context")
+                yield Problem(("context", *place), "S251", message, f"use a divisor of {window}, the model's context")
 
     def problems_of_a_step(self, window: int) -> Iterator[Problem]:
-        """Yields a problem if a step is not a whole number of micro-batches on one process; `window` is in tokens."""
-        at_once = self.at_once() if self.batch is not None else self.at_once() * window
-        size = self.batch if self.batch is not None else self.tokens_per_step
-        if size is None or size % at_once == 0:
+        """Yields a problem for each size of a step that is not a whole number of micro-batches on one process.
+
+        `window` is in tokens.
+        """
+        if (self.batch is None) == (self.tokens_per_step is None):
             return
-        near = max(size // at_once, 1) * at_once
-        unit, passes = ("rows", "") if self.batch is not None else ("tokens", f"{self.at_once()} x {window} = ")
-        yield Problem(
-            ("batch" if self.batch is not None else "tokens_per_step",),
-            "S217",
-            f"a step of {size:,} {unit} is not a whole number of micro-batches of {passes}{at_once:,}",
-            f"use {near:,} or {near + at_once:,}, or another micro_batch",
-            related=(("a micro-batch", ("micro_batch",)),) if "micro_batch" in self.model_fields_set else (),
-        )
+        name = "batch" if self.batch is not None else "tokens_per_step"
+        at_once = self.at_once() if self.batch is not None else self.at_once() * window
+        for i, (_, size) in enumerate(points_of(self.step_size)):
+            if size % at_once == 0:
+                continue
+            near = max(size // at_once, 1) * at_once
+            unit, passes = ("rows", "") if self.batch is not None else ("tokens", f"{self.at_once()} x {window} = ")
+            yield Problem(
+                (name, *(("at", i, 1) if isinstance(self.step_size, SizeSchedule) else ())),
+                "S217",
+                f"a step of {size:,} {unit} is not a whole number of micro-batches of {passes}{at_once:,}",
+                f"use {near:,} or {near + at_once:,}, or another micro_batch",
+                related=(("a micro-batch", ("micro_batch",)),) if "micro_batch" in self.model_fields_set else (),
+            )
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems of the step's size, the run's length, the schedule, `lengths` and teacher forcing."""
+        """Yields problems of the step's size, the run's length and the schedule."""
         if (self.tokens_per_step is None) == (self.batch is None):
             yield Problem(
                 ("batch",) if self.batch is not None else (),
@@ -270,20 +289,6 @@ class TrainSpec(StrictModel):
                 "train needs exactly one of tokens_per_step and batch",
                 "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines",
             )
-        given = self.teacher_forcing
-        points = given.points if isinstance(given, ForcingSpec) else given if given is not None else ((0, 1.0),)
-        times = [when for when, _ in points]
-        if times[:1] != [0] or sorted(set(times)) != times:
-            yield Problem(
-                ("teacher_forcing",),
-                "S225",
-                f"the points of teacher_forcing are at [{', '.join(map(str, times))}]",
-                "start at 0 and increase",
-            )
-        shares = [share for share, _ in self.lengths or ((0.0, 1),)]
-        if shares[0] != 0 or shares[-1] >= 1 or sorted(set(shares)) != shares:
-            message = f"lengths begin at shares [{', '.join(f'{share:g}' for share in shares)}] of the run"
-            yield Problem(("lengths",), "S250", message, "start at 0 and increase; the last must be below 1")
         if (self.steps is None) == (self.budget_seconds is None):
             yield Problem(
                 ("steps",) if self.steps is not None else (),
@@ -292,13 +297,13 @@ class TrainSpec(StrictModel):
                 "set the one that ends the run and drives the schedule",
             )
         fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
-        last = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
+        longer = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
         if self.steps is None and fractions > 1 + 1e-9:
             message = f"warm-up and warm-down take {fractions:g} of the run"
-            yield Problem(("schedule", last), "S202", message, "shorten them to at most 1 in total")
+            yield Problem(("schedule", longer), "S202", message, "shorten them to at most 1 in total")
         if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
             yield Problem(
-                ("schedule", last if fractions else "warmdown_steps"),
+                ("schedule", longer if fractions else "warmdown_steps"),
                 "S202",
                 f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps, but the run has {self.steps}",
                 "shorten them, or give the run more steps",
@@ -316,8 +321,8 @@ class TrainSpec(StrictModel):
                 yield Problem(("average", "every"), "S269", message, f"use at most {self.steps}")
                 return
             late.append(("average", self.average.below, (self.steps or 0) % every + 1))
-        for name, below, last in late:
-            if (lowest := self.schedule.lowest(self.steps, last)) >= below:
+        for name, below, left in late:
+            if (lowest := self.schedule.lowest(self.steps, left)) >= below:
                 message = f"{name} starts at a multiplier below {below:g}, but the schedule only reaches {lowest:g}"
                 hint = "lower the end of the schedule (warmdown_steps or warmdown_fraction, floor), or raise `below`"
                 related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.spec.optimizers.adamw import AdamWSpec
-from specc.compiler.spec.optimizers.schedules import Taper
 from specc.runtime.distributed.world import World
-from specc.runtime.optim.schedule import tapered
+from specc.runtime.optim.schedule import Moment, value_at
 from specc.runtime.optim.update_rule import UpdateRule
 
 
@@ -21,10 +20,10 @@ class AdamW(UpdateRule[AdamWSpec]):
         super().__init__(spec, parameters, world)
         self._tensors: list[Tensor] = list(parameters.values())
         fused = self._tensors[0].is_cuda
-        # Torch passes its weight decay as a launch constant, which a CUDA graph cannot change: `update` tapers it.
-        decay = 0.0 if isinstance(spec.weight_decay, Taper) else spec.weight_decay
+        # Torch passes its weight decay as a launch constant, which a CUDA graph cannot change: `update` applies others.
+        decay = spec.weight_decay if isinstance(spec.weight_decay, float | int) else 0.0
         self._torch = torch.optim.AdamW(
-            self._tensors, spec.lr, spec.betas, spec.eps, decay, fused=fused, foreach=False, capturable=fused
+            self._tensors, 0.0, spec.betas, spec.eps, decay, fused=fused, foreach=False, capturable=fused
         )
         self._torch._warned_capturable_if_run_uncaptured = True  # silences a warning: capture is optional here
         # Torch creates its state in the first step, but the state names must exist before it.
@@ -35,13 +34,13 @@ class AdamW(UpdateRule[AdamWSpec]):
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def numbers(self, multiplier: float, step: int, done: float) -> Sequence[float]:
-        return self.spec.lr * multiplier, tapered(self.spec.weight_decay, done)
+    def numbers(self, now: Moment) -> Sequence[float]:
+        return value_at(self.spec.lr, now) * now.multiplier, value_at(self.spec.weight_decay, now)
 
     @torch.no_grad()
     def update(self, numbers: Sequence[Tensor]) -> None:
         lr, decay = numbers
-        if isinstance(self.spec.weight_decay, Taper):
+        if not isinstance(self.spec.weight_decay, float | int):
             torch._foreach_mul_(self._tensors, 1 - lr * decay)
         self._torch.param_groups[0]["lr"] = lr
         self._torch.step()

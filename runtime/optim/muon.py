@@ -10,7 +10,7 @@ from specc.compiler.spec.optimizers.muon import MuonSpec
 from specc.runtime.distributed.world import Waiting, World
 from specc.runtime.optim.bank import Bank, banks_of
 from specc.runtime.optim.orthogonalize import METHODS, orthogonalize
-from specc.runtime.optim.schedule import tapered, value_at
+from specc.runtime.optim.schedule import Moment, value_at
 from specc.runtime.optim.update_rule import UpdateRule
 
 LEAST_ROW = 1e-7  # the lower bound of a row's 2-norm
@@ -40,9 +40,13 @@ class Muon(UpdateRule[MuonSpec]):
         rows = [bank.new_state(bank.params[0].shape[0], 1) for bank in self.banks if spec.second_moment is not None]
         self._second_moment = rows
 
-    def numbers(self, multiplier: float, step: int, done: float) -> Sequence[float]:
+    def numbers(self, now: Moment) -> Sequence[float]:
         spec = self.spec
-        return spec.lr * multiplier, value_at(spec.momentum, step), tapered(spec.weight_decay, done)
+        return (
+            value_at(spec.lr, now) * now.multiplier,
+            value_at(spec.momentum, now),
+            value_at(spec.weight_decay, now),
+        )
 
     @torch.no_grad()
     def update(self, numbers: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.rule_of import rule_of
+from specc.runtime.optim.schedule import Moment
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
@@ -44,7 +45,7 @@ class Optimizers:
         device = next(iter(masters.values())).device
         # Torch's AdamW reads an f32 rate on a GPU. On the CPU it reads a Python float, which is f64.
         dtype = torch.float32 if device.type == "cuda" else torch.float64
-        counts = [len(rule.numbers(1.0, 0, 0.0)) for rule in self._rules]
+        counts = [len(rule.numbers(Moment())) for rule in self._rules]
         self._numbers = torch.zeros(sum(counts), dtype=dtype, device=device)
         self._split = [part.unbind() for part in torch.split(self._numbers, counts)]
 
@@ -53,15 +54,9 @@ class Optimizers:
         """The banks of the sharded parameters."""
         return [bank for rule in self._rules for bank in rule.banks]
 
-    def set(self, multiplier: float, step: int, done: float = 0.0) -> None:
-        """Writes the numbers of the next update to the device, without waiting for it.
-
-        Args:
-            multiplier: the factor of all learning rates.
-            step: the number of updates before this one.
-            done: the share of the run that is complete, 0 to 1.
-        """
-        values = [number for rule in self._rules for number in rule.numbers(multiplier, step, done)]
+    def set(self, now: Moment) -> None:
+        """Writes the numbers of the update at `now` to the device, without waiting for it."""
+        values = [number for rule in self._rules for number in rule.numbers(now)]
         tensor = torch.tensor(values, dtype=torch.float64).to(self._numbers.dtype)
         self._numbers.copy_(tensor.pin_memory() if self._numbers.is_cuda else tensor, non_blocking=True)
 

@@ -1,4 +1,4 @@
-"""The learning rate's multiplier and ramped values, as pure functions of steps and seconds.
+"""The learning rate's multiplier and other scheduled numbers, as pure functions of steps and seconds.
 
 `step` is the number of updates so far, so the first update has step 0.
 """
@@ -6,7 +6,7 @@
 import math
 from dataclasses import dataclass
 
-from specc.compiler.spec.optimizers.schedules import Ramp, Taper
+from specc.compiler.schedule import Schedule, rate_at
 from specc.compiler.spec.train import TrainSpec
 
 
@@ -18,18 +18,20 @@ class Moment:
         multiplier: the factor of learning rates.
         warm_down: the multiplier without its warm-up. Settings that begin late in a run compare with it.
         done: the share of the run that is complete, 0 to 1.
+        step: the number of updates so far.
     """
 
     multiplier: float = 1.0
     warm_down: float = 1.0
     done: float = 0.0
+    step: int = 0
 
 
 def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     """Returns the moment after `step` updates and `seconds` of training.
 
-    The multiplier rises linearly to 1 over the warm-up, and falls linearly from 1 to `floor` over the warm-down. In a
-    run of a number of steps, the line of the warm-down reaches 0 just after the last update.
+    The multiplier rises linearly to 1 over the warm-up, and falls from 1 to at least `floor` over the warm-down, by the
+    schedule's shape. In a run of a number of steps, the warm-down ends just after the last update.
 
     In a run of `budget_seconds`, the mean time per step so far converts `warmdown_steps` into seconds, so the warm-down
     ends with the budget on a machine of any speed. With T the budget, t the seconds, s their mean per step and W the
@@ -47,26 +49,17 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
         budget, warmup = train.budget_seconds, schedule.warmup_steps
         if schedule.warmup_fraction:
             warmup = schedule.warmup_fraction * budget * step / seconds if step and seconds else math.inf
-        warmdown = schedule.warmdown_fraction * budget
+        warmdown = (1 - schedule.warmup_fraction if schedule.falls else schedule.warmdown_fraction) * budget
         if not warmdown and step:
             warmdown = schedule.warmdown_steps * seconds / step
         left, done = max(0.0, budget - seconds), seconds / budget
     # step + 1: with a known warm-up the first update has a multiplier above 0, as an update at 0 would change nothing
     up = min(1.0, (step + 1) / warmup) if warmup else 1.0
     # after the last update, which a benchmark can pass, `left` is at most 0
-    down = max(left / warmdown, schedule.floor) if warmdown and left < warmdown else 1.0
-    return Moment(min(up, down), down, min(1.0, done))
+    down = schedule.down(left / warmdown) if warmdown and left < warmdown else 1.0
+    return Moment(min(up, down), down, min(1.0, done), step)
 
 
-def value_at(value: float | Ramp, step: int) -> float:
-    """Returns a number unchanged, or the value of a ramp after `step` updates."""
-    if isinstance(value, Ramp):
-        return value.start + (value.end - value.start) * min(1.0, step / value.steps)
-    return value
-
-
-def tapered(value: float | Taper, done: float) -> float:
-    """Returns a number unchanged, or the value of a taper when the share `done` of the run is complete."""
-    if isinstance(value, Taper):
-        return value.start + (value.end - value.start) * max(0.0, done - value.after) / (1 - value.after)
-    return value
+def value_at(rate: float | str | Schedule, now: Moment) -> float:
+    """Returns the value of a number, a formula or a schedule in the update at `now`."""
+    return rate_at(rate, now.done, now.step)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
+from specc.runtime.optim.schedule import Moment
 
 S = TypeVar("S", bound=OptimizerSpec)
 
@@ -41,14 +42,8 @@ class UpdateRule(ABC, Generic[S]):
         self.spec, self.parameters, self.world = spec, parameters, world
 
     @abstractmethod
-    def numbers(self, multiplier: float, step: int, done: float) -> Sequence[float]:
-        """Returns the numbers that the next update reads. Their count is the same in every step.
-
-        Args:
-            multiplier: the schedule's factor of the learning rate.
-            step: the number of updates so far.
-            done: the share of the run that is complete, 0 to 1.
-        """
+    def numbers(self, now: Moment) -> Sequence[float]:
+        """Returns the numbers that the update at `now` reads. Their count is the same in every step."""
 
     @abstractmethod
     def update(self, numbers: Sequence[Tensor]) -> None:

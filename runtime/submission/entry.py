@@ -224,7 +224,7 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
     with Loader(streams[0], rows, window, order, spec.seed, world.rank, world.size) as loader:
         schemes = plan.BASE if spec.qat is not None else None
         trainable = TrainableModel(model, plan.PARAMS[target], window, plan.SPEC_DIGEST, plan.PHASES, schemes)
-        trainer = Trainer(trainable, spec, Windows(loader, spec.rows(window) * window), world, compiled)
+        trainer = Trainer(trainable, spec, Windows(loader, spec.pass_tokens(window, world.size)), world, compiled)
         if compiled:
             compile_ahead(folder(target))
         validation = Validation(streams[1], TOKENIZER, plan.EVAL.batch, spec.validate_tokens)

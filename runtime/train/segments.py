@@ -1,4 +1,5 @@
-"""Run segments: the parts of a run that differ in their programs or in the length of their rows."""
+"""Run segments: the parts of a run that differ in their programs, in the length of their rows or in the size of a
+step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.programs.programs import Phase
+from specc.compiler.schedule import points_of
+from specc.compiler.spec.train import TrainSpec
+from specc.runtime.train.sources.micro_batches import micro_batches
 
 LAST = Phase(1.0, "train", "score")
 Function = Callable[..., Tensor]
@@ -15,38 +19,45 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """A part of a run with one pair of programs and one row length.
+    """A part of a run with one pair of programs, one row length and one size of a step.
 
     Attributes:
         begins: the share of the run, 0 to 1, at which the segment begins.
         phase: the programs for training and scoring.
         tokens: the length of a row, in tokens.
+        micro_batches: the backward passes of a step on each process.
     """
 
     begins: float
     phase: Phase
     tokens: int
+    micro_batches: int = 1
 
     @property
     def description(self) -> str:
-        return f"program {self.phase.train}, rows of {self.tokens:,} tokens"
+        passes = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        return f"program {self.phase.train}, rows of {self.tokens:,} tokens, {passes} a step"
 
 
-def run_segments(phases: Sequence[Phase], lengths: Sequence[tuple[float, int]], window: int) -> tuple[RunSegment, ...]:
-    """Returns the segments of a run, in order.
+def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: int = 1) -> tuple[RunSegment, ...]:
+    """Returns the segments of a run, in order. A new segment begins wherever the phase or a scheduled size changes.
 
     Args:
         phases: the phases of the run, in order. After them the run continues with LAST.
-        lengths: (share of the run, tokens per row from there) pairs, in order, the first at share 0.
-        window: tokens per row if `lengths` is empty.
+        train: the training spec.
+        window: tokens per window, and per row if `train.context` is unset.
+        world: the number of processes.
+
+    Raises:
+        BatchError: if a step cannot be cut into micro-batches.
     """
     ends = (0.0, *(phase.until for phase in phases), 1.0)
-    lengths = lengths or ((0.0, window),)
+    tokens, sizes = points_of(train.context or window), points_of(train.step_size)
     segments = []
-    for begins in sorted({*(end for end in ends if end < 1), *(share for share, _ in lengths)}):
+    for begins in sorted({*(end for end in ends if end < 1), *(share for share, _ in (*tokens, *sizes))}):
         phase = next(phase for phase, (_, end) in zip((*phases, LAST), pairwise(ends), strict=True) if begins < end)
-        tokens = next(tokens for share, tokens in reversed(lengths) if share <= begins)
-        segments.append(RunSegment(begins, phase, tokens))
+        row, size = (next(value for share, value in reversed(points) if share <= begins) for points in (tokens, sizes))
+        segments.append(RunSegment(begins, phase, row, micro_batches(train, window, world, size)))
     return tuple(segments)
 
 

@@ -36,7 +36,6 @@ from specc.runtime.train.segments import (
     segment_at,
 )
 from specc.runtime.train.sources.feed import Batch, Feed
-from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.trainable_model import TrainableModel
 
 WARM_UP_STEPS = 3
@@ -79,7 +78,6 @@ class Trainer:
     ) -> None:
         self.train, self.feed, self.loader, self.window = train, feed, feed.loader, model.window
         self.world, self.device, self.compiled = world, world.device, compiled
-        self.micro_batches = micro_batches(train, model.window, world.size)
         self._module, self._spec_digest = model.module.to(self.device), model.spec_digest
         shapes = {parameter.name: parameter.shape for parameter in model.parameters}
         dtypes = {parameter.name: DTYPES[parameter.dtype] for parameter in model.parameters}
@@ -90,8 +88,11 @@ class Trainer:
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
         self.average = Average(train.average, self.masters.tensors) if train.average else None
         self._norm = torch.zeros((), device=self.device)
-        self._finish_gradients = self._replayed(self._mean_gradients, collective=True)
-        self._segments = run_segments(model.phases, train.lengths or (), model.window)
+        self._segments = run_segments(model.phases, train, model.window, world.size)
+        self._finish_gradients = {
+            count: self._replayed(partial(self._mean_gradients, count), collective=True)
+            for count in {segment.micro_batches for segment in self._segments}
+        }
         state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
         self._unused = {names: UnusedParameters(names, self.masters.tensors, state) for names in unused}
         self._updates = self._update_functions()
@@ -114,6 +115,11 @@ class Trainer:
     def segment(self) -> RunSegment:
         """The segment of the last update. Before the first update, the first segment."""
         return self._segments[self._index]
+
+    @property
+    def micro_batches(self) -> int:
+        """The backward passes of a step of the current segment on this process."""
+        return self.segment.micro_batches
 
     @property
     def segments_left(self) -> int:
@@ -151,7 +157,7 @@ class Trainer:
         if index != self._index:
             self._enter(index)
         self._done_before = now.done
-        self._gradients(self.loader.next() for _ in range(self.micro_batches))
+        self._gradients((self.loader.next() for _ in range(self.micro_batches)), now)
         self._launch(now.multiplier, torch.stack((self.masters.loss, self._norm)))
         steps = self._arrived(lag=1 if self.device.type == "cuda" else 0)
         self._update(now)
@@ -185,8 +191,8 @@ class Trainer:
             self._enter(index)
             for _ in range(WARM_UP_STEPS):
                 batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
-                self._gradients(batches, wait=True)
-                self._update(Moment())
+                self._gradients(batches, Moment(step=self.step), wait=True)
+                self._update(Moment(step=self.step))
         self.restore(before)
 
     def evaluate(
@@ -306,7 +312,7 @@ class Trainer:
         self._last_seconds, self._last = snapshot.seconds, self.feed.counted()
         self._launched.clear()
 
-    def _gradients(self, batches: Iterable[Batch], wait: bool = False) -> None:
+    def _gradients(self, batches: Iterable[Batch], now: Moment, wait: bool = False) -> None:
         """Computes the mean loss and the clipped mean gradients over all micro-batches of all processes in the masters,
         and the norm before clipping in `_norm`. With `wait`, all processes first wait for each other on the host: a
         collective call on the device would time out while another rank compiles."""
@@ -314,10 +320,10 @@ class Trainer:
         with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
             for part, batch in enumerate(batches):
                 batch = tuple(tensor.to(self.device) for tensor in batch)
-                self._passes[self._index](*self.feed.arguments(batch, self.step, part, self.segment.phase))
+                self._passes[self._index](*self.feed.arguments(batch, now, part, self.segment.phase))
         if wait:
             self.world.wait()
-        self._finish_gradients()
+        self._finish_gradients[self.micro_batches]()
         self.masters.attach()  # sets Python attributes, which a graph replay does not
 
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
@@ -365,12 +371,12 @@ class Trainer:
         if self.masters.fake_quantize(schemes, shares):
             self._updates = self._update_functions()  # the captured graphs still write the previous copies
 
-    def _mean_gradients(self) -> None:
+    def _mean_gradients(self, micro_batches: int) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
-        self._norm.copy_(self.masters.finish(self.micro_batches, clip_norm, banks, self.world))
+        self._norm.copy_(self.masters.finish(micro_batches, clip_norm, banks, self.world))
 
     def _update(self, now: Moment) -> None:
-        self.optimizers.set(now.multiplier, self.step, now.done)
+        self.optimizers.set(now)
         self._updates[self.segment.phase.rests]()
         if self.average is not None:
             self.average.update(self.step + 1, now)

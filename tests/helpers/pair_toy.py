@@ -78,6 +78,6 @@ def pair_trainer(
     torch.manual_seed(train.seed)
     rows, passes = train.at_once(world.size), micro_batches(train, WIDTH, world.size)
     loader = PairLoader(FixedSet(pairs(), train.seed, device), rows, passes, device, world.rank, world.size)
-    feed = Forced(loader, model, train.forcing, 200, train.seed)
+    feed = Forced(loader, model, train.teacher_forcing, 200, train.seed)
     trainable = TrainableModel(model, parameters(), WIDTH, "digest")
     return Trainer(trainable, train, feed, world.on(device), compiled)

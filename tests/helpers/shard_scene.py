@@ -16,6 +16,7 @@ from specc.compiler.spec.train import TrainSpec
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
+from specc.runtime.optim.schedule import Moment
 
 # Five, three and one of a shape: no number of ranks takes all of them in equal parts.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -36,8 +37,8 @@ STEPS = 5
 
 def specs(**settings: Any) -> tuple[OptimizerSpec, ...]:
     muon = {"kind": "muon", "match": "{up,down,square}*", "lr": 0.1, "weight_decay": 0.1, **settings}
-    momentum = {"start": 0.5, "end": 0.9, "steps": 3}
-    decay = {"start": 0.2, "end": 0.1, "after": 0.4}
+    momentum = {"at": ((0, 0.5), (3, 0.9)), "by": "step"}
+    decay = {"at": ((0, 0.2), (0.4, 0.2), (1, 0.1))}
     adamw = {"kind": "adamw", "match": "*", "lr": 0.05, "weight_decay": decay}
     entries = ({**muon, "momentum": momentum}, adamw)
     return TrainSpec.model_validate({"tokens_per_step": 8, "steps": STEPS, "optimizers": entries}).optimizers
@@ -67,7 +68,7 @@ def advance(masters: Masters, optimizers: Optimizers, world: World, step: int, r
             param.grad = gradient(name, step, rank).to(param.device, param.dtype)
         masters.collect()
     norm = masters.finish(len(ranks), 1.5, optimizers.banks, world)
-    optimizers.set(1 / (step + 1), step, step / STEPS)
+    optimizers.set(Moment(1 / (step + 1), done=step / STEPS, step=step))
     optimizers.update()
     masters.refresh()
     return float(norm)

@@ -89,7 +89,7 @@ def train_spec(**changes: Any) -> TrainSpec:
                 "kind": "muon",
                 "match": "blocks.{up,down}",
                 "lr": 0.02,
-                "momentum": {"start": 0.8, "end": 0.95, "steps": 10},
+                "momentum": {"at": ((0, 0.8), (10, 0.95)), "by": "step"},
                 "weight_decay": 0.01,
             },
             {"kind": "adamw", "match": "embed", "lr": 0.02, "weight_decay": 0.1},
@@ -126,12 +126,12 @@ def trainer(
     train, world = train or train_spec(), world or World.alone()
     torch.manual_seed(train.seed)
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed, world.rank, world.size)
-    return Trainer(trainable(model or Toy(), dtype, grids), train, feed_of(train, loader), world)
+    return Trainer(trainable(model or Toy(), dtype, grids), train, feed_of(train, loader, world=world.size), world)
 
 
 def trainable(model: nn.Module, dtype: str = "f32", schemes: Mapping[str, Scheme] | None = None) -> TrainableModel:
     return TrainableModel(model, parameters(dtype), WINDOW, "digest", schemes=schemes)
 
 
-def feed_of(train: TrainSpec, loader: Loader, window: int = WINDOW) -> Windows:
-    return Windows(loader, train.rows(window) * window)
+def feed_of(train: TrainSpec, loader: Loader, window: int = WINDOW, world: int = 1) -> Windows:
+    return Windows(loader, train.pass_tokens(window, world))

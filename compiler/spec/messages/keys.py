@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any
 
+from pydantic.fields import FieldInfo
+
 from specc.compiler.errors import Diagnostic, one_of, quote
 from specc.compiler.expr import ExprError
+from specc.compiler.schedule import Schedule
 from specc.compiler.spec.messages.expected import Model, dotted, item_of, keys_of, models_in, nearest, tags_of, wanted
 from specc.compiler.spec.messages.values import TYPES, Found, wrong_type, wrong_value
 from specc.compiler.strict import Path, StrictModel, tag_of
@@ -37,6 +40,8 @@ class Words:
         if not limits or (len(limits) < len(group) and all(one.choices for one in limits)):
             beside = self._data(path[:-1]) if path and isinstance(path[-1], int) else ()
             said, hint = wrong_type(group, self._annotation(path), beside)
+            if isinstance(group[0].value, dict) and "at" in group[0].value:
+                hint = f"of all values, {', '.join(_scheduled())} take a schedule"
             yield self._at(self.source.place(path), "S103", f"{self._name(path)} {said}", hint)
         elif self._is_tag(limits[0]):
             yield self._no_kind(path, limits[0].choices)
@@ -172,12 +177,28 @@ def _in_sibling(path: Path, holder: Path) -> bool:
 
 
 @cache
-def _models_with(key: str) -> frozenset[Model]:
-    """Returns all models of the spec language that have a key, in any section."""
+def _models() -> tuple[Model, ...]:
+    """Returns all models of the spec language."""
     models: list[Model] = [StrictModel]
     for model in models:  # the list grows during the loop
         models += model.__subclasses__()
-    return frozenset(model for model in models if key in keys_of(model))
+    return tuple(models)
+
+
+@cache
+def _models_with(key: str) -> frozenset[Model]:
+    """Returns all models of the spec language that have a key, in any section."""
+    return frozenset(model for model in _models() if key in keys_of(model))
+
+
+@cache
+def _scheduled() -> tuple[str, ...]:
+    """Returns the names of the fields of the spec language that take a schedule."""
+    return tuple(sorted({name for model in _models() for name, info in keys_of(model).items() if _takes(info)}))
+
+
+def _takes(info: FieldInfo) -> bool:
+    return any(issubclass(model, Schedule) for model in models_in(info.annotation))
 
 
 def _apart(one: Path, other: Path) -> int:

@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from specc.compiler.schedule import Rate, UnitRate
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
-from specc.compiler.spec.optimizers.schedules import Ramp, Taper
-from specc.compiler.strict import NonNegativeFloat, Problem, Unit, later
+from specc.compiler.strict import Problem, later
 
 # The least `steps` of methods whose first steps are not iterations, so that at least one step iterates.
 LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
@@ -17,7 +17,7 @@ class MuonSpec(OptimizerSpec):
     """Muon (Jordan, 2024): momentum, whose matrix is orthogonalized by an iteration. For matrices only.
 
     Attributes:
-        momentum: the momentum, constant or changing.
+        momentum: the momentum: a number, a formula in `t`, or a schedule.
         nesterov: whether the momentum is Nesterov's.
         method: the iteration. `newton_schulz` is Newton-Schulz with one quintic polynomial. `polar_express` has a
             separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, which scales
@@ -26,17 +26,17 @@ class MuonSpec(OptimizerSpec):
         equalize_rows: whether all rows are scaled to one length before the iterations (MuonEq-R).
         second_moment: the decay of NorMuon's second moment of each row, applied after the iterations (Li et al. 2025,
             arXiv 2510.05491). If unset, there is none.
-        weight_decay: the decoupled weight decay, constant or changing.
+        weight_decay: the decoupled weight decay, as the momentum.
     """
 
     kind: Literal["muon"]
-    momentum: Unit | Ramp = 0.95
+    momentum: UnitRate = 0.95
     nesterov: bool = True
     method: Literal["newton_schulz", "polar_express", "turbo"] = later("newton_schulz")
     steps: Annotated[int, Field(ge=1, le=20)] = 5
     equalize_rows: bool = later(False)
     second_moment: Decay | None = later(None)
-    weight_decay: NonNegativeFloat | Taper = 0.0
+    weight_decay: Rate = 0.0
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns a reason for every parameter that is not a matrix."""

@@ -1,12 +1,11 @@
 """The base class of all entries of `train.optimizers`."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
-from specc.compiler.spec.optimizers.schedules import Taper
-from specc.compiler.strict import NonNegativeFloat, Path, Pattern, StrictModel
+from specc.compiler.schedule import Rate
+from specc.compiler.strict import Pattern, StrictModel
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean, which would never change with 1
 
@@ -19,20 +18,14 @@ class OptimizerSpec(StrictModel):
 
     Attributes:
         match: the pattern of the names of the parameters to update. Parameters of an earlier entry are excluded.
-        lr: the learning rate, before the multiplier of `train.schedule`.
+        lr: the learning rate, before the multiplier of `train.schedule`: a number, a formula in `t`, or a schedule. `t`
+            is the share of the run that is complete, from 0 to 1.
     """
 
     kind: str
     match: Pattern
-    lr: NonNegativeFloat
+    lr: Rate
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns why the optimizer cannot update a parameter of this shape; empty if it can."""
         return ""
-
-    def late_starts(self) -> Iterator[tuple[Path, str, float]]:
-        """Yields the settings that change from a share of the run on: path, name for messages, and share."""
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, Taper):
-                yield (name, "after"), "the taper", value.after

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 
 from specc.compiler.characters import START
 from specc.compiler.programs.programs import Phase
-from specc.compiler.spec.train import ForcingSpec
+from specc.compiler.schedule import Schedule
 from specc.runtime.data.lines.loader import PairLoader
 from specc.runtime.decode.lines import decoder_inputs
+from specc.runtime.optim.schedule import Moment
 
 Program = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
@@ -44,12 +44,12 @@ class Feed(ABC):
     loader: Batches
 
     @abstractmethod
-    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
+    def arguments(self, batch: Batch, now: Moment, part: int, phase: Phase) -> Batch:
         """Returns the arguments of one pass.
 
         Args:
             batch: the batch, on the device.
-            step: the number of updates before this one.
+            now: the moment of the update.
             part: the index of the pass in its update.
             phase: the phase of the run.
 
@@ -73,15 +73,16 @@ class Feed(ABC):
 
 
 class Windows(Feed):
-    """Batches of text. The program accepts ids and targets, i64 [B, T], unchanged; a step has `tokens` tokens."""
+    """Batches of text. The program accepts ids and targets, i64 [B, T], unchanged; a pass has `tokens` tokens on all
+    processes."""
 
     names = ("ids", "targets")
 
     def __init__(self, loader: Batches, tokens: int) -> None:
-        self.loader, self._step_tokens, self._tokens = loader, tokens, 0
+        self.loader, self._pass_tokens, self._tokens = loader, tokens, 0
 
-    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
-        self._tokens += self._step_tokens if part == 0 else 0
+    def arguments(self, batch: Batch, now: Moment, part: int, phase: Phase) -> Batch:
+        self._tokens += self._pass_tokens
         return batch
 
     def random_batch(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
@@ -103,7 +104,7 @@ class Forced(Feed):
     Args:
         loader: the loader of the pairs.
         model: predicts the tokens at unforced positions, with its current weights.
-        schedule: the probability of the truth. None for 1 throughout.
+        probability: the probability of the truth: a number or a schedule. None for 1 throughout.
         epoch: samples per epoch.
         seed: the seed of the draws.
     """
@@ -111,21 +112,22 @@ class Forced(Feed):
     names = ("source", "inputs", "target")
 
     def __init__(
-        self, loader: PairLoader, model: nn.Module, schedule: ForcingSpec | None, epoch: int, seed: int
+        self, loader: PairLoader, model: nn.Module, probability: float | Schedule | None, epoch: int, seed: int
     ) -> None:
         self.loader: PairLoader = loader
-        self._model, self._schedule, self._epoch, self._seed = model, schedule, epoch, seed
+        self._model, self._schedule, self._epoch, self._seed = model, probability, epoch, seed
 
-    def probability(self, step: int) -> float:
-        """Returns the probability that a position receives the truth, in the update after `step` others."""
+    def probability(self, now: Moment) -> float:
+        """Returns the probability that a position receives the truth, in the update at `now`."""
         schedule = self._schedule
-        if schedule is None:
-            return 1.0
-        return forced_at(schedule, step if schedule.by == "step" else step * self.loader.rows / self._epoch)
+        if not isinstance(schedule, Schedule):
+            return 1.0 if schedule is None else schedule
+        times = {"share": now.done, "step": now.step, "epoch": now.step * self.loader.rows / self._epoch}
+        return float(schedule.value(times[schedule.by]))
 
-    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
+    def arguments(self, batch: Batch, now: Moment, part: int, phase: Phase) -> Batch:
         source, target, weight = batch
-        probability = self.probability(step)
+        probability, step = self.probability(now), now.step
         if probability >= 1:
             return source, shifted(target), target, weight
         forcing = self._forced_positions(probability, step, part, target.shape[1]).to(target.device)
@@ -155,14 +157,3 @@ def shifted(target: Tensor) -> Tensor:
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs
-
-
-def forced_at(schedule: ForcingSpec, when: float) -> float:
-    """Returns the probability of the truth at `when`, a step or a fractional epoch."""
-    points = schedule.points
-    after = bisect_right(points, when, key=lambda point: point[0])
-    start, value = points[after - 1]
-    if schedule.between == "hold" or after == len(points):
-        return value
-    end, next_value = points[after]
-    return value + (next_value - value) * (when - start) / (end - start)

@@ -85,7 +85,7 @@ class _OpenLines:
         )
         rows, passes = plan.at_once(world.size), micro_batches(plan, window, world.size)
         loader = stack.enter_context(PairLoader(samples, rows, passes, world.device, world.rank, world.size))
-        feed = Forced(loader, loaded.model, plan.forcing, len(self.train), plan.seed)
+        feed = Forced(loader, loaded.model, plan.teacher_forcing, len(self.train), plan.seed)
         validation = PairValidation(self.val.within(plan.validate_tokens), self.tokenizer, self.spec)
         return Supply(feed, validation)
 

@@ -1,5 +1,6 @@
 """The number of micro-batches per step."""
 
+from specc.compiler.schedule import last
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.errors import RuntimeFailure
 
@@ -10,11 +11,20 @@ class BatchError(RuntimeFailure):
     exit_code = 2
 
 
-def micro_batches(train: TrainSpec, window: int, world: int = 1) -> int:
-    """Returns the number of backward passes per step on each of `world` processes. Raises BatchError if the batch is
-    not a multiple of the rows that all processes compute at once."""
+def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | None = None) -> int:
+    """Returns the number of backward passes of a step on each of `world` processes.
+
+    Args:
+        train: the training spec.
+        window: tokens per row.
+        world: the number of processes.
+        size: the size of the step, in rows if `train.batch` is set, else in tokens; that of the last step if None.
+
+    Raises:
+        BatchError: if the step is not a multiple of what all processes compute at once.
+    """
     by_rows, rows = train.batch is not None, train.at_once(world)
-    size = (train.batch if by_rows else train.tokens_per_step) or 0
+    size = size or last(train.step_size)
     at_once = rows * world if by_rows else rows * window * world
     count, rest = divmod(size, at_once)
     if rest or not count:

@@ -48,9 +48,7 @@ class Text(Source):
     @staticmethod
     def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
         train, window = spec.train, spec.model.window
-        return Windows(
-            RandomTokens(train.at_once(), window, spec.model.vocabulary, batches), train.rows(window) * window
-        )
+        return Windows(RandomTokens(train.at_once(), window, spec.model.vocabulary, batches), train.pass_tokens(window))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ class _Streams:
         loader = Loader(self.train, rows, window, data.order, plan.seed, *ranks, device=world.device)
         stack.enter_context(loader)
         validation = Validation(self.val, self.tokenizer, self.spec.eval.batch, plan.validate_tokens)
-        return Supply(Windows(loader, plan.rows(window) * window), validation)
+        return Supply(Windows(loader, plan.pass_tokens(window, world.size)), validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         settings = Calibrate(sequences=rows, batch=batch)

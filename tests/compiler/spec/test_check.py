@@ -161,10 +161,12 @@ def test_a_union_is_judged_by_what_the_value_looks_like() -> None:
         text = edited(('{kind: adamw, match: "*", lr: 0.001}', muon.replace("MOMENTUM", momentum)))
         return [f"{one.code} {one.message}" for one in errors_of(text)]
 
-    assert say("fast") == ["S103 `momentum` takes a number or a mapping, not the text `fast`"]
+    assert say("fast") == ["S107 `momentum`: unknown variable fast"]
+    assert say("'0.9'") == ["S107 `momentum`: 0.9 does not read t"]
+    assert say("1 + t") == ["S107 `momentum`: the value is 1.01 at t = 0.01"]
     assert say("2") == ["S104 `momentum` must be at most 1, not 2"]
-    assert say("{start: 0, end: 1, step: 3}") == ["S101 `step` is not a valid key of `train.optimizers.0.momentum`"]
-    assert say("{start: 0, end: 1, steps: x}") == ["S103 `steps` takes a whole number, not the text `x`"]
+    assert say("{at: [[0, 1]], step: 3}") == ["S101 `step` is not a valid key of `train.optimizers.0.momentum`"]
+    assert say("{at: [[0, x]]}") == ["S103 `at.0.1` takes a number, not the text `x`"]
 
 
 def test_problems_become_diagnostics_at_their_paths() -> None:

@@ -21,7 +21,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         [LEARNED, blocks({**SELF, "dropout": 0.1}, MLP)], [LEARNED, blocks(SELF, CROSS, MLP)], init={"normal": 0.7}
     )
     data["quant"] = {"default": {"scheme": "none", "dtype": "f32"}}
-    data["train"] = {**data["train"], "teacher_forcing": [[0, 1.0], [1, 0.5]]}
+    data["train"] = {**data["train"], "teacher_forcing": {"at": [[0, 1.0], [1, 0.5]], "by": "step"}}
     data["eval"] = {"metric": "exact_match", "lines": 20}
     (folder / "tiny.yaml").write_text(json.dumps(data))
     directory, artifact = folder / "run", folder / "tiny.specc"

@@ -114,7 +114,7 @@ ABLATIONS = {
     ),
     "gated attention": (("model.blocks.layers.0.gate={features: 12}",), LATE + 11 * 8 * 12),
     "documents": (("model.blocks.layers.0.bos=1",), LATE),
-    "growing rows": (("train.lengths=[[0, 512], [0.3, 1024], [0.6, 2048]]",), LATE),
+    "growing rows": (("train.context={at: [[0, 512], [0.3, 1024], [0.6, 2048]]}",), LATE),
     "MLP 3.5x": (("model.blocks.layers.1.ratio=3.5",), LATE - 11 * 2 * 512 * 256),
     "a vocabulary of 1024": (("model.vocab=1024", "train.data.tokenizer=fineweb_1024_bpe.model"), LATE - 7168 * 512),
 }

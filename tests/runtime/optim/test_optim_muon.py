@@ -11,6 +11,7 @@ from specc.compiler.spec.optimizers.muon import MuonSpec
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.muon import Muon
 from specc.runtime.optim.orthogonalize import orthogonalize
+from specc.runtime.optim.schedule import Moment
 
 A, B, C = 3.4445, -4.7750, 2.0315
 SHAPES = [(8, 8), (16, 8), (8, 16), (31, 7), (7, 31), (1, 5), (64, 48)]
@@ -90,7 +91,7 @@ def test_agrees_with_torch(shape: tuple[int, int], nesterov: bool) -> None:
     for step in range(6):
         ours.grad = random(*shape, seed=step + 1)
         theirs.grad = ours.grad.clone()
-        own.update([torch.tensor(number) for number in own.numbers(1.0, step, 0.0)])
+        own.update([torch.tensor(number) for number in own.numbers(Moment(step=step))])
         oracle.step()
     moved = (theirs.detach() - start).norm()
     assert (ours.detach() - theirs.detach()).norm() < 0.02 * moved

@@ -1,12 +1,14 @@
 """The schedules against their formulas, at the ends and in between."""
 
+import math
 import random
+from collections.abc import Callable
 
 import pytest
 
-from specc.compiler.spec.optimizers.schedules import Ramp, Taper
+from specc.compiler.schedule import RateSchedule, UnitSchedule
 from specc.compiler.spec.train import ScheduleSpec, TrainSpec
-from specc.runtime.optim.schedule import moment, tapered, value_at
+from specc.runtime.optim.schedule import Moment, moment, value_at
 
 COMMON = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
 
@@ -90,20 +92,57 @@ def test_the_spec_decides_which_of_the_two() -> None:
     assert moment(steps, 20, 0.0).done == moment(clock, 1, 21.0).done == 1
 
 
-def test_ramps_end_and_stay() -> None:
-    ramp = Ramp(start=0.92, end=0.99, steps=1500)
-    assert value_at(ramp, 0) == 0.92
-    assert value_at(ramp, 750) == pytest.approx(0.955)
-    assert value_at(ramp, 1500) == value_at(ramp, 99999) == pytest.approx(0.99)
-    assert value_at(0.95, 7) == 0.95
+def test_points_by_steps_are_joined_by_lines_and_stay() -> None:
+    ramp = UnitSchedule(at=((0, 0.92), (1500, 0.99)), by="step")
+    assert value_at(ramp, Moment(step=0)) == 0.92
+    assert value_at(ramp, Moment(step=750)) == pytest.approx(0.955)
+    assert value_at(ramp, Moment(step=1500)) == value_at(ramp, Moment(step=99999)) == 0.99
+    assert value_at(0.95, Moment(step=7)) == 0.95
 
 
-def test_tapers_begin_at_their_share_of_the_run() -> None:
-    taper = Taper(start=0.095, end=0.0475, after=0.7)  # that of parameter-golf PR 1729: to half over the last 30 %
-    assert tapered(taper, 0.0) == tapered(taper, 0.7) == 0.095
-    assert tapered(taper, 0.85) == pytest.approx(0.75 * 0.095)
-    assert tapered(taper, 1.0) == pytest.approx(0.0475)
-    assert tapered(0.04, 0.9) == 0.04
+def test_points_by_shares_are_lines_or_steps() -> None:
+    # that of parameter-golf PR 1729: to half over the last 30 %
+    line = RateSchedule(at=((0, 0.095), (0.7, 0.095), (1, 0.0475)))
+    assert value_at(line, Moment(done=0.0)) == value_at(line, Moment(done=0.7)) == 0.095
+    assert value_at(line, Moment(done=0.85)) == pytest.approx(0.75 * 0.095)
+    assert value_at(line, Moment(done=1.0)) == 0.0475
+    held = RateSchedule(at=((0, 0.5), (0.3, 0.25), (0.6, 0.0)), between="step")
+    assert [value_at(held, Moment(done=done)) for done in (0, 0.29, 0.3, 0.59, 0.6, 1)] == [0.5, 0.5, 0.25, 0.25, 0, 0]
+
+
+def test_formulas_are_of_the_share_of_the_run() -> None:
+    for done in (0.0, 0.1, 0.5, 0.9, 1.0):
+        assert value_at("0.2 * (1 - t) ** 2", Moment(done=done)) == pytest.approx(0.2 * (1 - done) ** 2)
+        cosine = 0.05 * (1 + math.cos(math.pi * done))
+        assert value_at("0.05 * (1 + cos(pi * t))", Moment(done=done)) == pytest.approx(cosine, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    "shape, wanted",
+    [
+        ("cosine", lambda t: 0.5 * (1 + math.cos(math.pi * t))),
+        ("1 - sqrt(t)", lambda t: 1 - math.sqrt(t)),
+        ("(1 - t) ** 1.5", lambda t: (1 - t) ** 1.5),
+    ],
+)
+def test_the_warm_down_has_the_shape_of_the_spec(shape: str, wanted: Callable[[float], float]) -> None:
+    """Over its own span, or over all of the run after the warm-up; the floor bounds it below."""
+    part = ScheduleSpec(warmup_steps=4, warmdown_steps=10, shape=shape)
+    found = [by_steps(part, 20, step) for step in range(20)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 7, *(wanted(i / 10) for i in range(10))])
+    rest = ScheduleSpec(warmup_steps=4, shape=shape, floor=0.1)
+    found = [by_steps(rest, 20, step) for step in range(20)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1, *(max(wanted(i / 16), 0.1) for i in range(16))])
+    clock = ScheduleSpec(shape=shape)
+    assert by_clock(clock, 40.0, 3, 10.0) == pytest.approx(wanted(0.25))
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "(1 - t) ** 2"])
+def test_a_limit_is_reached_where_the_shape_reaches_it(shape: str) -> None:
+    schedule = ScheduleSpec(warmdown_steps=1000, shape=shape)
+    for limit in (0.9, 0.5, 0.15):
+        left = schedule.below(limit)
+        assert schedule.down(left) <= limit and schedule.down(left + 1e-9) >= limit - 1e-12
 
 
 @pytest.mark.parametrize("length", [{"steps": 40}, {"budget_seconds": 40.0}])

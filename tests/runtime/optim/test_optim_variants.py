@@ -15,6 +15,7 @@ from specc.runtime.distributed.world import World
 from specc.runtime.optim.muon import Muon
 from specc.runtime.optim.optimizers import Optimizers
 from specc.runtime.optim.orthogonalize import METHODS, POLAR_EXPRESS, TURBO, orthogonalize
+from specc.runtime.optim.schedule import Moment
 
 POLAR = [
     (8.15655, -22.48329, 15.87877),
@@ -220,8 +221,8 @@ def specs(*entries: dict[str, Any]) -> Any:
     return TrainSpec.model_validate({"tokens_per_step": 8, "steps": 9, "optimizers": entries}).optimizers
 
 
-RAMP = {"start": 0.5, "end": 0.9, "steps": 4}
-TAPER = {"start": 0.3, "end": 0.1, "after": 0.2}
+RAMP = {"at": ((0, 0.5), (4, 0.9)), "by": "step"}
+TAPER = {"at": ((0, 0.3), (0.2, 0.3), (1, 0.1))}
 MUON = {"kind": "muon", "match": "*.{up,down}", "lr": 0.1, "momentum": RAMP, "weight_decay": TAPER}
 ADAMW = {"kind": "adamw", "match": "*", "lr": 0.1, "weight_decay": TAPER}
 
@@ -235,7 +236,7 @@ def test_no_number_that_changes_by_step_is_in_a_launch(method: str) -> None:
     for step in range(3):
         for i, param in enumerate(params.values()):
             param.grad = random(8, 6, seed=50 * step + i)
-        optimizers.set(1 / (step + 1), step, step / 4)
+        optimizers.set(Moment(1 / (step + 1), done=step / 4, step=step))
         with Numbers() as numbers:
             optimizers.update()
         launches.append(numbers.seen)
@@ -250,7 +251,7 @@ def test_weight_decay_tapers_by_the_share_of_the_run() -> None:
     for step, decay in ((0.0, 0.3), (0.2, 0.3), (0.6, 0.2), (1.0, 0.1)):
         for param in params.values():
             param.grad = torch.zeros_like(param)
-        optimizers.set(0.5, 0, step)
+        optimizers.set(Moment(0.5, done=step))
         optimizers.update()
         expected *= 1 - 0.1 * 0.5 * decay
         for param in params.values():
@@ -275,7 +276,7 @@ def test_a_graph_of_the_update_takes_new_numbers(method: str) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        graphed.set(1.0, 0)
+        graphed.set(Moment())
         graphed.update()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -290,9 +291,9 @@ def test_a_graph_of_the_update_takes_new_numbers(method: str) -> None:
             grad = random(*shapes[name], seed=100 * step + i).cuda()
             for params in (captured, plain):
                 params[name].grad.copy_(grad)  # type: ignore[union-attr]
-        graphed.set(1 / (step + 1), step, step / 5)
+        graphed.set(Moment(1 / (step + 1), done=step / 5, step=step))
         graph.replay()
-        launched.set(1 / (step + 1), step, step / 5)
+        launched.set(Moment(1 / (step + 1), done=step / 5, step=step))
         launched.update()
     for name in shapes:
         torch.testing.assert_close(captured[name], plain[name], rtol=0, atol=1e-6)

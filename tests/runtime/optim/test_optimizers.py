@@ -11,6 +11,7 @@ from specc.compiler.programs.programs import LoweringError
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.optim.optimizers import Optimizers
+from specc.runtime.optim.schedule import Moment
 
 SHAPES = {"embed": (10, 4), "blocks.0.up": (8, 4), "blocks.0.down": (4, 8), "blocks.0.gain": (4,)}
 
@@ -28,7 +29,7 @@ def adamw(match: str, **more: Any) -> dict[str, Any]:
 
 
 ENTRIES = specs(
-    muon("blocks.*.{up,down}", momentum={"start": 0.5, "end": 0.9, "steps": 4}),
+    muon("blocks.*.{up,down}", momentum={"at": ((0, 0.5), (4, 0.9)), "by": "step"}),
     adamw("embed", weight_decay=0.1),
     adamw("*"),
 )
@@ -44,7 +45,7 @@ def step(params: dict[str, nn.Parameter], optimizers: Optimizers, number: int) -
     generator = torch.Generator().manual_seed(100 + number)
     for name in SHAPES:
         params[name].grad = torch.randn(SHAPES[name], generator=generator)
-    optimizers.set(1 / (number + 1), number)
+    optimizers.set(Moment(1 / (number + 1), step=number))
     optimizers.update()
 
 
@@ -100,11 +101,11 @@ def test_restored_state_goes_on_bit_for_bit_in_any_order_of_parameters(order: in
 def test_rates_and_momentum_follow_the_step() -> None:
     """One matrix whose gradient is constant: its momentum buffer tells the momentum of each step."""
     params = {"w": nn.Parameter(torch.eye(3))}
-    optimizers = Optimizers(params, specs(muon("w", momentum={"start": 0.5, "end": 0.9, "steps": 4})))
+    optimizers = Optimizers(params, specs(muon("w", momentum={"at": ((0, 0.5), (4, 0.9)), "by": "step"})))
     buffer, found = 0.0, []
     for number in range(6):
         params["w"].grad = torch.eye(3)
-        optimizers.set(0.0, number)
+        optimizers.set(Moment(0.0, step=number))
         optimizers.update()
         now: Tensor = optimizers.state()["muon.momentum/w"]
         found.append((float(now[0, 0]) - 1) / buffer if buffer else 0.5)

@@ -129,7 +129,7 @@ def test_phases_growing_rows_and_own_text_are_those_of_the_run(made: Made, tmp_p
     """A loop that begins late, rows that grow, calibration on what the model writes, and shards that were packed."""
     packed = tmp_path / "packed"
     pack(PackOptions((str(write_text(tmp_path / "text")),), packed, "bytes"))
-    wishes = ("model.blocks.order={at: [[0, 0..1], [0.5, 0..1 1]]}", "train.lengths=[[0, 16], [0.5, 32]]")
+    wishes = ("model.blocks.order={at: [[0, 0..1], [0.5, 0..1 1]]}", "train.context={at: [[0, 16], [0.5, 32]]}")
     own = "quant.calibrate={sequences: 4, batch: 2, source: self, begin: uniform}"
     result = train(TrainOptions(small_spec(*wishes, own), "cpu", str(packed), tmp_path / "run"), lambda _: None)
     quantize(result.run, QuantizeOptions(max_tokens=100), lambda _: None)

@@ -130,7 +130,7 @@ def test_what_a_decoder_is_fed_is_written_by_what_trains(tmp_path: Path, monkeyp
         return decoder_inputs(model, source, target, forcing, writes)
 
     monkeypatch.setattr("specc.runtime.train.sources.feed.decoder_inputs", spied)
-    result = go(tmp_path / "run", "train.teacher_forcing=[[0, 0.5]]")
+    result = go(tmp_path / "run", "train.teacher_forcing=0.5")
     assert asked == [("encode", "extend")] * 6 + [("encode_rounded", "extend_rounded")] * 6
     quantize(result.run, QuantizeOptions(), lambda line: None)
 

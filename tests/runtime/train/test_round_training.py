@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_straight_through_estimator(name: str, quant:
 @pytest.mark.parametrize("name", ["lstm", "two biases", "backward", "blocks"])
 def test_what_it_writes_is_what_it_is_trained_to_write(name: str, tmp_path: Path) -> None:
     """Token by token the loss is that of whole lines, rounded alike, and not that of the plain programs."""
-    module: Any = trained(model(name, "by feature"), tmp_path, teacher_forcing=((0, 0.5),))
+    module: Any = trained(model(name, "by feature"), tmp_path, teacher_forcing=0.5)
     source, target = lines(6, 32)
     inputs, real = shifted(target), target != 0
     with torch.no_grad():

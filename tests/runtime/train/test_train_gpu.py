@@ -92,9 +92,9 @@ VARIANTS: dict[str, dict[str, object]] = {
                 "method": "polar_express",
                 "equalize_rows": True,
                 "second_moment": 0.9,
-                "weight_decay": {"start": 0.1, "end": 0.01, "after": 0.5},
+                "weight_decay": {"at": ((0, 0.1), (0.5, 0.1), (1, 0.01))},
             },
-            {"kind": "adamw", "match": "*", "lr": 0.02, "weight_decay": {"start": 0.1, "end": 0.01, "after": 0.5}},
+            {"kind": "adamw", "match": "*", "lr": 0.02, "weight_decay": {"at": ((0, 0.1), (0.5, 0.1), (1, 0.01))}},
         )
     },
 }

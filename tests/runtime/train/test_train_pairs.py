@@ -9,9 +9,10 @@ import torch
 from pair_toy import TOKENS, WIDTH, PairToy, pair_spec, pair_trainer, pairs
 from torch import Tensor, nn
 
-from specc.compiler.spec.train import ForcingSpec
+from specc.compiler.schedule import ForcingSchedule
+from specc.runtime.optim.schedule import Moment
 from specc.runtime.storage import checkpoint
-from specc.runtime.train.sources.feed import forced_at, shifted
+from specc.runtime.train.sources.feed import shifted
 from specc.runtime.train.sources.micro_batches import BatchError, micro_batches
 
 
@@ -90,27 +91,27 @@ def test_the_truth_is_fed_one_place_later() -> None:
 
 def test_schedules_hold_or_go_in_a_straight_line() -> None:
     points = ((0, 1.0), (10, 0.5), (30, 0.0))
-    hold, line = ForcingSpec(points=points), ForcingSpec(points=points, between="linear")
-    assert [forced_at(hold, when) for when in (0, 9, 10, 29, 30, 99)] == [1, 1, 0.5, 0.5, 0, 0]
-    assert [forced_at(line, when) for when in (0, 5, 10, 20, 30, 99)] == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
+    hold, line = (ForcingSchedule(at=points, by="step", between=between) for between in ("step", "linear"))
+    assert [hold.value(when) for when in (0, 9, 10, 29, 30, 99)] == [1, 1, 0.5, 0.5, 0, 0]
+    assert [line.value(when) for when in (0, 5, 10, 20, 30, 99)] == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
 
 
 def test_forcing_follows_steps_and_epochs(drawn: list[Tensor]) -> None:
-    one = pair_trainer(pair_spec(teacher_forcing=((0, 1.0), (3, 0.5))))
+    one = pair_trainer(pair_spec(teacher_forcing={"at": ((0, 1.0), (3, 0.5)), "by": "step"}))
     steps(one, 6)
     assert len(drawn) == 3  # nothing is drawn, and no token made, while all is forced
     assert len({tuple(map(tuple, forcing.tolist())) for forcing in drawn}) == 3
     share = torch.cat(drawn).float().mean()
     assert abs(float(share) - 0.5) < 5 * (0.25 / (3 * 24 * WIDTH)) ** 0.5
-    by_epoch = pair_trainer(pair_spec(teacher_forcing={"points": ((0, 1.0), (1, 0.0)), "by": "epoch"}))
-    assert [by_epoch.feed.probability(step) for step in (0, 8, 9, 20)] == [1, 1, 0, 0]  # type: ignore[attr-defined]
-    linear = {"points": ((0, 1.0), (2, 0.0)), "by": "epoch", "between": "linear"}
+    by_epoch = pair_trainer(pair_spec(teacher_forcing={"at": ((0, 1.0), (1, 0.0)), "by": "epoch"}))
+    assert [by_epoch.feed.probability(Moment(step=step)) for step in (0, 8, 9, 20)] == [1, 1, 0, 0]  # type: ignore[attr-defined]
+    linear = {"at": ((0, 1.0), (2, 0.0)), "by": "epoch", "between": "linear"}
     feed = pair_trainer(pair_spec(teacher_forcing=linear)).feed
-    assert feed.probability(5) == pytest.approx(1 - 5 * 24 / 200 / 2)  # type: ignore[attr-defined]
+    assert feed.probability(Moment(step=5)) == pytest.approx(1 - 5 * 24 / 200 / 2)  # type: ignore[attr-defined]
 
 
 def test_forcing_is_the_same_however_a_step_is_cut(drawn: list[Tensor]) -> None:
-    spec = {"teacher_forcing": ((0, 0.3),)}
+    spec = {"teacher_forcing": 0.3}
     whole = pair_trainer(pair_spec(**spec))
     steps(whole, 2)
     first = drawn.copy()
@@ -127,7 +128,7 @@ def test_forcing_is_the_same_however_a_step_is_cut(drawn: list[Tensor]) -> None:
 
 
 def test_resuming_is_exact_with_forcing(drawn: list[Tensor], tmp_path: Path) -> None:
-    train = pair_spec(teacher_forcing=((0, 1.0), (4, 0.5)), micro_batch=12)
+    train = pair_spec(teacher_forcing={"at": ((0, 1.0), (4, 0.5)), "by": "step"}, micro_batch=12)
     whole = pair_trainer(train)
     expected = [step.loss for step in steps(whole, 10)]
     for stop in (2, 6):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from specc.runtime.train.sources.feed import shifted
 
 pytestmark = pytest.mark.gpu
+FORCING = {"at": ((0, 1.0), (6, 0.5)), "by": "step"}
 
 
 @pytest.mark.parametrize("micro_batch", [24, 8])
@@ -21,7 +22,7 @@ def test_a_captured_step_is_the_eager_one(micro_batch: int, monkeypatch: pytest.
 
     monkeypatch.setattr("specc.runtime.train.sources.feed.decoder_inputs", decoder_inputs)
     fast = {"optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},), "steps": 12, "micro_batch": micro_batch}
-    train, forced = pair_spec(**fast, teacher_forcing=((0, 1.0), (6, 0.5))), pair_trainer(pair_spec(**fast))
+    train, forced = pair_spec(**fast, teacher_forcing=FORCING), pair_trainer(pair_spec(**fast))
     truth = [step.loss for _ in range(12) for step in forced.advance()]
     forced.loader.close()
     found = []

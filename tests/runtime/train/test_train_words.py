@@ -18,7 +18,7 @@ from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.train import TrainOptions, train
 
 MATRICES = '"blocks.*.{q,k,v,out,up,gate,down}"'
-TAPER = "{start: 0.095, end: 0.0475, after: 0.7}"
+TAPER = "{at: [[0, 0.095], [0.7, 0.095], [1, 0.0475]]}"
 WORDS = (
     "targets=[cpu]",
     "model.blocks.count=2",

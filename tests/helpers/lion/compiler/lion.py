@@ -2,9 +2,8 @@
 
 from typing import Literal
 
+from specc.compiler.schedule import Rate
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
-from specc.compiler.spec.optimizers.schedules import Taper
-from specc.compiler.strict import NonNegativeFloat
 
 
 class LionSpec(OptimizerSpec):
@@ -12,7 +11,7 @@ class LionSpec(OptimizerSpec):
 
     kind: Literal["lion"]
     betas: tuple[Decay, Decay] = (0.9, 0.99)
-    weight_decay: NonNegativeFloat | Taper = 0.0
+    weight_decay: Rate = 0.0
 
     def refuses(self, shape: tuple[int, ...]) -> str:
         return "" if shape else "lion takes no scalars"

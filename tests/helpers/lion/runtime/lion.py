@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from specc.compiler.spec.optimizers.lion import LionSpec
 from specc.runtime.distributed.world import World
-from specc.runtime.optim.schedule import tapered
+from specc.runtime.optim.schedule import Moment, value_at
 from specc.runtime.optim.update_rule import UpdateRule
 
 
@@ -20,8 +20,8 @@ class Lion(UpdateRule[LionSpec]):
         super().__init__(spec, parameters, world)
         self._momentum = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
 
-    def numbers(self, multiplier: float, step: int, done: float) -> Sequence[float]:
-        return self.spec.lr * multiplier, tapered(self.spec.weight_decay, done)
+    def numbers(self, now: Moment) -> Sequence[float]:
+        return value_at(self.spec.lr, now) * now.multiplier, value_at(self.spec.weight_decay, now)
 
     @torch.no_grad()
     def update(self, numbers: Sequence[Tensor]) -> None:

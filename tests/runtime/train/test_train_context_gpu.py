@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from run_samples import small_spec
-from test_train_lengths import GROWING, trainer_of
+from test_train_context import GROWING, trainer_of
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 from run_samples import small_spec, write_text
 from test_golf_phases import saved, trained
-from toy import feed_of
+from toy import feed_of, train_spec
 
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.spec import Spec
@@ -20,16 +20,19 @@ from specc.runtime.train.segments import LAST, RunSegment, run_segments, segment
 from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
-GROWING = ("train.steps=6", "train.lengths=[[0, 8], [0.3, 16], [0.66, 32]]", "train.tokens_per_step=256")
+GROWING = ("train.steps=6", "train.context={at: [[0, 8], [0.3, 16], [0.66, 32]]}", "train.tokens_per_step=256")
 
 
 def test_segments_are_those_of_phases_and_lengths_together() -> None:
     early = Phase(0.35, "train_once", "score_once")
-    assert run_segments((), (), 32) == (RunSegment(0.0, LAST, 32),)
-    run = run_segments((early,), ((0.0, 8), (0.2, 16), (0.35, 24), (0.7, 32)), 32)
-    wanted = ((0.0, early, 8), (0.2, early, 16), (0.35, LAST, 24), (0.7, LAST, 32))
+    train = {"micro_batch": 2, "tokens_per_step": 128}
+    assert run_segments((), train_spec(**train), 32) == (RunSegment(0.0, LAST, 32, 2),)
+    train |= {"context": {"at": ((0, 8), (0.2, 16), (0.35, 24), (0.7, 32))}}
+    train["tokens_per_step"] = {"at": ((0, 64), (0.2, 128), (0.5, 192))}
+    run = run_segments((early,), train_spec(**train), 32)
+    wanted = ((0.0, early, 8, 1), (0.2, early, 16, 2), (0.35, LAST, 24, 2), (0.5, LAST, 24, 3), (0.7, LAST, 32, 3))
     assert run == tuple(RunSegment(*one) for one in wanted)
-    assert [segment_at(run, done) for done in (0, 0.1999, 0.2, 0.349, 0.35, 0.69, 0.7, 1)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [segment_at(run, done) for done in (0, 0.1999, 0.2, 0.349, 0.35, 0.69, 0.7, 1)] == [0, 0, 1, 1, 2, 3, 4, 4]
 
 
 def trainer_of(spec: Spec, folder: Path, target: str = "cpu", compiled: bool = False) -> Trainer:
@@ -104,7 +107,7 @@ def test_a_run_resumed_anywhere_ends_the_same_and_is_scored_on_whole_windows(tmp
     spec, data = small_spec(*GROWING, *late), str(write_text(tmp_path / "data"))
     whole = trained(tmp_path / "whole", spec, data)
     want = saved(whole)
-    short = small_spec(*GROWING, *late, "train.lengths=[[0, 8]]")
+    short = small_spec(*GROWING, *late, "train.context=8")
     assert not torch.equal(
         saved(trained(tmp_path / "short", short, data)).weights["embed.token"], want.weights["embed.token"]
     )

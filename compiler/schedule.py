@@ -1,0 +1,218 @@
+"""Values of a spec that change during a run: schedules by points, and formulas of the share of the run."""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Field
+
+from specc.compiler.expr import ExprError, number, parse, variables
+from specc.compiler.strict import NonNegativeFloat, Path, Positive, Problem, StrictModel, Unit
+
+M = TypeVar("M", bound=StrictModel)
+MOST = 64  # points of a schedule
+TIMES = 101  # shares of a run at which a formula is checked
+
+
+class Schedule(StrictModel):
+    """A value that changes during training. It is constant after the last point.
+
+    Attributes:
+        at: [time, value] pairs. The first time is 0, and times increase.
+        by: the unit of the times. `share`: the share of the run that is complete, by steps or by seconds as the run
+            itself is measured, from 0 to 1. `step`: the number of updates. `epoch`: the passes over the training data.
+        between: the value between two points: that of the earlier point (`step`), or interpolated (`linear`).
+    """
+
+    at: tuple[tuple[float, Any], ...]
+    by: Literal["share", "step", "epoch"] = "share"
+    between: Literal["linear", "step"] = "step"
+
+    def value(self, time: float) -> Any:
+        """Returns the value at `time`, in the unit `by`."""
+        after = bisect_right(self.at, time, key=lambda point: point[0])
+        begin, value = self.at[after - 1]
+        if self.between == "step" or after == len(self.at):
+            return value
+        end, next_value = self.at[after]
+        return value + (next_value - value) * ((time - begin) / (end - begin))
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields a problem if times do not start at 0 and increase, or are not of the unit."""
+        times = [time for time, _ in self.at]
+        if times[0] != 0 or sorted(set(times)) != times:
+            message = f"the points are at [{', '.join(f'{time:g}' for time in times)}]"
+            yield Problem(("at",), "S250", message, "start at 0 and increase")
+        elif self.by == "share" and (times[-1] > 1 or (self.between == "step" and times[-1] == 1)):
+            limit = "below" if self.between == "step" else "at most"
+            hint = f"shares of a run are {limit} 1; for numbers of updates, use `by: step`"
+            yield Problem(("at", len(times) - 1, 0), "S250", f"the last point is at {times[-1]:g} of the run", hint)
+
+    @property
+    def changes(self) -> tuple[tuple[int, float], ...]:
+        """The points after which the value differs for the first time, as (index, share of the run) pairs.
+
+        Empty if times are not shares.
+        """
+        points = enumerate(time for time, _ in self.at)
+        if self.by != "share":
+            return ()
+        return tuple(points)[1:] if self.between == "step" else tuple(points)[:-1]
+
+
+def points_of(schedule: object) -> tuple[tuple[float, Any], ...]:
+    """Returns the points of a schedule, or one point at 0 for a constant."""
+    return schedule.at if isinstance(schedule, Schedule) else ((0.0, schedule),)
+
+
+def last(value: Any) -> Any:
+    """Returns the last value of a schedule, or a constant unchanged."""
+    return points_of(value)[-1][1]
+
+
+def schedules_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Schedule]]:
+    """Yields every schedule in a part of a spec, with its path."""
+    if isinstance(value, Schedule):
+        yield path, value
+    elif isinstance(value, StrictModel):
+        for name, info in type(value).model_fields.items():
+            yield from schedules_in(getattr(value, name), (*path, info.alias or name))
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from schedules_in(item, (*path, i))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from schedules_in(item, (*path, key))
+
+
+def change_shares(part: StrictModel) -> tuple[float, ...]:
+    """Returns the shares of the run, in order, from which on a schedule in a part of a spec has another value."""
+    return tuple(sorted({share for at in _found(_data_of(part)) for share, _ in at if share}))
+
+
+def settled(part: M, share: float) -> M:
+    """Returns a part of a spec with its values at a share of the run in place of its schedules."""
+    data = _data_of(part)
+    if not any(_found(data)):
+        return part
+    return type(part).model_validate_json(json.dumps(_settled(data, share)))
+
+
+def _data_of(part: StrictModel) -> Any:
+    return part.model_dump(mode="json", exclude_unset=True)
+
+
+def _points(data: Any) -> Any:
+    """Returns the points of a schedule given as data; None for other data."""
+    at = data.get("at") if isinstance(data, dict) and data.keys() <= Schedule.model_fields.keys() else None
+    return at if isinstance(at, list) else None
+
+
+def _found(data: Any) -> Iterator[Any]:
+    if (at := _points(data)) is not None:
+        yield at
+    elif isinstance(data, dict | list):
+        for item in data.values() if isinstance(data, dict) else data:
+            yield from _found(item)
+
+
+def _settled(data: Any, share: float) -> Any:
+    if (at := _points(data)) is not None:
+        return next(value for begin, value in reversed(at) if begin <= share)
+    if isinstance(data, dict):
+        return {key: _settled(item, share) for key, item in data.items()}
+    return [_settled(item, share) for item in data] if isinstance(data, list) else data
+
+
+def formula_at(text: str, t: float) -> float:
+    """Returns the value of a formula at `t`. Raises ExprError if it has none."""
+    return number(parse(text, ("t", "pi")), t=t, pi=math.pi)
+
+
+def formula(most: float = math.inf) -> AfterValidator:
+    """Returns a validator that accepts formulas in `t` whose values are from 0 to `most` wherever `t` is 0 to 1."""
+
+    def check(text: str) -> str:
+        if "t" not in variables(parse(text, ("t", "pi"))):
+            raise ExprError(f"{text} does not read t", hint="write a number without quotes, or a formula in `t`")
+        for i in range(TIMES):
+            t = i / (TIMES - 1)
+            try:
+                value = formula_at(text, t)
+            except ExprError as error:
+                if not error.message.endswith("a finite number"):  # a mistake in the text, at a column
+                    raise
+                raise ExprError(f"{error.message}, at t = {t:g}", hint="t is from 0 to 1") from None
+            if not -1e-12 <= value <= most:
+                limit = "0" if value < 0 else f"{most:g}"
+                raise ExprError(f"the value is {value:g} at t = {t:g}", hint=f"t is from 0 to 1; the limit is {limit}")
+        return text
+
+    return AfterValidator(check)
+
+
+Formula = Annotated[str, Field(min_length=1, max_length=500), formula()]
+UnitFormula = Annotated[str, Field(min_length=1, max_length=500), formula(1.0)]
+Points = Annotated[tuple[tuple[NonNegativeFloat, NonNegativeFloat], ...], Field(min_length=1, max_length=MOST)]
+UnitPoints = Annotated[tuple[tuple[NonNegativeFloat, Unit], ...], Field(min_length=1, max_length=MOST)]
+SizePoints = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=MOST)]
+
+
+class RateSchedule(Schedule):
+    """A number of an optimizer that changes during training."""
+
+    at: Points
+    by: Literal["share", "step"] = "share"
+    between: Literal["linear", "step"] = "linear"
+
+
+class UnitSchedule(RateSchedule):
+    """A number from 0 to 1 that changes during training."""
+
+    at: UnitPoints
+
+
+class WeightSchedule(RateSchedule):
+    """The weight of a loss, which changes during training."""
+
+    between: Literal["linear", "step"] = "step"
+
+
+class ForcingSchedule(Schedule):
+    """The probability of teacher forcing, which changes during training."""
+
+    at: UnitPoints
+
+
+class SegmentSchedule(Schedule):
+    """A value that changes at the points. Programs for each value are compiled before the clock of the run starts."""
+
+    by: Literal["share"] = "share"
+    between: Literal["step"] = "step"
+
+
+class SizeSchedule(SegmentSchedule):
+    """A size that changes during training."""
+
+    at: SizePoints
+
+
+Rate = NonNegativeFloat | Formula | RateSchedule
+UnitRate = Unit | UnitFormula | UnitSchedule
+Weight = NonNegativeFloat | Formula | WeightSchedule
+Sizes = Positive | SizeSchedule
+
+
+def rate_at(rate: float | str | Schedule, share: float, step: int) -> float:
+    """Returns the value of a number, a formula or a schedule.
+
+    Args:
+        rate: the number, formula of the share of the run, or schedule.
+        share: the share of the run that is complete, 0 to 1.
+        step: the number of updates so far.
+    """
+    if isinstance(rate, Schedule):
+        return float(rate.value(share if rate.by == "share" else step))
+    return max(formula_at(rate, share), 0.0) if isinstance(rate, str) else rate
