@@ -26,7 +26,6 @@ def _frequency(text: str) -> str:
 
 
 Frequency = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_frequency)]
-BLENDED = "(1 - share) * f / {factor!r} + share * f"
 
 
 class Scaling(StrictModel):
@@ -113,8 +112,8 @@ class RopeSpec(StrictModel):
         base: the base of the wavelengths.
         trained: the number of tokens that `base` was trained on.
         pairs: the channels of pair i. `halves`: i and R + i. `neighbors`: 2 i and 2 i + 1.
-        turn: the direction. `backward`: a pair (a, b) at angle t becomes (a cos t + b sin t, b cos t - a sin t).
-            `forward`: by the opposite angle, as in the models of Hugging Face Transformers.
+        turn: the direction. `forward`: a pair (a, b) at angle t becomes (a cos t - b sin t, b cos t + a sin t), as in
+            the models of Hugging Face Transformers. `backward`: by the opposite angle.
         scaling: other frequencies: an expression of the frequency `f` and the index `pair`, such as `f / 8`, or one of
             the published kinds.
     """
@@ -123,7 +122,7 @@ class RopeSpec(StrictModel):
     base: Annotated[float, Field(gt=0, le=1e15)] = 10000.0
     trained: Positive | None = later(None)
     pairs: Literal["halves", "neighbors"] = later("halves")
-    turn: Literal["backward", "forward"] = later("backward")
+    turn: Literal["forward", "backward"] = later("forward")
     scaling: Frequency | Annotated[Llama3 | Yarn, Field(discriminator="kind")] | None = later(None)
 
     def angles(self, size: int, context: int) -> RopeAngles:
@@ -148,7 +147,7 @@ class RopeSpec(StrictModel):
         if self.scaling is not None:
             settings = self.scaling if isinstance(self.scaling, str) else self.scaling.model_dump_json()
             name += f"_{getattr(self.scaling, 'kind', 'scaled')}_{zlib.crc32(settings.encode()):08x}"
-        name += "_forward" * (self.turn == "forward")
+        name += "_backward" * (self.turn == "backward")
         formula = self.formula(size, context)
         return RopeTable(name, angles.output_labels, positional=True, angles=angles, formula=formula, spec=self)
 
@@ -195,20 +194,19 @@ class RopeTable(Shared):
         assert self.angles is not None and self.spec is not None
         if self.formula is not None:
             b.constant("rope_base", self.angles.base, self.formula)
-        scaling, magnitude, text = self.spec.scaling, 1.0, "f"
-        if scaling is None and self.spec.turn == "backward":
-            return output_refs(b.add(self.name, self.angles, (tokens.positions,)), 2)
+        positions, scaling, magnitude = tokens.positions, self.spec.scaling, 1.0
+        if self.spec.turn == "forward":  # the ops turn backward
+            positions = b.add(f"{self.name}.positions", Pointwise(("-positions",), ("positions",)), (positions,))
+        if scaling is None:
+            return output_refs(b.add(self.name, self.angles, (positions,)), 2)
         dims, base = self.angles.dims, self.angles.base
-        pair = b.add(f"{self.name}.pair", RotaryPairs(dims // 2), (tokens.positions,))
-        frequencies = b.add(f"{self.name}.f", RotaryFrequencies(base), (pair,))
-        reads = {"f": frequencies, "pair": pair}
+        pair = b.add(f"{self.name}.pair", RotaryPairs(dims // 2), (positions,))
+        f = b.add(f"{self.name}.f", RotaryFrequencies(base), (pair,))
         if isinstance(scaling, str):
-            text = scaling
-        elif scaling is not None:
-            share = Pointwise((scaling.share(dims, base),), tuple(reads))
-            reads = {"f": frequencies, "share": b.add(f"{self.name}.share", share, tuple(reads.values()))}
-            text, magnitude = BLENDED.format(factor=scaling.factor), scaling.multiplier
-        text = f"-({text})" if self.spec.turn == "forward" else text
-        read = {name: ref for name, ref in reads.items() if name == "f" or name in variables(parse(text))}
-        scaled = b.add(f"{self.name}.frequencies", Pointwise((text,), tuple(read)), tuple(read.values()))
-        return output_refs(b.add(self.name, RotaryAngles(magnitude), (tokens.positions, scaled)), 2)
+            scaled = b.add(f"{self.name}.scaled", Pointwise((scaling,), ("f", "pair")), (f, pair))
+        else:
+            share = b.add(f"{self.name}.share", Pointwise((scaling.share(dims, base),), ("f", "pair")), (f, pair))
+            blend = Pointwise((f"(1 - share) * f / {scaling.factor!r} + share * f",), ("f", "share"))
+            scaled = b.add(f"{self.name}.scaled", blend, (f, share))
+            magnitude = scaling.multiplier
+        return output_refs(b.add(self.name, RotaryAngles(magnitude), (positions, scaled)), 2)

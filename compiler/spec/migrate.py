@@ -90,10 +90,21 @@ def migrate(data: Data) -> None:
                 norm["weight"] = "w"
             if part.get("parallel"):
                 norm["shared"] = True
+    _turn_backward(data.get("model"))
     for blocks in _block_sections(data):
         _migrate_blocks(blocks)
     if isinstance(train := data.get("train"), MutableMapping):
         _migrate_train(train)
+
+
+def _turn_backward(part: Any) -> None:
+    """States the direction of rotary positions in a part of a model of version 1."""
+    if isinstance(part, MutableMapping):
+        if isinstance(part.get("rope"), MutableMapping):
+            part["rope"]["turn"] = "backward"
+        part = list(part.values())
+    for inner in part if isinstance(part, list) else ():
+        _turn_backward(inner)
 
 
 def _block_sections(data: Data) -> Iterator[Data]:

@@ -54,13 +54,13 @@ CASES: Mapping[str, dict[str, Any]] = {
     "rope_wide_heads": attention(rope={"base": 500}, head_dim=6),
     "rope_linear": attention(rope={"scaling": "f / 3"}),
     "rope_half_of_the_pairs": attention(rope={"scaling": "where(pair < 1, f, 0)", "pairs": "neighbors"}),
-    "rope_llama3": attention(rope={"scaling": LLAMA3, "turn": "forward"}, head_dim=6),
+    "rope_llama3": attention(rope={"scaling": LLAMA3, "turn": "backward"}, head_dim=6),
     "rope_yarn": attention(rope={"base": 30, "scaling": YARN}, head_dim=12),
     "rope_yarn_between_pairs": attention(
-        rope={"base": 30, "scaling": {**YARN, "whole": False, "magnitude": 1.5}, "turn": "forward", "dims": 8},
+        rope={"base": 30, "scaling": {**YARN, "whole": False, "magnitude": 1.5}, "turn": "backward", "dims": 8},
         head_dim=10,
     ),
-    "rope_forward": attention(rope={"turn": "forward"}),
+    "rope_forward": attention(rope={"turn": "backward"}),
     "rope_neighbors": attention(rope={"pairs": "neighbors"}, head_dim=6),
     "rope_by_layer": {
         **attention(rope={"base": 50}),

@@ -27,11 +27,12 @@ def angles(size: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_angles(frequencies: list[float], magnitude: float, size: int, **options: Any) -> None:
-    """Compares with the angles of `frequencies`, in radians per token."""
+    """Compares with the angles of `frequencies`, in radians per token, in both directions."""
     angle = POSITIONS.double()[:, None] * torch.tensor(frequencies, dtype=torch.float64)
-    cos, sin = angles(size, **options)
-    torch.testing.assert_close(cos, magnitude * angle.cos(), rtol=0, atol=1e-9)
-    torch.testing.assert_close(sin, magnitude * angle.sin(), rtol=0, atol=1e-9)
+    for turn, sign in (("forward", -1), ("backward", 1)):  # the ops turn backward
+        cos, sin = angles(size, turn=turn, **options)
+        torch.testing.assert_close(cos, magnitude * angle.cos(), rtol=0, atol=1e-9)
+        torch.testing.assert_close(sin, sign * magnitude * angle.sin(), rtol=0, atol=1e-9)
 
 
 def plain(size: int, base: float) -> list[float]:
@@ -80,11 +81,15 @@ def test_an_expression_scales_frequencies() -> None:
     check_angles(half, 1.0, 16, scaling="where(pair < 4, f, 0)")
 
 
-def test_forward_is_the_opposite_angle() -> None:
+def test_forward_is_the_textbook_rotation() -> None:
+    x = torch.randn(1, len(POSITIONS), 1, 8, dtype=torch.float64)
     cos, sin = angles(8)
-    forward = angles(8, turn="forward")
-    torch.testing.assert_close(forward[0], cos, rtol=0, atol=1e-9)
-    torch.testing.assert_close(forward[1], -sin, rtol=0, atol=1e-9)
+    y = Rope().reference(x, cos, sin)
+    assert isinstance(y, torch.Tensor)
+    angle = POSITIONS.double()[:, None] * torch.tensor(plain(8, 1e4), dtype=torch.float64)
+    a, b = x[0, :, 0].chunk(2, -1)
+    wanted = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    torch.testing.assert_close(y[0, :, 0], wanted, rtol=0, atol=1e-9)
 
 
 def test_pairs_are_halves_or_neighbors() -> None:

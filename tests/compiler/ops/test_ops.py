@@ -314,8 +314,8 @@ def test_flops_of_attention_count_the_pairs_that_see_each_other(window: int | No
 # ops without arithmetic
 MOVES = {
     "embedding", "split_heads", "merge_heads", "last", "first_features", "pad_rows", "crop_rows", "cache_write",
-    "positions", "rotary_pairs", "document_starts", "document_starts_kept", "split", "previous", "previous_kept", "keep_last", "reset",
-    "bigram_hash",
+    "positions", "document_starts", "document_starts_kept", "split", "previous", "previous_kept", "keep_last", "reset",
+    "bigram_hash", "rotary_pairs",
 }  # fmt: skip
 
 
