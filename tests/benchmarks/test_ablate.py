@@ -1,11 +1,10 @@
 """The lists of benchmarks/ are of changes that build, and their table is arithmetic on what runs have logged."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import ablate
 import pytest
 
 from specc.compiler.build import plan_spec
@@ -40,19 +39,8 @@ def ended(nats: float, complete: bool = True) -> list[dict[str, Any]]:
     return [START, validation("raw", nats + 1), validation("average", nats), end]
 
 
-@pytest.fixture(scope="module")
-def ablate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ablate", BENCHMARKS / "ablate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
-def test_every_change_of_a_list_builds(
-    path: Path, ablate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_change_of_a_list_builds(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of `quantize` are laid over the spec of a run, which has all its defaults written out."""
     monkeypatch.chdir(BENCHMARKS.parent)
     plan = ablate.Plan.read(path)
@@ -66,21 +54,8 @@ def test_every_change_of_a_list_builds(
         plan_spec(whole, tuple(sets))
 
 
-def test_adamw_for_all_changes_what_has_the_matrices_alone(ablate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other groups keep their rates, so that the change is of one thing."""
-    monkeypatch.chdir(BENCHMARKS.parent)
-    path = BENCHMARKS / "gpt_mlp35.yaml"
-    plan = ablate.Plan.read(path)
-    before, after = (
-        load(BENCHMARKS.parent / plan.spec, (*plan.common, *sets))[0].train.optimizers
-        for sets in ((), plan.changes["AdamW for all"])
-    )
-    assert after[1:] == before[1:] and after[0].match == before[0].match
-    assert (after[0].kind, after[0].lr, before[0].kind) == ("adamw", 0.003, "muon")
-
-
 def test_work_is_shared_and_reported(
-    ablate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes, the second of which finds all but one change done: no run is made twice."""
     (tmp_path / "list.yaml").write_text(LIST)
@@ -129,7 +104,7 @@ def test_work_is_shared_and_reported(
 
 
 def test_only_a_run_that_ended_complete_counts(
-    ablate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not one that was killed in its midst or before its average was scored, nor one that ended early; it is not
     quantized either, and the table says why it has no score."""
@@ -183,32 +158,7 @@ def test_only_a_run_that_ended_complete_counts(
     assert quantized == f"| quantized: went on | failed (4): see {made}/output.txt | |"
 
 
-def test_a_score_is_of_the_very_work_that_its_line_names(ablate: ModuleType, tmp_path: Path) -> None:
-    """Not of a change whose name differs by a sign, nor of what the list or the spec was before an edit."""
-    path, spec = tmp_path / "list.yaml", tmp_path / "spec.yaml"
-
-    def places(list_: str, text: str) -> set[str]:
-        spec.write_text(text)
-        path.write_text(f"spec: {spec}\n{list_}")
-        plan = ablate.Plan.read(path)
-        return {plan.trained(name) for name, _ in plan.runs()} | {plan.quantized(name)[1] for name in plan.quantize}
-
-    changes = "{lr +10%: [train.lr=1.1], lr -10%: [train.lr=0.9]}"
-    quantize = "quantize: {to nearest: [quant.x=1], to +nearest: [quant.x=1]}\n"
-    first = places(f"common: [train.steps=2]\nseeds: [1]\nchanges: {changes}\n{quantize}", "version: 1\n")
-    assert len(first) == 5
-    assert places(f"seeds: [1]\nchanges: {changes}\n{quantize}common: [train.steps=2]\n", "version: 1\n") == first
-    edited = places(f"common: [train.steps=4]\nseeds: [1]\nchanges: {changes}\n{quantize}", "version: 1\n")
-    other = places(f"common: [train.steps=2]\nseeds: [1]\nchanges: {changes}\n{quantize}", "version: 2\n")
-    requantized = places(
-        f"common: [train.steps=2]\nseeds: [1]\nchanges: {changes}\nquantize: {{to nearest: [quant.x=2]}}\n",
-        "version: 1\n",
-    )
-    assert not edited & first and not other & first and not edited & other
-    assert len(requantized) == 4 and len(requantized & first) == 3
-
-
-def test_the_exit_code_is_kept(ablate: ModuleType, tmp_path: Path) -> None:
+def test_the_exit_code_is_kept(tmp_path: Path) -> None:
     ablate.specc(tmp_path, ["no-such-command"])
     assert ablate.reason(tmp_path) == f"failed (2): see {tmp_path.name}/output.txt"
     assert "no-such-command" in (tmp_path / "output.txt").read_text()

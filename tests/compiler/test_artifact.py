@@ -267,19 +267,6 @@ def test_a_build_that_was_cut_off_is_finished_by_the_next(
     assert drift(tmp_path, B) == ()
 
 
-def test_a_third_build_after_a_cut_off_one_still_knows_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path, A)
-    with monkeypatch.context() as patch:
-        steps_cut(patch, 3)
-        with pytest.raises(KeyboardInterrupt):
-            write(tmp_path, B)
-    third = fileset(PLAN="third\n")
-    write(tmp_path, third)
-    assert on_disk(tmp_path) == third
-
-
 @pytest.fixture
 def sealed(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "g"

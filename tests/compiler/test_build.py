@@ -3,19 +3,16 @@
 import hashlib
 import json
 import os
-import random
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tiny_models import spec_data
 
-from specc.compiler.build import build, canonical, check, compile_loaded, compile_spec, interface_digest, spec_of
+from specc.compiler.build import canonical, check, compile_loaded, compile_spec, interface_digest, spec_of
 from specc.compiler.errors import SpecError
 from specc.compiler.plan.lock import lock_path, read_lock
 from specc.compiler.programs.programs import LoweringError
@@ -182,7 +179,7 @@ print(json.dumps(digests))
 
 
 def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
-    """8 hash seeds, two locales and two working directories; a third read the files themselves, the others their
+    """4 hash seeds, two locales and two working directories; a third read the files themselves, the others their
     mappings with keys shuffled anew."""
     import ruamel.yaml
 
@@ -199,7 +196,7 @@ def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
         assert process.returncode == 0, errors
         found.add(output)
 
-    for seed in range(8):
+    for seed in range(4):
         environment = {
             "PYTHONHASHSEED": str(seed),
             "LC_ALL": locales[seed % 2],
@@ -222,15 +219,6 @@ def small(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(json.dumps(spec_data()))
     return path
-
-
-def test_build_writes_and_check_finds_nothing(small: Path, tmp_path: Path) -> None:
-    changes = build(small, tmp_path / "generated")
-    assert {state for state, _ in changes} == {"new"}
-    assert build(small, tmp_path / "generated") == ()
-    assert check(small, tmp_path / "generated") == ()
-    (tmp_path / "generated/tiny/cpu/model.py").unlink()
-    assert check(small, tmp_path / "generated") == ("tiny/cpu/model.py: missing",)
 
 
 def test_the_manifest_tells_digests_and_nodes(small: Path) -> None:
@@ -294,34 +282,6 @@ def test_the_interface_is_names_shapes_and_storage() -> None:
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "specc.cli", *arguments]
-
-
-def test_a_killed_build_is_finished_by_the_next(small: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other" / small.name
-    other.parent.mkdir()
-    other.write_text(small.read_text().replace("relu(x) ** 2", "gelu(x)"))
-    into = tmp_path / "generated"
-    build(small, into)
-    rng = random.Random(0)
-    slow = (
-        "import os, time\nfrom pathlib import Path\nfrom specc.compiler import build, generated_folder as artifact\n"
-        "real = os.replace\n"
-        "def replace(a, b):\n    time.sleep(0.02); real(a, b); time.sleep(0.02)\n"
-        "artifact.os.replace = replace\nprint('ready', flush=True)\n"
-        f"build.build(Path({str(other)!r}), Path({str(into)!r}))\n"
-    )
-    for spec in (other, small) * 3:
-        text = slow.replace(str(other), str(spec))
-        process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.05 + 0.25 * rng.random())
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        build(spec, into)
-        assert check(spec, into) == ()
-        assert list(into.rglob(".*")) == []
 
 
 def test_two_builds_at_once_leave_a_whole_one(small: Path, tmp_path: Path) -> None:

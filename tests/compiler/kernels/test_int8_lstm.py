@@ -269,8 +269,7 @@ def test_a_step_waits_for_memory_once(bits: Literal[8, 16], tmp_path: Path) -> N
     assert ptx.count("ld.global.v4.b32") == 17  # a thread's: of c 1, of x 4, of h 8, of w 4
 
 
-@pytest.mark.parametrize(("size", "bits"), [(128, 8), (320, 8), (128, 16), (320, 16)])
-@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90"])
+@pytest.mark.parametrize(("target", "size", "bits"), [("sm80", 128, 8), ("sm86", 320, 16), ("sm90", 320, 8)])
 def test_every_tile_compiles_and_fits(target: str, size: int, bits: Literal[8, 16], tmp_path: Path) -> None:
     site = step_site(size, target, "bf16", bits=bits)
     for i, kernel in enumerate(INT8_LSTM_TRITON.variants(site)):

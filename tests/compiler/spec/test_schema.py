@@ -124,9 +124,9 @@ def test_editor_and_compiler_agree() -> None:
     for path in sorted(SPECS.glob("*.yaml")):
         base = listed(read(path).data)
         base["model"].get("blocks", {}).pop("changes", None)
-        for _ in range(200):
+        for _ in range(80):
             data = mutated(base, rng)
             found, accepted = codes(data), validator.is_valid(data)
             assert accepted == (found <= beyond), (found, data)
             verdicts[accepted] += 1
-    assert min(verdicts) > 100
+    assert min(verdicts) > 40

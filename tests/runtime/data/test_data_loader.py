@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import math
 import os
-import random
 import threading
 import time
 from pathlib import Path
@@ -94,58 +92,6 @@ def test_sequential_order_reads_the_stream_through(stream: TokenStream) -> None:
     with Loader(stream, 3, 100, "sequential", seed=0) as loader:
         windows = [window for step in take(loader, 66) for window in step]
     assert windows == [100 * block for block in [*range(99), *range(99)]]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_world_trains_on_the_same_global_batches(stream: TokenStream, order: Order) -> None:
-    steps = 60  # several epochs
-    alone = Loader(stream, 8, 200, order, seed=5)
-    wanted = take(alone, steps)
-    alone.close()
-    for world in (2, 4, 8):
-        ranks = [Loader(stream, 8 // world, 200, order, seed=5, rank=rank, world=world) for rank in range(world)]
-        shares = [take(loader, steps) for loader in ranks]
-        for step in range(steps):
-            interleaved = [shares[k % world][step][k // world] for k in range(8)]
-            assert interleaved == wanted[step]
-        for loader in ranks:
-            loader.close()
-
-
-def test_no_window_repeats_within_an_epoch_and_none_is_left_out(stream: TokenStream) -> None:
-    loader = Loader(stream, 7, 64, "coprime_stride", seed=3)
-    windows = [window for step in take(loader, 120) for window in step]
-    loader.close()
-    for epoch in range(5):
-        plan = epoch_order(TOKENS, 64, "coprime_stride", 3, epoch)
-        one, windows = windows[: plan.blocks], windows[plan.blocks :]
-        assert len(one) == plan.blocks
-        assert sorted(one) == [plan.phase + 64 * block for block in range(plan.blocks)]
-
-
-def test_resume_is_exact_at_any_point_on_any_number_of_ranks(stream: TokenStream) -> None:
-    generator = random.Random(7)
-    loader = Loader(stream, 4, 333, "coprime_stride", seed=11)
-    wanted = take(loader, 80)
-    loader.close()
-    for _ in range(20):
-        stop, prefetch = generator.randrange(1, 70), generator.choice([1, 2, 9])
-        first = Loader(stream, 4, 333, "coprime_stride", seed=11, prefetch=prefetch)
-        assert take(first, stop) == wanted[:stop]
-        state = json.loads(json.dumps(first.state()))
-        assert take(first, 2) == wanted[stop : stop + 2]
-        first.close()
-        for world in (1, 2, 4):
-            ranks = [Loader(stream, 4 // world, 333, "coprime_stride", 11, rank, world) for rank in range(world)]
-            for loader in ranks:
-                loader.restore(state)
-                assert loader.state() == state
-            shares = [take(loader, 5) for loader in ranks]
-            for step in range(5):
-                assert [shares[k % world][step][k // world] for k in range(4)] == wanted[stop + step]
-                assert len({json.dumps(loader.state()) for loader in ranks}) == 1
-            for loader in ranks:
-                loader.close()
 
 
 def test_restore_rewinds_a_loader_in_use(stream: TokenStream) -> None:

@@ -47,18 +47,6 @@ def tokens_of(seed: int, count: int) -> list[int]:
     return torch.randint(257, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_cached_logits_are_the_uncached_ones(variant: str) -> None:
-    model = cast(GeneratedText, model_of(small_spec(*VARIANTS[variant])).model)
-    tokens = tokens_of(1, CONTEXT)
-    expected = uncached(model, tokens)
-    for prompt in (1, 7, CONTEXT):
-        rows = decoded(Decoder(model, CONTEXT, CPU), tokens, prompt)
-        cached = torch.stack(rows).log_softmax(-1)
-        assert float((cached - expected[prompt - 1 :]).abs().max()) < 1e-5
-    assert float(expected.std(-1).min()) > 0.1  # the model tells tokens apart
-
-
 @pytest.mark.parametrize("variant", ["grouped, rope over all dims", "window"])
 def test_when_the_cache_is_full_the_last_half_begins_a_new_one(variant: str) -> None:
     model = cast(GeneratedText, model_of(small_spec(*VARIANTS[variant])).model)
@@ -72,18 +60,6 @@ def test_when_the_cache_is_full_the_last_half_begins_a_new_one(variant: str) -> 
             expected = uncached(model, tokens[start:length])[-1]
             assert float((row.log_softmax(-1) - expected).abs().max()) < 1e-5, length
     assert start > CONTEXT
-
-
-@pytest.mark.parametrize("context", [1, 2, 3])
-def test_the_shortest_contexts_slide_too(context: int) -> None:
-    model = cast(
-        GeneratedText, model_of(small_spec(f"model.context={context}", f"train.tokens_per_step={4 * context}")).model
-    )
-    rows = decoded(Decoder(model, context, CPU), [5, 6, 7, 8, 9, 10], 1)
-    assert all(bool(row.isfinite().all()) for row in rows)
-    if context == 1:
-        expected = uncached(model, [10])[-1]
-        assert float((rows[-1].log_softmax(-1) - expected).abs().max()) < 1e-5
 
 
 class Scripted(nn.Module):
@@ -299,25 +275,6 @@ def test_greedy_text_is_the_most_probable_token_each_time(tmp_path: Path) -> Non
     expected = bytes(token for token in tokens[5:] if token != 256)
     assert 256 not in tokens[5:]
     assert generate(opened, b"the ", CONTEXT - 5, Sampling(0.0)) == expected
-
-
-def test_several_texts_are_what_their_seeds_give(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", small_spec(), str(write_text(tmp_path / "data")))
-    opened = open_model(run.directory)
-    sampling = Sampling(0.8, 60, 0.95)
-    alone = [generate(opened, b"the ", 45, sampling, seed) for seed in (4, 5, 6)]  # past the context
-    assert generate_several(opened, b"the ", 45, sampling, (4, 5, 6)) == alone and len(set(alone)) == 3
-    assert generate_several(opened, b"the ", 0, sampling, (4, 5)) == [b"", b""]
-    with pytest.raises(SamplingError, match="cannot generate -1 tokens"):
-        generate_several(opened, b"", -1, sampling, (4,))
-    command = [sys.executable, "-m", "specc.cli", "generate", str(run.directory)]
-    options = ["--prompt", "the ", "--max-tokens", "45", "--temperature", "0.8", "--top-k", "60", "--top-p", "0.95"]
-    made = subprocess.run([*command, *options, "--seed", "4", "--samples", "3"], capture_output=True, check=True)
-    parts = [
-        b"--- seed %d\nthe %s\n" % (seed, text.decode(errors="replace").encode())
-        for seed, text in zip((4, 5, 6), alone, strict=True)
-    ]
-    assert made.stdout == b"".join(parts)
 
 
 class Rows(nn.Module):

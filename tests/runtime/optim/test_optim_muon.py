@@ -10,7 +10,6 @@ from torch import Tensor
 from specc.compiler.spec.optimizers.muon import MuonSpec
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.muon import Muon
-from specc.runtime.optim.orthogonalize import orthogonalize
 from specc.runtime.optim.schedule import Moment
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -33,25 +32,6 @@ def muon(params: list[torch.nn.Parameter], **settings: Any) -> Muon:
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("steps", [1, 5, 8])
-def test_orthogonalize_is_the_polynomial_of_the_singular_values(shape: tuple[int, int], steps: int) -> None:
-    batch = random(3, *shape) * torch.tensor([1e-3, 1.0, 1e4])[:, None, None]
-    found = orthogonalize(batch, steps)
-    for one, matrix in zip(found, batch, strict=True):
-        torch.testing.assert_close(one.double(), reference(matrix, steps), rtol=0, atol=1e-3 if steps > 5 else 2e-4)
-
-
-@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (96, 32)])
-def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
-    values = torch.linalg.svdvals(orthogonalize(random(4, *shape), 5).double())
-    assert values.min() > 0.6 and values.max() < 1.25
-
-
-def test_zeros_stay_zeros() -> None:
-    assert torch.equal(orthogonalize(torch.zeros(2, 4, 6), 5), torch.zeros(2, 4, 6))
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

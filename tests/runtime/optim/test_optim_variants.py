@@ -98,16 +98,6 @@ def test_singular_values_end_in_the_band_of_the_method(name: str, low: float, hi
         assert low < float(values.min()) and float(values.max()) < high, shape
 
 
-def test_polar_express_and_turbo_come_nearer_than_newton_schulz() -> None:
-    """What they are for: the distance to the orthogonal matrix of the same singular vectors, for square matrices."""
-    batch = random(6, 64, 64)
-    off = {}
-    for name, method in METHODS.items():
-        found = orthogonalize(batch, 5, method).double()
-        off[name] = float((torch.linalg.svdvals(found) - 1).square().mean().sqrt())
-    assert off["polar_express"] < 0.6 * off["newton_schulz"] and off["turbo"] < 0.6 * off["newton_schulz"]
-
-
 def test_turbo_needs_no_norm() -> None:
     """Almost-orthogonal rows alone bring all singular values to 1 at most."""
     for shape in ((5, 9), (33, 33), (2, 100)):

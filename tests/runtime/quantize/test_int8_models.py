@@ -180,18 +180,6 @@ def test_a_scale_for_each_feature_costs_less_where_features_differ(name: str) ->
         assert len(np.unique(own.stored.tensors["encoder.lstm.input"]["input_scale"])) > 1
 
 
-def test_alike_features_have_one_scale() -> None:
-    """The exponent is chosen by the error to expect, of inputs and of weights: none where nothing is gained."""
-    seen = Range(torch.full((64,), 2.0).double(), torch.eye(64).double())
-    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    scheme = Int8(activations="per_channel")
-    torch.testing.assert_close(scheme.input_scale(seen, [weight]), torch.full((64,), 2 / 127))
-    shared = Int8().input_scale(seen, [weight])
-    assert torch.equal(shared, torch.tensor([2 / 127]))
-    silent = Range(torch.zeros(64).double(), torch.zeros(64, 64).double())
-    assert torch.equal(scheme.input_scale(silent, [weight]).unique(), torch.tensor([1 / 127]))
-
-
 def test_directions_have_ranges_of_their_own() -> None:
     sources = {source.weight: source for source in model("lstm").sources}
     parts = {name: (sources[f"encoder.lstm.{name}"].part, sources[f"encoder.lstm.{name}"].parts) for name in HIDDEN}
@@ -342,17 +330,6 @@ def test_arrays_that_do_not_fit_are_refused_with_what_was_expected(bits: int) ->
         with pytest.raises(IntegrityError, match=message):
             constants(one.sources, stored_with(one, name, **arrays))
     assert constants(one.sources, one.stored)
-
-
-def test_the_message_names_node_expected_and_got() -> None:
-    one = model("lstm")
-    source = replace(one.sources[-1], node="decoder.proj", maker="encoder.embed", leader=one.sources[-1].weight)
-    shapes = {**one.stored.shapes, source.weight: (31, 64)}
-    odd = stored_with(one, source.weight, codes=np.zeros((31, 128), np.int8))
-    with pytest.raises(IntegrityError) as raised:
-        constants([source], replace(odd, shapes=shapes))
-    wanted = "decoder.proj: K is 128 in the weight but its input has 64 features (encoder.embed)"
-    assert raised.value.message == wanted
 
 
 def test_the_report_tells_of_every_input() -> None:

@@ -151,35 +151,6 @@ def test_mistakes_are_named() -> None:
         promotion(9)
 
 
-def test_a_real_model_under_a_real_budget() -> None:
-    """The measure is the artifact itself: the result fits, and one more promotion would not."""
-    generator = torch.Generator().manual_seed(0)
-    base: dict[str, Scheme] = {f"b{i}": Gptq(bits=4, clip_quantiles=(1.0,)) for i in range(5)}
-    params = {name: torch.randn(32, 48, generator=generator) for name in base}
-    hessians = {name: torch.eye(48) * (i + 1) for i, name in enumerate(base)}
-    traces = {name: float(h.trace()) for name, h in hessians.items()}
-    ranked = sorted(base, reverse=True)
-
-    def measure(chosen: Mapping[str, Scheme]) -> int:
-        model = quantize_tensors(params, chosen, hessians)
-        return measured_bytes(ArtifactContents(spec=b"{}", layout=model.layout(), tensors=model.tensors))
-
-    def estimate(chosen: Mapping[str, Scheme]) -> int:
-        return entropy_bytes(quantize_tensors(params, chosen, hessians))
-
-    exact = [
-        measure({name: scheme.with_bits(6) if name in ranked[:n] else scheme for name, scheme in base.items()})
-        for n in range(6)
-    ]
-    assert exact == sorted(exact)
-    with pytest.raises(QuantizeError, match=f"{exact[0]:,} bytes"):
-        promotion(None, exact[0] - 1, base=base, traces=traces, estimate=estimate, exact=measure)
-    for n in range(6):
-        for slack in (-1, 0, 1) if n else (0, 1):
-            budget, expected = exact[n] + slack, ranked[: n - (slack == -1)]
-            assert promotion(None, budget, base=base, traces=traces, estimate=estimate, exact=measure) == expected
-
-
 def test_the_quick_estimate_is_close_to_the_artifact() -> None:
     generator = torch.Generator().manual_seed(1)
     schemes: dict[str, Scheme] = {"a": Round(bits=5), "b": Round(bits=6), "c": Unquantized(dtype="f16")}

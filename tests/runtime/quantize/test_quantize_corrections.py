@@ -159,18 +159,6 @@ def test_rows_of_equal_values_survive_a_clip_by_deviation() -> None:
     torch.testing.assert_close(back, weight, rtol=0.07, atol=0)
 
 
-def test_larger_clips_take_fewer_symbols() -> None:
-    """What it is for: "Larger k = fewer distinct symbols = smaller file"; an octave of k is a bit of entropy."""
-    weight, hessian = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)), example(1, 256)[1]
-    entropies = []
-    for k in (4.0, 8.0, 16.0):
-        codes = Gptq(bits=8, clip_stds=(k,)).quantize(weight, hessian)["codes"]
-        share = np.unique(codes, return_counts=True)[1] / codes.size
-        entropies.append(float(-(share * np.log2(share)).sum()))
-    assert entropies[0] - entropies[1] == pytest.approx(1, abs=0.2)
-    assert entropies[1] - entropies[2] == pytest.approx(1, abs=0.2)
-
-
 def test_the_clip_of_several_is_chosen_by_the_output() -> None:
     weight, hessian = example(20, 50)
     alone = {k: Gptq(bits=4, clip_stds=(k,)) for k in (1.0, 3.0, 5.0)}
@@ -263,37 +251,6 @@ def test_a_tied_embedding_can_be_quantized_by_gptq(tmp_path: Path) -> None:
         assert row.output_error is not None and row.scheme.startswith(f"int4 {name}")
         found[name] = row.output_error
     assert found["gptq"] < 0.95 * found["round"]
-
-
-def test_bits_are_allocated_within_the_budget(tmp_path: Path) -> None:
-    """Between all narrow and all wide; by estimate better than the same bytes by promotion; and told in the report."""
-    whole = "quant.promote=null"
-    sizes = {
-        bits: quantized(tmp_path / str(bits), whole, f"quant.default.bits={bits}")[1].size.total for bits in (4, 8)
-    }
-    budget = (sizes[4] + sizes[8]) // 2
-    allocate = "quant.allocate={match: blocks.*}"
-    run, result, said = quantized(tmp_path / "solved", whole, allocate, f"quant.budget_bytes={budget}")
-    assert result.artifact.stat().st_size == result.size.total <= budget
-    assert result.size.total > 0.97 * budget
-    assert any(line.startswith("allocate: ") for line in said)
-    report = json.loads((run.quantized / "report.json").read_text())
-    chosen = {row["name"]: row["bits"] for row in report["parameters"] if row["name"].startswith("blocks.")}
-    assert len({bits for bits in chosen.values() if bits <= 8}) > 1 and chosen.keys() < {r.name for r in result.rows}
-    nats = [row["added_nats"] for row in report["parameters"] if row["added_nats"] is not None]
-    assert len(nats) > 8 and all(one >= 0 for one in nats)
-    promoted = quantized(
-        tmp_path / "promoted",
-        "quant.default.bits=5",
-        "quant.promote={bits: 7, by: hessian_trace, match: blocks.*}",
-        f"quant.budget_bytes={budget}",
-    )[1]
-    spec = read_verified(result.artifact).spec
-    assert spec.quant is not None and spec.quant.allocate is None and spec.quant.budget_bytes == budget
-    for other in (promoted,):
-        assert other.size.total <= budget
-    again = quantized(tmp_path / "again", whole, allocate, f"quant.budget_bytes={budget}")[1]
-    assert again.artifact.read_bytes() == result.artifact.read_bytes()
 
 
 def test_corrections_are_for_the_largest_errors_at_the_bits_that_are_chosen(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 from specc.runtime.calibration.hessian import CHUNK_ROWS, Hessians, traces
-from specc.runtime.errors import IntegrityError, QuantizeError, RunFailure, RuntimeFailure
+from specc.runtime.errors import IntegrityError, QuantizeError
 from specc.runtime.quantize.quantizer import Quantizer, Statistics
 from specc.runtime.quantize.report import Row, report, table
 
@@ -242,10 +242,3 @@ def test_entropy_is_shannons() -> None:
         {"a": Round(bits=4)}, {"a": (2, 4)}, {"a": {"codes": codes, "scale": np.ones(2, np.float16)}}
     )
     assert entropy_bytes(quantized) == math.ceil(14 / 8 * 1.005) + 4
-
-
-def test_every_failure_has_a_message_a_hint_and_an_exit_code() -> None:
-    failure = QuantizeError("what", "do this")
-    assert (failure.message, failure.hint, failure.exit_code, str(failure)) == ("what", "do this", 4, "what\ndo this")
-    assert str(IntegrityError("what")) == "what" and IntegrityError("what").exit_code == 5
-    assert issubclass(QuantizeError, RunFailure) and issubclass(RunFailure, RuntimeFailure)

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,41 +136,3 @@ def test_everything_is_synced_before_the_rename_and_the_folder_after(folder: Pat
     assert last_file < calls.index(("fsync", temporary)) < renamed < calls.index(("fsync", "checkpoints"))
     deleted = [i for i, (name, path) in enumerate(calls) if name == "rename" and path == "step_00000001"]
     assert deleted and deleted[0] > calls.index(("fsync", "checkpoints"))
-
-
-WRITER = """
-import sys
-from pathlib import Path
-import torch
-from specc.runtime.storage import checkpoint
-from specc.runtime.storage.checkpoint import Snapshot
-
-folder, step = Path(sys.argv[1]), int(sys.argv[2])
-print("ready", flush=True)
-while True:
-    step += 1
-    tensors = {f"t{i}": torch.full((50_000,), float(step + i)) for i in range(4)}
-    checkpoint.save(folder, Snapshot(step, 0.0, tensors, None, tensors, {}, {}, ""))
-    print(step, flush=True)
-"""
-
-
-def test_kill_at_random_times_never_costs_a_committed_checkpoint(tmp_path: Path) -> None:
-    folder, step = tmp_path / "checkpoints", 0
-    folder.mkdir()
-    for round_ in range(4):
-        command = [sys.executable, "-c", WRITER, str(folder), str(step)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-            for _ in range(3 + round_):
-                reported = int(writer.stdout.readline())
-            writer.kill()
-        path = checkpoint.latest(folder, no_warning)
-        assert path is not None
-        loaded = checkpoint.load(path)
-        step = loaded.step
-        assert step >= reported
-        for tensors in (loaded.weights, loaded.optimizer):
-            assert all(bool((tensors[f"t{i}"] == step + i).all()) for i in range(4))
-        sweep(folder)
-        assert not list(folder.glob(".*"))

@@ -3,11 +3,8 @@
 import errno
 import fcntl
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,53 +129,6 @@ def test_leftovers_of_dead_writers_are_removed_and_nothing_else(tmp_path: Path) 
     assert names(tmp_path) == sorted(kept)
     put(tmp_path / "m", b"newer")
     assert alive.name not in names(tmp_path)
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from specc.compiler.quant.scheme import Stored
-from specc.runtime.artifact.artifact import write_artifact, ArtifactContents
-import numpy as np
-layout = [("a", Stored("codes", "i8", (64, 4096)))]
-for i in range(1, 10**6):
-    codes = np.full((64, 4096), i % 100, np.int8)
-    codes[:, ::3] = np.random.default_rng(i).integers(-15, 16, codes[:, ::3].shape)
-    write_artifact(Path(sys.argv[1]), ArtifactContents(b"%d" % i, layout, {"a": {"codes": codes}}), quality=0)
-    print(i, flush=True)
-"""
-
-
-def test_killed_while_writing(tmp_path: Path) -> None:
-    """SIGKILL at random moments: the file is always one of those written, whole; the next writer sweeps."""
-    from specc.compiler.quant.scheme import Stored
-    from specc.runtime.artifact.artifact import read_artifact
-
-    path = tmp_path / "m.specc"
-    rng, leftovers = random.Random(0), 0
-    for attempt in range(100):
-        if attempt >= 12 and leftovers:
-            break
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        first = writer.stdout.readline()
-        assert first == "1\n"
-        # The first write of this process has swept what the one before left behind: at most its own is there.
-        assert sum(name.endswith(".tmp") for name in names(tmp_path)) <= 1
-        time.sleep(rng.uniform(0, 0.03))
-        os.kill(writer.pid, signal.SIGKILL)
-        reported = [1, *map(int, writer.stdout.read().split())]
-        writer.stdout.close()
-        assert writer.wait() == -signal.SIGKILL
-        artifact = read_artifact(path, lambda _: (bytes(32), [("a", Stored("codes", "i8", (64, 4096)))]))
-        version = int(artifact.spec)
-        # The last one it reported, or the one after, renamed but not yet reported.
-        assert version in (reported[-1], reported[-1] + 1)
-        assert bool((artifact.tensors["a"]["codes"][:, 1] == version % 100).all())
-        leftovers += len(names(tmp_path)) - 1
-    assert leftovers > 0, "no kill fell inside a write"
-    put(path, b"after")
-    assert names(tmp_path) == ["m.specc"]
 
 
 def test_writers_at_once_all_succeed_and_one_wins(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_equal_specs_have_equal_digests_and_others_not(tmp_path: Path) -> None:
     def digest(*overrides: str) -> str:
         return Run(tmp_path, gpt_mini(*overrides), "cpu", "x").spec_digest
 
-    assert digest() == digest("train.steps=240") == digest("train.seed=1337") != digest("train.seed=1338")
+    assert digest() == digest("train.steps=120") == digest("train.seed=1337") != digest("train.seed=1338")
     assert readable(gpt_mini()) == readable(gpt_mini()) and readable(gpt_mini()).endswith("}\n")
     assert json.loads(readable(gpt_mini()))["train"]["optimizers"][1]["eps"] == 1e-8  # defaults are resolved
 
@@ -90,7 +90,7 @@ def test_another_spec_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError) as caught:
         run.require_same(gpt_mini("train.steps=500", "train.optimizers.0.lr=0.1", "fuse=[]"), "sm90")
     for part in (
-        "train.steps: 240 there, 500 now",
+        "train.steps: 120 there, 500 now",
         "train.optimizers.0.lr: 0.02 there, 0.1 now",
         "fuse: ",
         "the target: cpu there, sm90 now",

@@ -1,11 +1,8 @@
 """The loop: what is logged and saved, what ends it, and that it goes on exactly after whatever ended it."""
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from log_lines import read_log
-from run_samples import HELPERS, gpt_mini
+from run_samples import gpt_mini
 from toy import Hook, Toy, Watch, stream, train_spec, trainer
 
 from specc.compiler.spec.train import TrainSpec
@@ -325,29 +322,3 @@ from toy import train_spec
 
 go(Path(sys.argv[1]), "killed", train_spec(checkpoint_every=2), lambda step: print(step.step, flush=True))
 """
-
-
-def test_kill_at_random_times_never_costs_more_than_an_interval(tmp_path: Path) -> None:
-    go(tmp_path, "whole", train_spec(checkpoint_every=2))
-    draw = random.Random(11)
-    command, here = (
-        [sys.executable, "-c", KILLED, str(tmp_path)],
-        os.pathsep.join((str(Path(__file__).parent), str(HELPERS))),
-    )
-    reached = 0
-    for _ in range(3):
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": here}
-        ) as process:
-            assert process.stdout is not None
-            for _ in range(draw.randint(2, 6)):
-                seen = int(process.stdout.readline())
-            process.kill()
-        newest = checkpoint.latest(tmp_path / "killed" / "checkpoints", print)
-        saved = 0 if newest is None else checkpoint.load(newest).step
-        assert saved >= seen - 2 and saved >= reached
-        reached = saved
-    go(tmp_path, "killed", train_spec(checkpoint_every=2))
-    assert losses(tmp_path, "killed") == losses(tmp_path, "whole")
-    assert ends(tmp_path, "killed") == ends(tmp_path, "whole")
-    assert json.loads((tmp_path / "killed" / "log.jsonl").read_text().splitlines()[-1])["event"] == "end"

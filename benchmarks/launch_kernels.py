@@ -1,7 +1,7 @@
 """Launches every kernel of a spec's plan, tiles of its lock included: for a few row counts, and for so many rows that
 every multiprocessor goes from one tile to the next. What they compute is for `specc verify` to judge.
 
-python tests/catalog/launch_kernels.py specs/gpt_mlp35_base.yaml sm90 --sanitize
+python benchmarks/launch_kernels.py specs/gpt_mlp35_base.yaml sm90 --sanitize
 
 runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, which look at the kernels of the plan
 and at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and
