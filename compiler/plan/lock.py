@@ -24,6 +24,9 @@ Sites = Sequence[Sequence[Site]]  # the nodes of a group that have kernels, for 
 NodeKey = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
+NOTHING: Mapping[str, Any] = {}
+
+
 class Entry(StrictModel):
     """The measured kernel of one node.
 
@@ -167,58 +170,37 @@ class Lock(StrictModel):
         entry = locked.groups.get(name) if locked else None
         return entry if entry is not None and entry.applies_to(options) else None
 
-    def with_entry(self, target: str, name: str, entry: Entry, machine: Machine) -> "Lock":
-        """Returns the lock with one kernel entry set.
+    def with_measured(
+        self,
+        target: str,
+        machine: Machine,
+        kernels: Mapping[str, Entry] = NOTHING,
+        groups: Mapping[str, GroupEntry] = NOTHING,
+        timings: Mapping[str, Timing] = NOTHING,
+        step: StepTiming | None = None,
+    ) -> "Lock":
+        """Returns the lock with more measurements of one target.
 
         Measurements of the target from another machine are dropped, because times of two machines cannot be compared.
 
         Args:
             target: the name of the target.
-            name: the kernel's symbol.
-            entry: the new entry.
-            machine: the machine that measured it.
+            machine: the machine that measured.
+            kernels: entries of kernels, by symbol.
+            groups: entries of groups, by name.
+            timings: times of nodes that a library computes, by the key of the node (`Site.key`).
+            step: the time of a whole step; None leaves it as it is.
         """
-        known = self._measured_on(target, machine)
-        return self._with(target, known.model_copy(update={"kernels": {**known.kernels, name: entry}}))
-
-    def with_group(self, target: str, name: str, entry: GroupEntry, machine: Machine) -> "Lock":
-        """Returns the lock with one group entry set, without the target's measurements from another machine.
-
-        Args:
-            target: the name of the target.
-            name: the name of the group's entry.
-            entry: the new entry.
-            machine: the machine that measured it.
-        """
-        known = self._measured_on(target, machine)
-        return self._with(target, known.model_copy(update={"groups": {**known.groups, name: entry}}))
-
-    def with_timing(self, target: str, key: str, timing: Timing, machine: Machine) -> "Lock":
-        """Returns the lock with the time of a library node set.
-
-        The target's measurements from another machine are dropped.
-
-        Args:
-            target: the name of the target.
-            key: the key of the node (`Site.key`).
-            timing: the new time.
-            machine: the machine that measured it.
-        """
-        known = self._measured_on(target, machine)
-        return self._with(target, known.model_copy(update={"timings": {**known.timings, key: timing}}))
-
-    def with_step(self, target: str, step: StepTiming, machine: Machine) -> "Lock":
-        """Returns the lock with the time of a whole step set.
-
-        The target's measurements from another machine are dropped.
-        """
-        return self._with(target, self._measured_on(target, machine).model_copy(update={"step": step}))
-
-    def _measured_on(self, target: str, machine: Machine) -> TargetLock:
         known = self.targets.get(target)
-        return known if known is not None and known.machine == machine else TargetLock(machine=machine)
-
-    def _with(self, target: str, locked: TargetLock) -> "Lock":
+        if known is None or known.machine != machine:
+            known = TargetLock(machine=machine)
+        locked = TargetLock(
+            machine=machine,
+            kernels={**known.kernels, **kernels},
+            groups={**known.groups, **groups},
+            timings={**known.timings, **timings},
+            step=step or known.step,
+        )
         return self.model_copy(update={"targets": {**self.targets, target: locked}})
 
     def text(self) -> str:

@@ -53,11 +53,11 @@ def measure_rest(
             timing = time_row(row, spec, device)
             say(f"{row.node}: {timing.ms:.4f} ms by the library")
             assert row.site is not None
-            lock = merged(path, methodcaller("with_timing", target, row.site.key, timing, machine))
+            lock = merged(path, methodcaller("with_measured", target, machine, timings={row.site.key: timing}))
         if not only:
             timed = time_step(spec, plan, step, lock, device, say)
             say(f"step: {timed.ms:.1f} ms, {timed.memory / 1e9:.1f} GB")
-            merged(path, methodcaller("with_step", target, timed, machine))
+            merged(path, methodcaller("with_measured", target, machine, step=timed))
     except torch.OutOfMemoryError as error:
         hint = "stop other programs on the GPU, or lower train.micro_batch in the spec"
         raise RunFailure("out of GPU memory", hint) from error

@@ -150,12 +150,14 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
             floor_ms=_rounded(result.floor_ms),
             others=result.others,
         )
-        lock = merged(options.path, methodcaller("with_entry", target, result.symbol, entry, machine))
+        lock = merged(options.path, methodcaller("with_measured", target, machine, {result.symbol: entry}))
     for group in plan.save_choices:
         fastest_choice = fastest(group, target, lock)
         if fastest_choice is not None:
             say(line(group, fastest_choice))
-            lock = merged(options.path, methodcaller("with_group", target, group.name, fastest_choice, machine))
+            lock = merged(
+                options.path, methodcaller("with_measured", target, machine, groups={group.name: fastest_choice})
+            )
     if options.rest:
         measure_rest(spec, target, options.path, machine, options.only, device, say)
     return tuple(results)

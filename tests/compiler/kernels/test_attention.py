@@ -260,7 +260,7 @@ def locked(**names: str) -> Lock:
     lock = NO_LOCK
     for choice, name in zip(plan().choices, (names["forward"], names["backward"]), strict=True):
         entry = Entry(node=choice.site.label, key=choice.site.key, kernel=name, rows=24, ms=0.25, floor_ms=0.125)
-        lock = lock.with_entry("sm90", choice.rendered.module, entry, MACHINE)
+        lock = lock.with_measured("sm90", MACHINE, {choice.rendered.module: entry})
     return lock
 
 

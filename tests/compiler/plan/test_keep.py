@@ -37,7 +37,7 @@ def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
     """A lock in which a way is the fastest."""
     found = alternatives(act, target)
     kept = {"key": group_key(found.sites), "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
-    return NO_LOCK.with_group(target, found.name, GroupEntry.model_validate(kept), MACHINE)
+    return NO_LOCK.with_measured(target, MACHINE, groups={found.name: GroupEntry.model_validate(kept)})
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,8 @@ def test_what_was_measured_for_another_group_is_not_taken() -> None:
 def test_variants_of_a_spec_share_a_lock() -> None:
     lock = locked(GELU, "sm90", "input")
     other, kept = alternatives("gelu_tanh(x)", "sm90"), {"derivative": 0.25, "input": 0.5}
-    both = lock.with_group(
-        "sm90", other.name, GroupEntry(key=group_key(other.sites), keep="derivative", ms=kept), MACHINE
-    )
+    entry = GroupEntry(key=group_key(other.sites), keep="derivative", ms=kept)
+    both = lock.with_measured("sm90", MACHINE, groups={other.name: entry})
     assert set(both.targets["sm90"].groups) == {"fused_mlp linear_gelu__n16_k8", "fused_mlp linear_gelu_tanh__n16_k8"}
     assert alternatives(GELU, "sm90", both).chosen.group.keep == "input"
     assert alternatives("gelu_tanh(x)", "sm90", both).measured is not None
@@ -135,7 +134,7 @@ def test_a_lock_has_the_time_of_what_is_kept() -> None:
         locked(GELU, "sm90", "input", ms={"derivative": 1.0})
     elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
     kept = GroupEntry(key="0" * 12, keep="input", ms={"input": 1.0})
-    moved = locked(GELU, "sm90", "input").with_group("sm90", "fused_other", kept, elsewhere)
+    moved = locked(GELU, "sm90", "input").with_measured("sm90", elsewhere, groups={"fused_other": kept})
     assert set(moved.targets["sm90"].groups) == {"fused_other"}
 
 
@@ -148,7 +147,7 @@ def measured(found: SaveChoices, times: dict[str, float]) -> Lock:
             if ms is not None:
                 known = {"node": "n", "key": choice.site.key, "kernel": choice.kernel.name, "rows": 8}
                 entry = Entry.model_validate({**known, "ms": ms, "floor_ms": 0.1})
-                lock = lock.with_entry("sm90", choice.rendered.module, entry, MACHINE)
+                lock = lock.with_measured("sm90", MACHINE, {choice.rendered.module: entry})
     return lock
 
 

@@ -62,7 +62,7 @@ def entry_of(choice: Choice, **changed: object) -> Entry:
 
 
 def write(spec: Path, choice: Choice, **changed: object) -> Lock:
-    lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry_of(choice, **changed), MACHINE)
+    lock = NO_LOCK.with_measured("sm90", MACHINE, {choice.rendered.module: entry_of(choice, **changed)})
     lock_path(spec, "gpt_mini").write_text(lock.text())
     return lock
 
@@ -77,7 +77,7 @@ def test_a_lock_reads_back_as_it_was_written(spec: Path) -> None:
 def test_what_compiled_its_kernels_is_part_of_the_machine(spec: Path) -> None:
     forward = choice_of(spec, "linear_leaky")
     noted = MACHINE.model_copy(update={"nvcc": "13.0.88", "cutlass": "4.2.1"})
-    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), noted)
+    lock = NO_LOCK.with_measured("sm90", noted, {forward.rendered.module: entry_of(forward)})
     path = lock_path(spec, "gpt_mini")
     before = write(spec, forward)  # as locks were before it was noted
     assert read_lock(path) == before and "nvcc" not in before.text() and "null" not in before.text()
@@ -154,7 +154,7 @@ def test_the_digest_of_a_group_of_earlier_versions_is_read(spec: Path) -> None:
     ms = {way.group.keep: 0.5 for way in choices.options}
     for words in ({"group": group_digest(choices.sites)}, {"key": group_key(choices.sites)}):
         kept = GroupEntry(keep=choices.options[-1].group.keep, ms=ms, **words)
-        lock = NO_LOCK.with_group("sm90", choices.name, kept, MACHINE)
+        lock = NO_LOCK.with_measured("sm90", MACHINE, groups={choices.name: kept})
         lock_path(spec, "gpt_mini").write_text(lock.text())
         assert compile_spec(spec, (), ("sm90",)).plans["sm90"].save_choices[0].measured == kept
 
@@ -278,7 +278,7 @@ def test_what_is_no_file_is_no_lock(spec: Path, kind: str) -> None:
 
 def test_entries_that_apply_to_no_node_are_told(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forward, backward = choice_of(spec, "linear_leaky"), choice_of(spec, "dgrad_mul")
-    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), MACHINE)
+    lock = NO_LOCK.with_measured("sm90", MACHINE, {forward.rendered.module: entry_of(forward)})
     path = lock_path(spec, "gpt_mini")
     path.write_text(lock.text())
     assert compile_spec(spec).lock_use == LockUse(1, ())
@@ -289,9 +289,9 @@ def test_entries_that_apply_to_no_node_are_told(spec: Path, capsys: pytest.Captu
         ("sm42", forward.rendered.module, entry_of(forward)),
         ("sm80", forward.rendered.module, entry_of(forward)),
     ):
-        lock = lock.with_entry(target, name, entry, MACHINE)
+        lock = lock.with_measured(target, MACHINE, {name: entry})
     kept = GroupEntry(group="0" * 12, keep="input", ms={"input": 1.0})
-    path.write_text(lock.with_group("sm90", "mlp", kept, MACHINE).text())
+    path.write_text(lock.with_measured("sm90", MACHINE, groups={"mlp": kept}).text())
     idle = (f"sm42 {forward.rendered.module}", f"sm80 {forward.rendered.module}", f"sm90 {backward.rendered.module}")
     idle = (*idle, "sm90 group mlp")
     assert compile_spec(spec).lock_use == LockUse(5, idle)
@@ -314,7 +314,7 @@ def test_every_entry_of_a_committed_lock_applies(name: str) -> None:
 @pytest.mark.parametrize("field", ["gpu", "nvcc", "cutlass"])
 def test_another_machine_begins_a_new_lock(field: str) -> None:
     entry = Entry(node="n", key="linear()", kernel="gemm_evt", rows=1, ms=1.0, floor_ms=0.5)
-    lock = NO_LOCK.with_entry("sm90", "first", entry, MACHINE)
-    assert set(lock.with_entry("sm90", "second", entry, MACHINE).targets["sm90"].kernels) == {"first", "second"}
+    lock = NO_LOCK.with_measured("sm90", MACHINE, {"first": entry})
+    assert set(lock.with_measured("sm90", MACHINE, {"second": entry}).targets["sm90"].kernels) == {"first", "second"}
     other = MACHINE.model_copy(update={field: "another"})
-    assert set(lock.with_entry("sm90", "second", entry, other).targets["sm90"].kernels) == {"second"}
+    assert set(lock.with_measured("sm90", other, {"second": entry}).targets["sm90"].kernels) == {"second"}

@@ -108,7 +108,9 @@ def entry(name: str) -> Entry:
 
 def test_what_another_search_writes_meanwhile_stays(tmp_path: Path, bench: Bench) -> None:
     path = tmp_path / "lock.json"
-    bench.meanwhile = [lambda: merged(path, lambda lock: lock.with_entry("sm90", "theirs", entry("theirs"), MACHINE))]
+    bench.meanwhile = [
+        lambda: merged(path, lambda lock: lock.with_measured("sm90", MACHINE, {"theirs": entry("theirs")}))
+    ]
     found = searched(path)
     assert set(read_lock(path).targets["sm90"].kernels) == {"theirs", *(one.symbol for one in found)}
 
@@ -117,7 +119,7 @@ def test_many_writers_of_one_lock_lose_nothing(tmp_path: Path, cache: Path) -> N
     path = tmp_path / "lock.json"
 
     def write(name: str) -> None:
-        merged(path, lambda lock: lock.with_entry("sm90", name, entry(name), MACHINE))
+        merged(path, lambda lock: lock.with_measured("sm90", MACHINE, {name: entry(name)}))
 
     names = [f"kernel_{i}" for i in range(40)]
     with ThreadPoolExecutor(8) as pool:

@@ -45,7 +45,7 @@ def options(tmp_path: Path, rows: int, machine: Machine = MACHINE, fresh: bool =
     entry = Entry(
         node=choice.site.label, key=choice.site.key, kernel=kernel, tile=tile, rows=rows, ms=1.0, floor_ms=0.5
     )
-    lock: Lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry, machine)
+    lock: Lock = NO_LOCK.with_measured("sm90", machine, {choice.rendered.module: entry})
     return TuneOptions(spec, "sm90", lock, tmp_path / "gpt_mini.lock.json", only=only, fresh=fresh)
 
 

@@ -25,7 +25,7 @@ def test_a_missing_package_is_told_and_the_next_target_checked(
     site = choice.site
     words = {"kernel": "flash_attention_4", "rows": 24, "ms": 0.25, "floor_ms": 0.125}
     entry = Entry.model_validate({"node": site.label, "key": site.key, **words})
-    lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry, MACHINE)
+    lock = NO_LOCK.with_measured("sm90", MACHINE, {choice.rendered.module: entry})
     monkeypatch.setattr(
         "specc.runtime.verify.verify.unavailable", lambda target: None if there or not target.arch else "no GPU"
     )
