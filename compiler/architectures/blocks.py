@@ -20,6 +20,7 @@ from pydantic_core import InitErrorDetails
 
 from specc.compiler import blocks
 from specc.compiler.blocks.context import Shape, Shared
+from specc.compiler.blocks.init import constant
 from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.parts import Layer, Norm
 from specc.compiler.blocks.wiring import (
@@ -388,6 +389,19 @@ class Blocks(Block):
             yield Problem(("layers",), "S246", message, hint)
         if not found:
             yield from self.order_problems()
+            yield from self._shared_problems(dim)
+
+    def _shared_problems(self, dim: int) -> Iterator[Problem]:
+        """Yields the first problem of layers that would share a computation but state it differently."""
+        shape = Shape(dim, self.count, 1, 1, "f32", constant(0.0), constant(0.0))
+        known: dict[str, tuple[Shared, int]] = {}
+        for i, j, layer in self.all_layers:
+            for entry in layer.shared(shape):
+                first, at = known.setdefault(entry.name, (entry, i))
+                if first != entry:
+                    message = f"layers {at} and {i} share {entry.name}, but with different sizes or settings"
+                    yield Problem(self.source_of(("layers", j), i), "S255", message, "make them equal in all layers")
+                    return
 
     def _condition_problems(self, i: int, change: Change) -> Iterator[Problem]:
         path = ("changes", i, "where")
@@ -444,14 +458,6 @@ class Blocks(Block):
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
         """Returns the computations that the blocks share, each once."""
         return tuple({entry.name: entry for _, _, layer in self.all_layers for entry in layer.shared(shape)}.values())
-
-    def readers(self, shape: Shape) -> Mapping[str, frozenset[int]]:
-        """Returns the indices of the blocks that read each shared computation, by its name."""
-        readers: dict[str, set[int]] = {}
-        for i, _, layer in self.all_layers:
-            for computation in layer.shared(shape):
-                readers.setdefault(computation.name, set()).add(i)
-        return {name: frozenset(layers) for name, layers in readers.items()}
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         """Returns the types of the state that the blocks store between tokens, by run, layer and key."""

@@ -216,12 +216,6 @@ class _Lowering:
                 self.places[f"blocks.{layer}.{part.title}"] = ("model", "blocks", "layers", i)
 
     def run(self, halves: bool) -> Programs:
-        shape = replace(self.shape, names=SizeNames())  # the programs name the sizes in their order
-        states = [block.state(shape) for block in self.model.blocks.every]
-        if (other := next((i for i, state in enumerate(states) if state != states[0]), None)) is not None:
-            message = f"layer {other} keeps {_listed(states[other])} between tokens, and layer 0 {_listed(states[0])}"
-            hint = "generated code has one form of cache for all blocks: give them equal kv_heads and head_dim"
-            raise LoweringError((Problem(("model", "blocks", "changes"), "S255", message, hint),))
         programs: tuple[Graph, ...] = (
             self.scored("train", "mean"),
             self.scored("score", "none"),
@@ -366,10 +360,6 @@ class _Lowering:
     def place_of(self, init: Init) -> Path:
         """Returns the spec path of an initialization."""
         return ("model", *next((path for found, path in _inits(self.model) if found is init), ()))
-
-
-def _listed(state: Mapping[str, TensorType]) -> str:
-    return " and ".join(f"{key} {type}" for key, type in state.items()) or "nothing"
 
 
 def _unread(programs: Programs, phase: Phase) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from functools import cached_property
 
 from specc.compiler.architectures.blocks import STREAM, Block, Blocks, index_values
-from specc.compiler.blocks.context import CallSite, LoweringContext, Shape, Shared
+from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
 from specc.compiler.blocks.wiring import Expressions, Learned, add, parse_wiring, wrapped
 from specc.compiler.expr import Expr, Var
 from specc.compiler.expr.index import formula_value
@@ -31,25 +32,21 @@ class Stack:
         return self.blocks.runs
 
     @cached_property
-    def shared(self) -> tuple[Shared, ...]:
-        """The computations that the blocks share."""
-        return self.blocks.shared(self.shape)
-
-    @cached_property
-    def readers(self) -> Mapping[str, frozenset[int]]:
-        """The indices of the blocks that read each shared computation, by its name."""
-        return self.blocks.readers(self.shape)
-
-    @cached_property
-    def labels(self) -> Mapping[str, str]:
-        """The input name of each shared value in a function. A label that occurs twice is prefixed with the
-        computation's name."""
-        labels = [label for computation in self.shared for label in computation.labels]
-        return {
-            ref: label if labels.count(label) == 1 else f"{computation.name}_{label}"
-            for computation in self.shared
-            for ref, label in zip(computation.refs, computation.labels, strict=True)
-        }
+    def labels(self) -> Sequence[Mapping[str, str]]:
+        """The input names of the shared values that each block reads, by ref. A label that occurs twice in a block is
+        prefixed with the computation's name."""
+        labels: list[Mapping[str, str]] = []
+        for block in self.blocks.every:
+            shared = dict.fromkeys(entry for layer in block.layers for entry in layer.shared(self.shape))
+            known = [label for entry in shared for label in entry.labels]
+            labels.append(
+                {
+                    ref: label if known.count(label) == 1 else f"{entry.name}_{label}"
+                    for entry in shared
+                    for ref, label in zip(entry.refs, entry.labels, strict=True)
+                }
+            )
+        return labels
 
     def run(self, b: Builder, x: str, context: LoweringContext) -> tuple[str, dict[str, str]]:
         """Adds one call per run of a block.
@@ -207,7 +204,7 @@ class _BlockCall:
         given = {**before, **behind}
         inside = replace(
             context,
-            shared=self._labels_within(given),
+            shared=self.stack.labels[self.i],
             positions="positions" if "positions" in given else "",
             memory="memory" if "memory" in given else "",
             seen="seen" if "seen" in given else "",
@@ -279,15 +276,14 @@ class _BlockCall:
         return joined(b, scope.streams), new
 
     def _shared(self, by_all: bool) -> dict[str, str]:
-        """Returns the shared values that the block reads, by input name: those that all blocks read if `by_all`, else
-        those that some read."""
-        labels, readers, every = self.stack.labels, self.stack.readers, len(self.stack.blocks.every)
-        shared = [
-            computation
-            for computation in self.stack.shared
-            if self.i in readers[computation.name] and (len(readers[computation.name]) == every) == by_all
-        ]
-        return {labels[ref]: self.context.shared[ref] for computation in shared for ref in computation.refs}
+        """Returns the shared values that the block reads, by input name: those that have a name in all blocks if
+        `by_all`, else those that have it in some."""
+        names = [labels.values() for labels in self.stack.labels]
+        return {
+            label: self.context.shared[ref]
+            for ref, label in self.stack.labels[self.i].items()
+            if all(label in others for others in names) == by_all
+        }
 
     def _labels_within(self, given: Mapping[str, str]) -> Mapping[str, str]:
         return {ref: label for ref, label in self.stack.labels.items() if label in given}

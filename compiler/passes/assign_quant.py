@@ -1,7 +1,7 @@
 """Assigns a quantization scheme to each parameter: that of the rule that names it, else the default. Also checks that
 the choices a spec leaves open until there are weights can be made."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Op
@@ -67,7 +67,7 @@ def allocation(
             blind.setdefault(path, []).append(param.name)
         chosen[param.name] = scheme
     for path, reasons in refused.items():
-        hint = keeping(chosen[reasons[0][0]], pattern_of(name for name, _ in reasons), "f16")
+        hint = keeping(chosen[reasons[0][0]], pattern_of([name for name, _ in reasons]), "f16")
         problems.append(Problem(path, "S307", f"{reasons[0][0]}: {reasons[0][1]}{and_more(reasons)}", hint))
     problems += [_blind(path, names, chosen) for path, names in blind.items()]
     known = frozenset(chosen) if seen is None else seen
@@ -85,10 +85,11 @@ def stated(quant: QuantSpec, scheme: Scheme) -> Path:
     return ("quant", "rules", positions[0]) if positions else ("quant", "default")
 
 
-def pattern_of(names: Iterable[str]) -> str:
+def pattern_of(names: Collection[str]) -> str:
     """Returns a pattern that matches all parameters whose last name component is that of one of `names`."""
-    words = ",".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-    return f"*.{{{words}}}" if "," in words else f"*.{words}"
+    words = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some may stand outside all parts
+    return f"{whole}{{{','.join(words)}}}" if len(words) > 1 else f"{whole}{next(iter(words))}"
 
 
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:

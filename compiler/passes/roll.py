@@ -20,7 +20,8 @@ class Loop(Op):
 
     Attributes:
         at: The path of the module list.
-        names: The blocks' names of the inputs after the first. The first input is the residual stream.
+        names: The blocks' names of the inputs after the first. The first input is the residual stream. A name for which
+            blocks read different values stands once for each, with the value behind it.
         some: Input -> the blocks that read it, for inputs that not all blocks read.
         earlier: Input -> pairs of a run and the earlier run whose output it reads.
         joined: The module list of the modules that join an earlier run's output to the stream.
@@ -133,7 +134,7 @@ def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
     """Returns one loop node for `calls`. The first input of each block is the output of the block before it. Each other
-    input must be the same value in every call that has it, the output of an earlier block, or the block's own state."""
+    input is a value from outside the blocks, the output of an earlier block, or the block's own state."""
     place = field_of(calls[0])
     blocks = [call for call in calls if field_of(call) == place]
     runs = tuple(map(index_of, blocks))
@@ -151,10 +152,12 @@ def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
         elif refs <= numbers.keys():
             earlier[name] = tuple((i, numbers[ref]) for i, ref in values.items())
         else:
-            assert len(refs) == 1, "calls may differ only in their state and their skip"
-            shared[name] = refs.pop()
-            if len(values) < len(blocks):
-                some[name] = tuple(sorted({runs[i] for i in values}))
+            for ref in sorted(refs):
+                key = name if len(refs) == 1 else f"{name} {ref}"
+                shared[key] = ref
+                having = {runs[i] for i, value in values.items() if value == ref}
+                if len(having) < len(set(runs)):
+                    some[key] = tuple(sorted(having))
     joined = [(call, after) for call, after in pairwise(calls) if call.name not in numbers]
     op = Loop(
         place,

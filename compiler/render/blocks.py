@@ -265,10 +265,14 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact]) -> list[Fac
 
 
 def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserved: frozenset[str]) -> Body:
-    state = [(name, where) for name, _, where in merged.inputs() if name in uses.state]
-    names = [name for name, _ in state]
-    targets = ", ".join(names) if len(names) > 1 else tuple_text(names)
-    unpacks = [(frozenset(names), f"{targets} = cache", state[0][1])] if state else []
+    forms: dict[tuple[str, ...], set[int]] = {}
+    for variant, graph in enumerate(merged.variants):
+        if names := tuple(name for name, _ in graph.inputs if name in uses.state):
+            forms.setdefault(names, set()).add(variant)
+    unpacks = [
+        (frozenset(names), f"{', '.join(names) if len(names) > 1 else tuple_text(names)} = cache", frozenset(where))
+        for names, where in forms.items()
+    ]
     return Body(merged, Speller(plan), facts=facts, reserved=reserved, unpacks=unpacks, constants=constants_of(plan))
 
 

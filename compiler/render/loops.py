@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.region import STEP, TRAIN_STEP, Scan
 from specc.compiler.passes.merge import NONE, Operand, Slot, Where, free
-from specc.compiler.passes.roll import Begin, Loop
+from specc.compiler.passes.roll import Begin, Layers, Loop
 from specc.compiler.render.blocks import BlockClass, Tables, set_text
 from specc.compiler.render.body import Body
 from specc.compiler.render.function import Function, tensors
@@ -23,9 +23,14 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
     joined.
     """
     for loop in loops:
-        for name, layers in loop.some:
-            table = tables.add(loop.at, name.upper(), set_text(layers), f"blocks that are given {name}", layers)
-            tables.arguments[loop.at, name] = table
+        for name, values in _values(loop).items():
+            for key, layers in values:
+                if layers is not None and key == name:
+                    table = tables.add(loop.at, name.upper(), set_text(layers), f"blocks that are given {name}", layers)
+                    tables.arguments[loop.at, key] = table
+                elif layers is not None:
+                    word = key.partition(" ")[2].partition(":")[0].replace(".", "_")
+                    tables.arguments[loop.at, key] = tables.of(loop.at, frozenset(layers), word)
         for name, pairs in loop.earlier:
             comment = "block -> the earlier block whose output it also reads"
             table = tables.add(loop.at, f"{name.upper()}S", repr(dict(pairs)), comment, [run for run, _ in pairs])
@@ -38,6 +43,21 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
             tables.add(loop.at, f"{loop.joined.upper()}{'_ONCE' * once}", repr(dict(loop.joins)), comment)
         for method, having in _flagged(loop).items():
             tables.add(loop.joined, method.upper(), set_text(having), f"blocks that read {method}, which a skip joins")
+
+
+def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
+    """Returns the values of each argument, as names of the loop, each with the blocks that read it. The last has None if
+    all other blocks read it."""
+    some = dict(loop.some)
+    names: dict[str, list[str]] = {}
+    for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
+        names.setdefault(key.partition(" ")[0], []).append(key)
+    values = {}
+    for name in dict.fromkeys(key.partition(" ")[0] for key in loop.names):
+        *first, last = names[name]
+        whole = {layer for key in names[name] for layer in some.get(key, loop.runs)} >= set(loop.runs)
+        values[name] = [*((key, some[key]) for key in first), (last, None if whole else some[last])]
+    return values
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
@@ -134,12 +154,17 @@ class LoopText:
     def _arguments(self, index: str) -> tuple[Sequence[str], Sequence[str]]:
         """Returns the lines before a block's call, and the arguments of the call after the residual stream."""
         body, loop, block = self.body, self.loop, self.block
-        some = dict(loop.some)
+        given = {key: body.text(operand) for key, operand in zip(loop.names, self.slot.inputs[1:], strict=True)}
         values: dict[str, str] = {}
-        for name, operand in zip(loop.names, self.slot.inputs[1:], strict=True):
-            if (value := body.text(operand)) != NONE or name in some:
-                known = f" if {index} in {self.tables.arguments[loop.at, name]} else None" if name in some else ""
-                values[name] = f"{value}{known}"
+        some: set[str] = set()
+        for name, parts in _values(loop).items():
+            text = NONE
+            for key, layers in reversed(parts):
+                known = f" if {index} in {self.tables.arguments[loop.at, key]} else {text}" if layers is not None else ""
+                text = f"{given[key]}{known}"
+                some |= {name} if known else set()
+            if text != NONE:
+                values[name] = text
         for name, _ in loop.earlier:
             table = self.tables.arguments[loop.at, name]
             values[name] = f"outputs[{table}[i]] if i in {table} else None"

@@ -167,7 +167,7 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
     cached = (graph for graph in programs.programs if keeper == CACHE and _reads_cache(programs, graph))
     if (graph := next(cached, None)) is not None and any(field_of(node) == "blocks" for node in graph.nodes):
-        made.append(new_cache(graph, own, params[0][0]))
+        made.append(new_cache(graph, own, params[0][0], tables))
     model = ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),

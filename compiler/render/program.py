@@ -17,6 +17,7 @@ from specc.compiler.render.loops import CACHE, STATE, LoopText, begin_lines
 METHODS = {"train": "forward"}  # the training program is `forward`; other programs have their own names
 TYPES = {CACHE: "list[tuple[Tensor, ...]]", STATE: "dict[str, tuple[Tensor, ...]]"}
 ONCE = "_once"
+FITTING = 72  # characters of a block's state that fit on one line with a comprehension
 
 
 def keeper_of(programs: Programs) -> str:
@@ -203,35 +204,45 @@ def _wanted(merged: Merged) -> dict[str, str]:
     return found
 
 
-def new_cache(graph: Graph, own: Sequence[str], param: str) -> Function:
+def new_cache(graph: Graph, own: Sequence[str], param: str, tables: Tables) -> Function:
     """Returns the method that creates an empty cache.
 
-    The cache has the state of the embedding, if there is any, then one tuple of tensors per run of a block. All blocks
-    have state of the same types.
+    The cache has the state of the embedding, if there is any, then one tuple of tensors per run of a block.
 
     Args:
         graph: a program that reads the cache.
         own: the state outside of blocks.
         param: the name of a parameter, whose dtype and device the cache has.
+        tables: the tables of the module.
     """
-    blocks = [node for node in graph.nodes if field_of(node) == "blocks"]
+    layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]
     state = {name: type for name, type in graph.inputs if name.startswith(f"{CACHE}.")}
     first = [_empty(state.pop(name)) for name in own]
-    types = list(state.values())
-    each = types[: len(types) // len(blocks)]
-    assert types == each * len(blocks)
-    over = "self.blocks" if len({index_of(call) for call in blocks}) == len(blocks) else "ORDER"
-    lines = [f"new = self.{param}.new_zeros"] if first or each else []
-    returns = f"[{tuple_text(list(map(_empty, each))) if each else '()'} for _ in {over}]"
-    if len(each) > 2:
-        shapes = (f"({', '.join(map(spelled, type.shape[2:]))})" for type in each)
-        lines.append(f"shapes = ({', '.join(shapes)})")
-        returns = f"[tuple(new(rows, positions, *shape) for shape in shapes) for _ in {over}]"
+    runs: list[list[str]] = [[] for _ in layers]
+    for name, type in state.items():
+        runs[int(name.split(".")[1])].append(_empty(type))
+    forms: dict[str, set[int]] = {}
+    for layer, tensors in zip(layers, runs, strict=True):
+        forms.setdefault(tuple_text(tensors) if tensors else "()", set()).add(layer)
+    lines = [f"new = self.{param}.new_zeros"] if first or any(runs) else []
+    over = "self.blocks" if len(set(layers)) == len(layers) else "ORDER"
     doc = "Empty state for `rows` sequences of at most `positions` tokens."
-    if first:
+    doc = f"{doc[:-1]}: the embedding's, then each block's." if first else doc
+    (each, _), *others = forms.items()
+    if others or len(each) > FITTING:
+        over = f"range({len(layers)})" if over != "ORDER" else over
+        item = "layer" if others else "_"
+        lines += [f"{CACHE}: {TYPES[CACHE]} = [{tuple_text(first) if first else ''}]", f"for {item} in {over}:"]
+        for i, (form, having) in enumerate(others):
+            table = tables.of("blocks", frozenset(having), "cache")
+            lines += [f"    {'elif' if i else 'if'} layer in {table}:", f"        {CACHE}.append({form})"]
+        lines += ["    else:", f"        {CACHE}.append({each})"] if others else [f"    {CACHE}.append({each})"]
+        returns = CACHE
+    elif first:
         lines.append(f"first = {tuple_text(first)}")
-        returns = f"[first, *({returns[1:-1]})]"
-        doc = f"{doc[:-1]}: the embedding's, then each block's."
+        returns = f"[first, *({each} for _ in {over})]"
+    else:
+        returns = f"[{each} for _ in {over}]"
     return Function("new_cache", doc, ("self", "rows: int", "positions: int"), tuple(lines), returns, TYPES[CACHE])
 
 

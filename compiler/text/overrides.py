@@ -15,8 +15,8 @@ FLAG = "--set"
 def apply_overrides(source: Source, overrides: Iterable[str]) -> Source:
     """Applies `path=value` texts to a source in order, so that later overrides take precedence.
 
-    A path is dotted, with list items numbered from 0 (`model.embed.0.dim=64`). A value is YAML. A path may add a key;
-    later validation reports unknown keys. Raises SpecError (S014) if an override is malformed or its path does not
+    A path is dotted, with list items numbered from 0 (`model.embed.0.dim=64`). A value is YAML. A path may add a key, or
+    an item behind the last of a list; later validation reports unknown keys. Raises SpecError (S014) if an override is malformed or its path does not
     exist.
     """
     for text in overrides:
@@ -46,12 +46,14 @@ def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
     while parts:
         above, last = quote(dots[: max(0, at - 1)] or "the spec"), at
         step: str | int = parts[0]
-        if isinstance(data, tuple):
-            step = int(parts[0]) if re.fullmatch("[0-9]{1,9}", parts[0]) else len(data)
-            if step >= len(data):
+        if isinstance(data, tuple) or (data is None and parts[0].isdecimal()):
+            items = data or ()
+            step = int(parts[0]) if re.fullmatch("[0-9]{1,9}", parts[0]) else len(items) + 1
+            if step > len(items):
                 message = f"{above} has no item {quote(parts[0])}"
-                raise failure(name, text, "S014", message, f"it has {len(data)} items, counted from 0", at)
-            data = data[step]
+                hint = f"it has {len(items)} items, counted from 0; item {len(items)} is appended"
+                raise failure(name, text, "S014", message, hint, at)
+            data = (*items, None)[step]
         elif data is None or isinstance(data, dict):
             known = data or {}
             joins = (".".join(parts[:n]) for n in range(len(parts), 1, -1))
@@ -70,6 +72,7 @@ def _with(data: Any, path: Path, value: object) -> object:
     if not path:
         return value
     key, *rest = path
-    if isinstance(data, tuple):
-        return tuple(_with(item, tuple(rest), value) if i == key else item for i, item in enumerate(data))
+    if isinstance(key, int):
+        items = (*(data or ()), None)[: max(len(data or ()), key + 1)]
+        return tuple(_with(item, tuple(rest), value) if i == key else item for i, item in enumerate(items))
     return {**(data or {}), key: _with((data or {}).get(key), tuple(rest), value)}

@@ -362,6 +362,31 @@ CASES: Mapping[str, dict[str, Any]] = {
         "layers": ({**ATTENTION, "residual": "learned"}, MLP),
         "fuse": ({"blocks.*.attention": ["out", "x"]}, FUSE_MLP),
     },
+    "heads_by_layer": {
+        "layers": ({**ATTENTION, "rope": {}}, MLP),
+        "blocks": {"changes": [{"where": "layer % 2 == 1", "attention": {"kv_heads": 1, "head_dim": 2}}]},
+        "count": 4,
+    },
+    "kv_heads_by_layer": {
+        "layers": ({**ATTENTION, "rope": {}, "values": {"dim": 3, "layers": [1]}}, MLP),
+        "blocks": {"changes": [{"where": "layer == 0", "attention": {"kv_heads": 1}}], "order": "0..1 0..1 2"},
+        "embed": [{"kind": "token"}, {"kind": "smear"}],
+        "count": 3,
+    },
+    "bases_by_layer": {
+        "layers": ({**ATTENTION, "rope": {"base": 30}, "qk_norm": {"weight": "1 + w"}}, MLP),
+        "blocks": {"changes": [{"where": "layer % 3 == 2", "attention": {"rope": {"base": 900}}}]},
+        "count": 4,
+    },
+    "attention_in_some_layers": {
+        "blocks": {"changes": [{"where": "layer == 1", "attention": MLP}]},
+        "fuse": ({"blocks.*.mlp": ["up", "act", "down"]},),
+        "count": 3,
+    },
+    "attention_beside_another_in_some_layers": {
+        "layers": ({**ATTENTION, "name": "near", "window": 3}, {**ATTENTION, "name": "far", "kv_heads": 1}, MLP),
+        "blocks": {"changes": [{"where": "layer == 1", "far": {**MLP, "hidden": 9}}]},
+    },
     **LATE,
 }
 

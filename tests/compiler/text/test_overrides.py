@@ -29,6 +29,16 @@ def test_overrides_change_add_and_replace() -> None:
     assert spec.fuse == ({"blocks.*.mlp": ("up", "act")},)
 
 
+def test_an_item_behind_the_last_is_appended() -> None:
+    changes = "model.blocks.changes"
+    first = [f"{changes}.0.where=layer == 1", f"{changes}.0.mlp.hidden=64", f"{changes}.0.mlp.ratio="]
+    spec, _ = load(BASE, [*first, f"{changes}.1={{where: layer >= 2, mlp: {{act: gelu(x)}}}}"])
+    assert [change.where for change in spec.model.blocks.changes] == ["layer == 1", "layer >= 2"]
+    assert spec.model.blocks.block(1).layers[1].hidden == 64 and spec.model.blocks.block(2).layers[1].act == "gelu(x)"
+    (error,) = errors_of(f"{changes}.1.where=layer == 1")
+    assert error.code == "S014" and "it has 0 items" in error.hint and "item 0 is appended" in error.hint
+
+
 def test_a_key_with_dots_can_be_overridden() -> None:
     source = apply_overrides(read("a: {b.*.c: [1, 2], b: 3}"), ["a.b.*.c.1=5", "a.b=4"])
     assert source.data == {"a": {"b.*.c": (1, 5), "b": 4}}
