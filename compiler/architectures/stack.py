@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from functools import cached_property
 
 from specc.compiler.architectures.blocks import STREAM, Block, Blocks, index_values
 from specc.compiler.blocks.context import CallSite, LoweringContext, Shape

@@ -75,6 +75,8 @@ def _item(item: str, room: int) -> list[str]:
 
 def _operators(value: str, room: int) -> list[str]:
     """Breaks a sum, product or conditional into one line per operand, each line starting with its operator."""
+    if list(_pairs(value)) == [(0, len(value) - 1)] and value[0] == "(":
+        return ["(", *(f"    {text}" for text in _operators(value[1:-1], room - 4)), ")"]
     node = _parsed(value)
     if isinstance(node, ast.IfExp):
         cuts = [(node.body.end_col_offset or 0), (node.test.end_col_offset or 0)]
@@ -84,7 +86,7 @@ def _operators(value: str, room: int) -> list[str]:
         while isinstance(part, ast.BinOp) and (type(part.op) in (ast.Add, ast.Sub)) == level:
             end = part.left.end_col_offset or 0
             cuts.insert(0, end + value[end:].index(" ") if value[end] == ")" else end)
-            part = part.left
+            part = part.left if value[end] != ")" else ast.Constant(None)  # an operand in parentheses is whole
     else:
         return [value]
     texts = [value[i:j].strip() for i, j in zip((0, *cuts), (*cuts, len(value)), strict=True)]

@@ -296,6 +296,8 @@ class Body:
             (one for one in self.pending if len(self._reads[one]) > 1 and self._at[self._slots[one].name] < at), None
         ):
             self.write(earlier)
+        if ref not in self.pending:  # assigned because an earlier value takes a name that it reads
+            return
         self.ahead, self.guard = True, slot.where
         self.assign(slot, self.pending.pop(ref)[0])
         self.ahead, self.guard = before, guard

@@ -46,8 +46,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns the values of each argument, as names of the loop, each with the blocks that read it. The last has None if
-    all other blocks read it."""
+    """Returns the values of each argument, as names of the loop, each with the blocks that read it. The last has None
+    if all other blocks read it."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -160,9 +160,11 @@ class LoopText:
         for name, parts in _values(loop).items():
             text = NONE
             for key, layers in reversed(parts):
-                known = f" if {index} in {self.tables.arguments[loop.at, key]} else {text}" if layers is not None else ""
-                text = f"{given[key]}{known}"
-                some |= {name} if known else set()
+                if layers is None:
+                    text = given[key]
+                else:
+                    text = f"{given[key]} if {index} in {self.tables.arguments[loop.at, key]} else {text}"
+                    some.add(name)
             if text != NONE:
                 values[name] = text
         for name, _ in loop.earlier:

@@ -378,6 +378,32 @@ CASES: Mapping[str, dict[str, Any]] = {
         "blocks": {"changes": [{"where": "layer % 3 == 2", "attention": {"rope": {"base": 900}}}]},
         "count": 4,
     },
+    "heads_norms_biases_and_bases": {
+        "embed": [{"kind": "token"}, {"kind": "scale", "by": "sqrt(dim)"}, {"kind": "positions"}],
+        "layers": (
+            {
+                **ATTENTION,
+                "kv_heads": 1,
+                "head_dim": 6,
+                "qk_norm": {"weight": "1 + w"},
+                "rope": {"base": 100},
+                "bias": ["q", "k", "v"],
+            },
+            {**MLP, "act": "gelu_tanh(gate) * x", "bias": True},
+        ),
+        "blocks": {
+            "norm": {"kind": "rms", "weight": "1 + w", "places": ["before", "behind"]},
+            "changes": [{"where": "layer == 3", "attention": {"rope": {"base": 900}, "kv_heads": 2}}],
+        },
+        "norm": {"kind": "layer", "bias": False},
+        "head": {"tied": False, "bias": True, "softcap": "z / 2"},
+        "fuse": (
+            {"blocks.*.attention": ["y"]},
+            {"blocks.*.attention": ["q.rope"]},
+            {"blocks.*.mlp": ["up", "up.biased", "gate", "gate.biased", "act", "down"]},
+        ),
+        "count": 4,
+    },
     "attention_in_some_layers": {
         "blocks": {"changes": [{"where": "layer == 1", "attention": MLP}]},
         "fuse": ({"blocks.*.mlp": ["up", "act", "down"]},),

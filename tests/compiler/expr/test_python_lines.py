@@ -15,6 +15,9 @@ LONG = [
     "x = (aaaaaaaaaaaaaaaaaaaaaaaaa + bbbbbbbbbbbbbbbbb * (ccccccccccccccc * ddddd)).unflatten(-1, (H, C))",
     "y = f(aaaaaaaaaaaaaaa, b=bbbbbbbbbbbbbbbbbbbbb + cccccccccccccccccc * ddddddddddddddddd.flatten(0, -2))",
     "positions = aaaaaaaaaaaaaaaaaaaaaa if cache is None else bbbbbbbbbbbbbbbbbbbbbbbbbbbbb + ccccccccc",
+    "grad = aaaaaaaaaa * (bbbbbbbbbbbbbb * cccccccccc * (dddddddddddd + eeeeeeee)) * ffffffffff",
+    "grad = (aaaaaaaaaaaaaa * (bbbbbbbbbbbbbb + cccccccccc) * ddddddddd) * eeeeeeee * (ffffffffffff + gggg)",
+    "grad = a * (1.0 + b * (cccccccccccccccc * dddddddddddddd * (eeeeeeeeeeeeeeee + ffffffffff * gggggggggg)))",
     "    hidden = aaaaaaaaaa(b)[:, None] + cccccc(ddddd)[:, None, 0]",
 ]
 
