@@ -284,9 +284,6 @@ class _BlockCall:
             if all(label in others for others in names) == by_all
         }
 
-    def _labels_within(self, given: Mapping[str, str]) -> Mapping[str, str]:
-        return {ref: label for ref, label in self.stack.labels.items() if label in given}
-
     def _source(self) -> dict[str, str]:
         """Returns the values of an encoder that the blocks read, unless their state holds what they need of it, and the
         positions of a sequence that is extended, by input name."""
