@@ -60,7 +60,7 @@ data = LazyGroup(
     "data",
     "specc.cli.data",
     {
-        "pack": "Pack text or jsonl into a folder of token shards.",
+        "pack": "Pack text, jsonl or parquet into a folder of token shards.",
         "check": "Read a folder of token shards, and report its contents and problems.",
         "fetch": "Download token shards of FineWeb and their tokenizer from the Hugging Face hub.",
     },

@@ -24,8 +24,8 @@ from specc.cli.processes import Repeatable, joined_world, launched
 @click.option(
     "--data",
     callback=stated,
-    help="Data to score. For a model of text: a file or folder of text, jsonl or token shards, or `stdlib`. For a "
-    "model of lines: a file of lines, `polynomial` or `polynomial:SPLIT`. By default, the data of the run.",
+    help="Data to score. For a model of text: a file or folder of text, jsonl, parquet or token shards, or `stdlib`. "
+    "For a model of lines: a file of lines, `polynomial` or `polynomial:SPLIT`. By default, the data of the run.",
 )
 @click.option(
     "--batch", type=click.IntRange(min=1), help="Number of windows or lines per batch. By default, that of the spec."

@@ -21,8 +21,8 @@ from specc.cli.project import SPECS, only_spec
 @click.option(
     "--data",
     callback=stated,
-    help="Training data. For a model of text: a file or folder of text, jsonl or token shards, or `stdlib` (the "
-    "default). For a model of lines: a file of lines, or `polynomial` (the default).",
+    help="Training data. For a model of text: a file or folder of text, jsonl, parquet or token shards, or `stdlib` "
+    "(the default). For a model of lines: a file of lines, or `polynomial` (the default).",
 )
 @device_option
 @click.option(

@@ -55,10 +55,10 @@ def command(
     shard_tokens: int,
     tokenizers: tuple[Path, ...],
 ) -> None:
-    """Pack text or jsonl into a folder of token shards.
+    """Pack text, jsonl or parquet into a folder of token shards.
 
-    Files may be compressed as .xz or .gz. By default, the splits are the same as in training on the text itself: files
-    or folders named train* and val*, or else one document in ten for validation.
+    Text and jsonl may be compressed as .xz or .gz. By default, the splits are the same as in training on the text
+    itself: files or folders named train* and val*, or else one document in ten for validation.
     """
     from specc.runtime.data.shards.pack import PackOptions
     from specc.runtime.data.shards.pack import pack as make

@@ -1,6 +1,7 @@
 """The commands and files that a document shows, and how its tests run them.
 
-- A block whose first line is a comment with a path (`# compiler/blocks/shift.py`, `{# ... #}` in a template) is a file of that name.
+- A block whose first line is a comment with a path (`# compiler/blocks/shift.py`, or `{# ... #}` in a template) is a
+  file of that name.
 - A block of `diff` whose first line is `--- ` and a path changes that file: see `error_cases.patched`.
 - A block of `sh` holds commands, one per line; a backslash continues one. Two spaces and a comment behind a command
   change its test: `# tested small` adds options that make it quick; with `# needs ...` and `# takes ...` it is parsed

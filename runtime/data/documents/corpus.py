@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from specc.runtime.data.documents.formats import SUPPORTED, Bounds, kind_of, read_documents
+from specc.runtime.data.documents.formats import KINDS, SUPPORTED, Bounds, kind_of, read_documents
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.missing_paths import missing_source
 from specc.runtime.data.split import Split
@@ -92,7 +92,8 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
         `stdlib`: the standard library of the running Python without its tests. Each .py file is a document, and is in
             val with a probability of about 1 in 10, by the SHA-256 of its path within the library.
         a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document
-            in its string "text"), .md or .py (one document). Each may be compressed as .xz or .gz.
+            in its string "text"), .md or .py (one document). Each may be compressed as .xz or .gz. Also .parquet (one
+            row per document, in its column "text").
         a folder: all such files in it, recursively, in the order of their relative paths.
 
     If the name of a file, or of its top-level folder, starts with the word val (or valid, validation), such files are
@@ -133,14 +134,16 @@ def split_corpus(
         The files of each split.
 
     Raises:
-        DataError: a source cannot be read, a file is in both splits, or all files are .jsonl, whose documents are
-            always records, and `bounds` is something else.
+        DataError: a source cannot be read, a file is in both splits, or the documents of all files are records
+            (.jsonl, .parquet) and `bounds` is something else.
     """
     name, files = ", ".join(map(str, sources)), _files(sources)
     val, train = _files(validation), files
-    if bounds not in (None, "record") and all(kind_of(path) == ".jsonl" for _, path in files + val):
+    kinds = {kind_of(path) for _, path in files + val}
+    if bounds not in (None, "record") and all(KINDS[kind] == "record" for kind in kinds):
+        suffixes = " and ".join(sorted(kinds))
         raise DataError(
-            f"{name}: documents of .jsonl files are records and cannot end at `{bounds}`", "leave --bounds out"
+            f"{name}: documents of {suffixes} files are records and cannot end at `{bounds}`", "leave --bounds out"
         )
     in_val: Callable[[bytes], bool] | None = None
     if validation:

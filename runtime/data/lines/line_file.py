@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.documents.corpus import is_val
-from specc.runtime.data.documents.formats import READ_ERRORS, open_file
+from specc.runtime.data.documents.files import READ_ERRORS, open_file
 from specc.runtime.data.errors import DataError, DataIntegrityError, LineError
 from specc.runtime.data.lines.pairs import Pairs
 from specc.runtime.data.missing_paths import nearest_paths

@@ -8,13 +8,17 @@ import lzma
 import random
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from specc.runtime.data.documents.corpus import documents, split_corpus
-from specc.runtime.data.documents.formats import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
+from specc.runtime.data.documents.formats import Bounds, read_documents
+from specc.runtime.data.documents.text import BLOCK_BYTES, RUNNING_BYTES
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
+from specc.runtime.errors import EnvironmentFailure
 
 SEPARATOR = b"<|endoftext|>\n"
 
@@ -201,9 +205,9 @@ def test_sources_without_documents(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         documents(tmp_path / "absent.txt", "train")
     with pytest.raises(DataError, match="no files to read in this folder"):
-        documents(write_folder(tmp_path / "other", {"a.parquet": b"x"}), "train")
-    with pytest.raises(DataError, match=r"cannot read documents from a \.parquet file") as caught:
-        documents(tmp_path / "other" / "a.parquet", "train")
+        documents(write_folder(tmp_path / "other", {"a.zip": b"x"}), "train")
+    with pytest.raises(DataError, match=r"cannot read documents from a \.zip file") as caught:
+        documents(tmp_path / "other" / "a.zip", "train")
     assert ".jsonl" in caught.value.hint
     empty = write_folder(tmp_path / "empty", {"val.txt": SEPARATOR * 3, "train.txt": b""})
     for split in ("train", "val"):
@@ -248,3 +252,42 @@ def test_a_missing_source_names_what_is_near(name: str, hint: str, tmp_path: Pat
     with pytest.raises(DataError, match="no such file or folder") as caught:
         open_stream(tmp_path / name, "train", ByteTokenizer(), tmp_path / "cache")
     assert caught.value.hint.startswith(hint.format(tmp_path))
+
+
+def write_parquet(path: Path, **columns: list[object]) -> Path:
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
+    return path
+
+
+def test_rows_of_a_parquet_file_are_documents(tmp_path: Path) -> None:
+    texts = ["first", "", "ζ\0\n", "x" * 100_000, "last"]
+    path = write_parquet(tmp_path / "val.parquet", id=[*range(5)], text=[*texts])
+    assert list(documents(path, "val")) == [text.encode() for text in texts if text]
+    with pytest.raises(DataError, match=r"\.parquet files are records"):
+        split_corpus([path], bounds="file")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"body": ["a"]}, 'column "text" is missing; the columns are body'),
+        ({"text": [1]}, 'column "text" is int64; the columns are text'),
+        ({"text": ["a", None]}, 'row 2: "text" is null'),
+    ],
+)
+def test_bad_parquet_files_name_the_column_or_the_row(
+    tmp_path: Path, columns: dict[str, list[object]], message: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        list(documents(write_parquet(tmp_path / "val.parquet", **columns), "val"))
+    assert message in caught.value.message
+
+
+def test_a_damaged_parquet_file_and_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "val.parquet", text=["a" * 100])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataIntegrityError, match=r"damaged \.parquet file"):
+        list(documents(path, "val"))
+    monkeypatch.setattr("specc.runtime.data.documents.parquet.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFailure, match=r"specc\[parquet\]"):
+        list(documents(path, "val"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specc.cli.app import run
-from specc.runtime.data.documents import formats
+from specc.runtime.data.documents import files
 from specc.runtime.data.documents.formats import read_documents
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.check import check
@@ -21,7 +21,7 @@ LIMIT = 1000
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "DOCUMENT_BYTES", LIMIT)
+    monkeypatch.setattr(files, "DOCUMENT_BYTES", LIMIT)
 
 
 @pytest.mark.parametrize("spare", [0, 1])

@@ -1,0 +1,81 @@
+"""Documents of plain text: separated by lines, or running text that is cut into blocks."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from specc.runtime.data.documents import files
+from specc.runtime.data.documents.files import bounded, open_file
+
+SEPARATOR = b"<|endoftext|>"
+# A .txt file of more than RUNNING_BYTES without any separator is running text. It is cut at line ends into documents of
+# one to two BLOCK_BYTES, so that it can be divided into splits and memory is bounded. This is not done if the user
+# states the boundaries between documents.
+RUNNING_BYTES = 256 * 1024
+BLOCK_BYTES = 16 * 1024
+_LINE_BYTES = 1024 * 1024
+
+
+def is_separator(line: bytes) -> bool:
+    return line.rstrip(b"\r\n") == SEPARATOR
+
+
+def is_blank(line: bytes) -> bool:
+    return len(line) < _LINE_BYTES and not line.strip()
+
+
+def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
+    """Yields lines with their line ends, and whether the yielded bytes begin a line. Long lines come in parts."""
+    begins = True
+    while line := file.readline(_LINE_BYTES):
+        yield line, begins
+        begins = line.endswith(b"\n")
+
+
+def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
+    """Yields the documents between separator lines.
+
+    Documents include their last line end, but not the separators. If `may_run`, a large file without separators is cut
+    into blocks.
+    """
+    pending: list[bytes] = []
+    size = 0
+    running = False
+    for line, begins in _lines(file):
+        if begins and ends(line):
+            may_run = False
+            yield b"".join(pending)
+            pending, size = [], 0
+        else:
+            pending.append(line)
+            size += len(line)
+            if size > files.DOCUMENT_BYTES:
+                bounded(b"".join(pending), path)
+            if may_run and size >= RUNNING_BYTES:  # running text, or a long first document
+                may_run = False
+                with open_file(path) as again:
+                    running = not any(begins and ends(line) for line, begins in _lines(again))
+            if running and size > 2 * BLOCK_BYTES:
+                *blocks, rest = _blocks(b"".join(pending))
+                yield from blocks
+                pending, size = [rest], len(rest)
+    yield b"".join(pending)
+
+
+def _blocks(text: bytes) -> Iterator[bytes]:
+    """Cuts `text` into blocks at line ends, or between characters if lines are too long.
+
+    The last block has at most 2 * BLOCK_BYTES.
+    """
+    start = 0
+    while len(text) - start > 2 * BLOCK_BYTES:
+        cut = text.find(b"\n", start + BLOCK_BYTES, start + 2 * BLOCK_BYTES) + 1
+        if not cut:
+            cut = start + 2 * BLOCK_BYTES
+            while text[cut] & 0xC0 == 0x80 and cut > start + 2 * BLOCK_BYTES - 3:  # inside a UTF-8 character
+                cut -= 1
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
