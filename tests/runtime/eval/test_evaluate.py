@@ -127,15 +127,6 @@ def test_progress_counts_tokens(run: Run) -> None:
     assert seen[-1] == (result.tokens, result.tokens) and seen == sorted(seen) and len(seen) > 2
 
 
-def test_the_spec_has_a_say_on_windows(run: Run, tmp_path: Path) -> None:
-    spec = small_spec("eval={batch: 3, stride: 7}")
-    other = make_run(tmp_path / "run", spec, run.data)
-    cache = run.directory.parent / "cache"
-    assert evaluate(other.directory, EvaluateOptions(cache=cache)).nats == pytest.approx(
-        evaluate(run.directory, scored(run, 7)).nats, rel=1e-6
-    )
-
-
 def test_what_cannot_be_scored_is_a_usage_error(run: Run) -> None:
     with pytest.raises(EvaluateError, match="does not state its data") as caught:
         evaluate(run.quantized / "model.specc", EvaluateOptions())

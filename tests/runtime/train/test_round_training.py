@@ -91,16 +91,6 @@ def test_it_computes_what_the_deployed_model_computes(name: str, quant: str, tmp
         plain = reference.run(rounds(one, "score"), "score", batch, exact(one))["loss"]
         mean = trained(one, tmp_path).train_rounded(source, shifted(target), target)  # type: ignore[operator]
     difference, without = ((other - wanted)[real].abs() for other in (found, plain))
-    print(
-        name,
-        quant,
-        difference.median(),
-        difference.mean(),
-        difference.max(),
-        without.median(),
-        without.mean(),
-        mean - wanted[real].mean(),
-    )
     assert float(difference.median()) < max(0.01 * float(without.median()), 4e-7)  # nats, of f32
     assert float(difference.mean()) < max(0.05 * float(without.mean()), 4e-6)  # a value between two codes
     assert float((mean - wanted[real].mean()).abs()) < 1e-4
