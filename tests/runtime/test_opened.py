@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import random
 import shutil
 import stat
 from pathlib import Path

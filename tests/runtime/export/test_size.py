@@ -1,7 +1,6 @@
 """`size`: to the byte what the file system says, and where it goes."""
 
 import io
-import shutil
 from pathlib import Path
 
 import brotli
@@ -10,7 +9,7 @@ import torch
 from run_samples import make_run, random_weights, small_spec, write_text
 
 from specc.cli.app import run as specc
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import RunFailure
 from specc.runtime.export.size import size
 from specc.runtime.open_model import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_samples import SMALL, SPEC, write_text
-from test_submission import Made, alone, made, single
+from test_submission import Made, alone, made
 
 from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
@@ -19,7 +19,7 @@ from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.submission.export import export_submission
 from specc.runtime.submission.names import CODE, WEIGHTS
 
-__all__ = ["made", "single"]  # the fixtures of all tests here
+__all__ = ["made"]  # the fixture of all tests here
 
 
 def packed(folder: Path, **changes: object) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from run_samples import make_run, small_spec
-from test_submission import Made, alone, made, single
+from test_submission import Made, alone, made
 
 from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
@@ -16,7 +16,7 @@ from specc.runtime.submission.count import submission_size
 from specc.runtime.submission.export import export_submission
 from specc.runtime.submission.names import CODE, WEIGHTS
 
-__all__ = ["made", "single"]  # the fixtures of all tests here
+__all__ = ["made"]  # the fixture of all tests here
 
 
 def test_a_training_that_ends_before_the_last_phase_is_refused(made: Made, tmp_path: Path) -> None:
