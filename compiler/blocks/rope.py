@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, floor, log, pi
 from typing import Annotated, Literal
 
@@ -187,8 +187,8 @@ class RopeTable(Shared):
     """The cosine and sine of the rotary angles at each position."""
 
     angles: RopeAngles | None = None
-    formula: str | None = None
-    spec: RopeSpec | None = None
+    formula: str | None = field(default=None, compare=False)  # the name holds every setting
+    spec: RopeSpec | None = field(default=None, compare=False)
 
     def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
         assert self.angles is not None and self.spec is not None

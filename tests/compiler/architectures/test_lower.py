@@ -34,10 +34,10 @@ graph train(ids: i64[B,T], targets: i64[B,T]) {
   param embed.token : f32[11,8]
   embed.token = embedding(ids, @embed.token) : f32[B,T,8]
   positions = positions(ids) : i64[T]
-  rope4_10000 = rope_angles(positions){dims=4, base=10000.0} : f32[T,2], f32[T,2]
-  blocks.0 = call(embed.token, rope4_10000, rope4_10000:1)\
+  rope4_10000_backward = rope_angles(positions){dims=4, base=10000.0} : f32[T,2], f32[T,2]
+  blocks.0 = call(embed.token, rope4_10000_backward, rope4_10000_backward:1)\
 {callee='block.forward', at='blocks.0', returns=((('B', 'T', 8), 'f32'),)} : f32[B,T,8]
-  blocks.1 = call(blocks.0, rope4_10000, rope4_10000:1)\
+  blocks.1 = call(blocks.0, rope4_10000_backward, rope4_10000_backward:1)\
 {callee='block.forward', at='blocks.1', returns=((('B', 'T', 8), 'f32'),)} : f32[B,T,8]
   norm = rms_norm(blocks.1) : f32[B,T,8]
   head.logits = linear(norm, @embed.token) : f32[B,T,11]
@@ -166,11 +166,14 @@ def test_layers_that_turn_alike_share_angles_and_others_do_not() -> None:
         graph = lowered(layers=layers).program("train")
         return [f"{node.name}{node.op.settings()}" for node in graph.nodes if node.op.name == "rope_angles"]
 
-    assert angles({"base": 50.5}, {"base": 50.5, "dims": 4}) == ["rope4_50p5{dims=4, base=50.5}"]
-    assert angles({"base": 50}, {"base": 60}) == ["rope4_50{dims=4, base=50.0}", "rope4_60{dims=4, base=60.0}"]
+    assert angles({"base": 50.5}, {"base": 50.5, "dims": 4}) == ["rope4_50p5_backward{dims=4, base=50.5}"]
+    assert angles({"base": 50}, {"base": 60}) == [
+        "rope4_50_backward{dims=4, base=50.0}",
+        "rope4_60_backward{dims=4, base=60.0}",
+    ]
     assert angles({"base": 50}, {"base": 50, "dims": 2}) == [
-        "rope4_50{dims=4, base=50.0}",
-        "rope2_50{dims=2, base=50.0}",
+        "rope4_50_backward{dims=4, base=50.0}",
+        "rope2_50_backward{dims=2, base=50.0}",
     ]
 
 
