@@ -110,16 +110,10 @@ def grouped(rng: random.Random, **more: Any) -> dict[str, Any]:
     return sizes
 
 
-def swapped(tensor: Tensor, config: Any) -> Tensor:
-    """The rows of each head with its halves swapped: pairs (b, a) turn the other way."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return tensor.unflatten(0, (-1, 2, size // 2)).flip(1).flatten(0, 2)
-
-
 def llama() -> Family:
     def config(rng: random.Random) -> Any:
         rope = {
-            "rope_type": "default",
+            "rope_type": "llama3",
             "rope_theta": rng.choice((1e3, 5e5)),
             "factor": rng.choice((8.0, 32.0)),
             "low_freq_factor": 1.0,
@@ -132,6 +126,20 @@ def llama() -> Family:
         )
 
     return Family(config, _llama_model, LLAMA, OUTSIDE, FUSE)
+
+
+def rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary positions of a config."""
+    turned = {"base": parameters["rope_theta"], "turn": "forward"}
+    if parameters["rope_type"] == "llama3":
+        turned["scaling"] = {
+            "kind": "llama3",
+            "factor": parameters["factor"],
+            "low": parameters["low_freq_factor"],
+            "high": parameters["high_freq_factor"],
+            "trained": parameters["original_max_position_embeddings"],
+        }
+    return turned
 
 
 def _llama_model(config: Any) -> dict[str, Any]:
@@ -148,7 +156,7 @@ def _llama_model(config: Any) -> dict[str, Any]:
                     "heads": config.num_attention_heads,
                     "kv_heads": config.num_key_value_heads,
                     "head_dim": config.head_dim,
-                    "rope": {"base": config.rope_parameters["rope_theta"]},
+                    "rope": rope(config.rope_parameters),
                 },
                 {"kind": "mlp", "hidden": config.intermediate_size, "act": "silu(gate) * x"},
             ],
@@ -170,8 +178,8 @@ MLP: Table = {
     "mlp.down": f"{LAYER}.mlp.down_proj.weight",
 }
 ATTENTION: Table = {
-    "attention.q": (f"{LAYER}.self_attn.q_proj.weight", swapped),
-    "attention.k": (f"{LAYER}.self_attn.k_proj.weight", swapped),
+    "attention.q": f"{LAYER}.self_attn.q_proj.weight",
+    "attention.k": f"{LAYER}.self_attn.k_proj.weight",
     "attention.v": f"{LAYER}.self_attn.v_proj.weight",
     "attention.out": f"{LAYER}.self_attn.o_proj.weight",
 }
