@@ -110,27 +110,36 @@ def grouped(rng: random.Random, **more: Any) -> dict[str, Any]:
     return sizes
 
 
-def llama() -> Family:
-    def config(rng: random.Random) -> Any:
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": rng.choice((1e3, 5e5)),
-            "factor": rng.choice((8.0, 32.0)),
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": rng.choice((32, 64, 256)),
-        }
-        return transformers.LlamaConfig(
-            **grouped(rng, head_dim=16, tie_word_embeddings=rng.random() < 0.5, rms_norm_eps=1e-5),
-            rope_parameters=rope,
-        )
-
-    return Family(config, _llama_model, LLAMA, OUTSIDE, FUSE)
+def attention(config: Any, **more: Any) -> dict[str, Any]:
+    """Attention with grouped queries and heads of a size of their own."""
+    return {
+        "kind": "attention",
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        **more,
+    }
 
 
-def rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def mlp(config: Any, act: str = "silu(gate) * x", **more: Any) -> dict[str, Any]:
+    return {"kind": "mlp", "hidden": config.intermediate_size, "act": act, **more}
+
+
+def shape(config: Any, norm: dict[str, Any], layers: list[dict[str, Any]], **blocks: Any) -> dict[str, Any]:
+    """A `model` section whose last norm is that before its layers."""
+    last = {key: value for key, value in norm.items() if key != "places"}
+    return {
+        "dim": config.hidden_size,
+        "embed": [{"kind": "token"}],
+        "blocks": {"count": config.num_hidden_layers, "norm": norm, "layers": layers, **blocks},
+        "norm": last,
+        "head": {"tied": config.tie_word_embeddings},
+    }
+
+
+def rope(parameters: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The rotary positions of a config."""
-    turned = {"base": parameters["rope_theta"], "turn": "forward"}
+    turned = {"base": parameters["rope_theta"], "turn": "forward", **more}
     if parameters["rope_type"] == "llama3":
         turned["scaling"] = {
             "kind": "llama3",
@@ -142,58 +151,254 @@ def rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return turned
 
 
-def _llama_model(config: Any) -> dict[str, Any]:
-    norm = {"kind": "rms", "affine": True, "eps": config.rms_norm_eps}
-    return {
-        "dim": config.hidden_size,
-        "embed": [{"kind": "token"}],
-        "blocks": {
-            "count": config.num_hidden_layers,
-            "norm": norm,
-            "layers": [
-                {
-                    "kind": "attention",
-                    "heads": config.num_attention_heads,
-                    "kv_heads": config.num_key_value_heads,
-                    "head_dim": config.head_dim,
-                    "rope": rope(config.rope_parameters),
-                },
-                {"kind": "mlp", "hidden": config.intermediate_size, "act": "silu(gate) * x"},
-            ],
-        },
-        "norm": norm,
-        "head": {"tied": config.tie_word_embeddings},
+def own(name: str, config: Any) -> dict[str, bool]:
+    """`bias: true` where the config says so."""
+    return {"bias": True} if getattr(config, name) else {}
+
+
+def llama_config(rng: random.Random) -> Any:
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": rng.choice((1e3, 5e5)),
+        "factor": rng.choice((8.0, 32.0)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": rng.choice((32, 64, 256)),
     }
+    sizes = grouped(rng, head_dim=16, tie_word_embeddings=rng.random() < 0.5, rms_norm_eps=1e-5)
+    biases = {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+    return transformers.LlamaConfig(**sizes, **biases, rope_parameters=scaling)
 
 
+def llama(config: Any) -> dict[str, Any]:
+    norm = {"kind": "rms", "weight": "w", "eps": config.rms_norm_eps}
+    turned = rope(config.rope_parameters)
+    biases = own("attention_bias", config), own("mlp_bias", config)
+    return shape(config, norm, [attention(config, rope=turned, **biases[0]), mlp(config, **biases[1])])
+
+
+def qwen3_config(rng: random.Random) -> Any:
+    sizes = grouped(rng, head_dim=rng.choice((8, 16)), tie_word_embeddings=rng.random() < 0.5)
+    return transformers.Qwen3Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+
+
+def qwen3(config: Any) -> dict[str, Any]:
+    norm = {"kind": "rms", "weight": "w", "eps": config.rms_norm_eps}
+    qk_norm = {"weight": "w", "eps": config.rms_norm_eps}
+    return shape(config, norm, [attention(config, qk_norm=qk_norm, rope=rope(config.rope_parameters)), mlp(config)])
+
+
+def olmo2_config(rng: random.Random) -> Any:
+    sizes = grouped(rng, tie_word_embeddings=rng.random() < 0.5, rms_norm_eps=1e-5)
+    return transformers.Olmo2Config(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+
+
+def olmo2(config: Any) -> dict[str, Any]:
+    norm = {"kind": "rms", "weight": "w", "eps": config.rms_norm_eps}
+    qk_norm = {"weight": "w", "eps": config.rms_norm_eps, "over": "all"}
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    layers = [attention(config, qk_norm=qk_norm, rope=rope(config.rope_parameters)), mlp(config)]
+    return shape(config, {**norm, "places": ["behind"]}, layers)
+
+
+def gemma3_config(rng: random.Random) -> Any:
+    pattern = rng.choice((2, 3))
+    sizes = grouped(rng, head_dim=rng.choice((8, 16)), sliding_window=rng.choice((7, 16)), num_hidden_layers=4)
+    kinds = ["full_attention" if i % pattern == pattern - 1 else "sliding_attention" for i in range(4)]
+    bases = {"sliding_attention": 1e3, "full_attention": 1e6}
+    parameters = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    return transformers.Gemma3TextConfig(
+        **sizes,
+        layer_types=kinds,
+        rope_parameters=parameters,
+        query_pre_attn_scalar=sizes["head_dim"],
+        final_logit_softcapping=rng.choice((None, 5.0)),
+    )
+
+
+def gemma3(config: Any) -> dict[str, Any]:
+    weight = {"weight": "1 + w", "eps": config.rms_norm_eps}
+    local, full = (config.rope_parameters[kind] for kind in ("sliding_attention", "full_attention"))
+    layers = [
+        attention(config, qk_norm=weight, rope=rope(local), window=config.sliding_window),
+        mlp(config, "gelu_tanh(gate) * x"),
+    ]
+    pattern = config.layer_types.index("full_attention") + 1
+    changes = [{"where": f"layer % {pattern} == {pattern - 1}", "attention": {"rope": rope(full), "window": None}}]
+    model = shape(config, {"kind": "rms", **weight, "places": ["before", "behind"]}, layers, changes=changes)
+    model["embed"].append({"kind": "scale", "by": "sqrt(dim)"})
+    model["head"]["softcap"] = config.final_logit_softcapping
+    return model
+
+
+def nanochat_config(rng: random.Random) -> Any:
+    sizes = grouped(rng, tie_word_embeddings=False, hidden_act="relu2", final_logit_softcapping=rng.choice((5.0, 15.0)))
+    return transformers.NanoChatConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+
+
+def nanochat(config: Any) -> dict[str, Any]:
+    eps, turned = config.rms_norm_eps, {"base": config.rope_parameters["rope_theta"], "turn": "backward"}
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    qk_norm = {"eps": eps, "behind_rope": True}
+    layers = [attention(config, qk_norm=qk_norm, rope=turned), mlp(config, "relu(x) ** 2")]
+    model = shape(config, {"kind": "rms", "eps": eps}, layers)
+    model["embed"].append({"kind": "norm", "eps": eps})
+    model["head"]["softcap"] = config.final_logit_softcapping
+    return model
+
+
+def gpt2_config(rng: random.Random) -> Any:
+    sizes = common(rng)
+    sizes["n_inner"] = sizes.pop("intermediate_size")
+    act = rng.choice(("gelu_new", "gelu", "relu"))
+    return transformers.GPT2Config(**sizes, activation_function=act, layer_norm_epsilon=rng.choice((1e-5, 1e-3)))
+
+
+ACTS = {"gelu_new": "gelu_tanh(x)", "gelu": "gelu(x)", "relu": "relu(x)"}
+
+
+def gpt2(config: Any) -> dict[str, Any]:
+    norm = {"kind": "layer", "eps": config.layer_norm_epsilon}
+    layers = [
+        {"kind": "attention", "heads": config.n_head, "bias": True},
+        {"kind": "mlp", "hidden": config.n_inner, "act": ACTS[config.activation_function], "bias": True},
+    ]
+    model = shape(config, norm, layers)
+    model["embed"].append({"kind": "positions"})
+    return model
+
+
+def gpt_neox_config(rng: random.Random) -> Any:
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rng.choice((0.25, 0.5, 1.0))}
+    parallel = {"use_parallel_residual": rng.random() < 0.7, "attention_bias": rng.random() < 0.7}
+    return transformers.GPTNeoXConfig(**common(rng), **parallel, rope_parameters=parameters)
+
+
+def gpt_neox(config: Any) -> dict[str, Any]:
+    dims = int(config.hidden_size // config.num_attention_heads * config.rope_parameters["partial_rotary_factor"])
+    turned = rope(config.rope_parameters, dims=dims)
+    layers = [
+        {"kind": "attention", "heads": config.num_attention_heads, "rope": turned, **own("attention_bias", config)},
+        mlp(config, "gelu(x)", bias=True),
+    ]
+    wiring = {"write": "x + attention + mlp"} if config.use_parallel_residual else {}
+    return shape(config, {"kind": "layer", "eps": config.layer_norm_eps}, layers, **wiring)
+
+
+def third(index: int) -> Callable[[Tensor, Any], Tensor]:
+    """The part of q, k or v in a matrix of columns [D, 3 D], or in its bias."""
+    return lambda tensor, config: (
+        tensor.chunk(3, -1)[index].T.contiguous() if tensor.ndim == 2 else tensor.chunk(3)[index]
+    )
+
+
+def of_heads(index: int) -> Callable[[Tensor, Any], Tensor]:
+    """The part of q, k or v in rows that are ordered by head."""
+    return lambda tensor, config: tensor.unflatten(0, (config.num_attention_heads, 3, -1))[:, index].flatten(0, 1)
+
+
+def transposed(tensor: Tensor, config: Any) -> Tensor:
+    return tensor.T.contiguous()
+
+
+def biased(table: Table) -> Table:
+    """The table with a bias of every matrix that is a `weight`."""
+    biases: dict[str, Row] = {}
+    for name, row in table.items():
+        theirs, map = (row, None) if isinstance(row, str) else row
+        bias = theirs.removesuffix("weight") + "bias"
+        biases[f"{name}_bias"] = bias if map in (None, transposed) else (bias, map)
+    return {**table, **biases}
+
+
+LAYER = "model.layers.{i}"
 OUTSIDE: Table = {
     "embed.token": "model.embed_tokens.weight",
     "norm_weight": "model.norm.weight",
     "head.logits": "lm_head.weight",
 }
-LAYER = "model.layers.{i}"
-MLP: Table = {
-    "mlp.gate": f"{LAYER}.mlp.gate_proj.weight",
-    "mlp.up": f"{LAYER}.mlp.up_proj.weight",
-    "mlp.down": f"{LAYER}.mlp.down_proj.weight",
+MATRICES: Table = biased(
+    {
+        "attention.q": f"{LAYER}.self_attn.q_proj.weight",
+        "attention.k": f"{LAYER}.self_attn.k_proj.weight",
+        "attention.v": f"{LAYER}.self_attn.v_proj.weight",
+        "attention.out": f"{LAYER}.self_attn.o_proj.weight",
+        "mlp.gate": f"{LAYER}.mlp.gate_proj.weight",
+        "mlp.up": f"{LAYER}.mlp.up_proj.weight",
+        "mlp.down": f"{LAYER}.mlp.down_proj.weight",
+    }
+)
+QK_NORMS: Table = {
+    "attention.q_norm_weight": f"{LAYER}.self_attn.q_norm.weight",
+    "attention.k_norm_weight": f"{LAYER}.self_attn.k_norm.weight",
 }
-ATTENTION: Table = {
-    "attention.q": f"{LAYER}.self_attn.q_proj.weight",
-    "attention.k": f"{LAYER}.self_attn.k_proj.weight",
-    "attention.v": f"{LAYER}.self_attn.v_proj.weight",
-    "attention.out": f"{LAYER}.self_attn.o_proj.weight",
-}
-LLAMA: Table = {
-    **ATTENTION,
-    **MLP,
+NORMS: Table = {
     "attention.norm_weight": f"{LAYER}.input_layernorm.weight",
     "mlp.norm_weight": f"{LAYER}.post_attention_layernorm.weight",
 }
-FUSE = (
-    {"blocks.*.attention": ["y"]},
-    {"blocks.*.attention": ["q.rope"]},
-    {"blocks.*.attention": ["k.rope"]},
-    {"blocks.*.mlp": ["up", "act", "down"]},
-    {"head": ["logits", "loss"]},
+BEHIND: Table = {
+    "attention.behind_weight": f"{LAYER}.post_attention_layernorm.weight",
+    "mlp.behind_weight": f"{LAYER}.post_feedforward_layernorm.weight",
+}
+GEMMA: Table = {
+    "attention.norm_weight": f"{LAYER}.input_layernorm.weight",
+    "mlp.norm_weight": f"{LAYER}.pre_feedforward_layernorm.weight",
+}
+PLAIN_MLP: Table = {"mlp.up": f"{LAYER}.mlp.fc1.weight", "mlp.down": f"{LAYER}.mlp.fc2.weight"}
+H = "transformer.h.{i}"
+GPT2: Table = biased(
+    {
+        "attention.q": (f"{H}.attn.c_attn.weight", third(0)),
+        "attention.k": (f"{H}.attn.c_attn.weight", third(1)),
+        "attention.v": (f"{H}.attn.c_attn.weight", third(2)),
+        "attention.out": (f"{H}.attn.c_proj.weight", transposed),
+        "mlp.up": (f"{H}.mlp.c_fc.weight", transposed),
+        "mlp.down": (f"{H}.mlp.c_proj.weight", transposed),
+    }
 )
-FAMILIES: Mapping[str, Family] = {"llama": llama()}
+GPT2_NORMS: Table = {
+    f"{layer}.norm_{part}": f"{H}.{theirs}.{part}"
+    for layer, theirs in (("attention", "ln_1"), ("mlp", "ln_2"))
+    for part in ("weight", "bias")
+}
+GPT2_OUTSIDE: Table = {
+    "embed.token": "transformer.wte.weight",
+    "embed.positions": "transformer.wpe.weight",
+    "norm_weight": "transformer.ln_f.weight",
+    "norm_bias": "transformer.ln_f.bias",
+}
+NEOX = "gpt_neox.layers.{i}"
+GPT_NEOX: Table = biased(
+    {
+        "attention.q": (f"{NEOX}.attention.query_key_value.weight", of_heads(0)),
+        "attention.k": (f"{NEOX}.attention.query_key_value.weight", of_heads(1)),
+        "attention.v": (f"{NEOX}.attention.query_key_value.weight", of_heads(2)),
+        "attention.out": f"{NEOX}.attention.dense.weight",
+        "mlp.up": f"{NEOX}.mlp.dense_h_to_4h.weight",
+        "mlp.down": f"{NEOX}.mlp.dense_4h_to_h.weight",
+    }
+)
+NEOX_NORMS: Table = {
+    f"{layer}.norm_{part}": f"{NEOX}.{theirs}.{part}"
+    for layer, theirs in (("attention", "input_layernorm"), ("mlp", "post_attention_layernorm"))
+    for part in ("weight", "bias")
+}
+NEOX_OUTSIDE: Table = {
+    "embed.token": "gpt_neox.embed_in.weight",
+    "norm_weight": "gpt_neox.final_layer_norm.weight",
+    "norm_bias": "gpt_neox.final_layer_norm.bias",
+    "head.logits": "lm_head.weight",
+}
+ATTENTION = ({"blocks.*.attention": ["y"]},)
+ROPE = ({"blocks.*.attention": ["q.rope"]}, {"blocks.*.attention": ["k.rope"]})
+MLP = ({"blocks.*.mlp": ["up", "act", "down"]},)
+HEAD = ({"head": ["logits", "loss"]},)
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(llama_config, llama, {**MATRICES, **NORMS}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
+    "qwen3": Family(qwen3_config, qwen3, {**MATRICES, **QK_NORMS, **NORMS}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
+    "olmo2": Family(olmo2_config, olmo2, {**MATRICES, **QK_NORMS, **BEHIND}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
+    "gemma3_text": Family(gemma3_config, gemma3, {**MATRICES, **QK_NORMS, **BEHIND, **GEMMA}, OUTSIDE, (*ROPE, *MLP)),
+    "nanochat": Family(nanochat_config, nanochat, {**MATRICES, **PLAIN_MLP}, OUTSIDE, (*ATTENTION, *ROPE, *MLP)),
+    "gpt2": Family(gpt2_config, gpt2, {**GPT2, **GPT2_NORMS}, GPT2_OUTSIDE, (*ATTENTION, *HEAD)),
+    "gpt_neox": Family(gpt_neox_config, gpt_neox, {**GPT_NEOX, **NEOX_NORMS}, NEOX_OUTSIDE, (*ATTENTION, *ROPE, *HEAD)),
+}

@@ -84,15 +84,16 @@ def test_prefill_and_cached_steps(pair: Twins) -> None:
 
 
 def test_gradients_of_the_loss(pair: Twins) -> None:
-    """Each parameter's gradient within a thousandth of its norm."""
+    """Each parameter's gradient within a thousandth of its norm. A bias of k without rotary positions has none but
+    rounding: it is judged by the norm of all gradients."""
     ids, targets = pair.ids[:, :-1], pair.ids[:, 1:]
     expected = F.cross_entropy(pair.theirs(ids).logits.flatten(0, 1), targets.flatten())
     parameters = dict(pair.theirs.named_parameters())
     gradients = dict(zip(parameters, torch.autograd.grad(expected, list(parameters.values())), strict=True))
+    least = 1e-5 * torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
     loss = pair.ours(ids, targets)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-4)
     names = [name for name, _ in pair.ours.named_parameters()]
     for name, gradient in zip(names, torch.autograd.grad(loss, list(pair.ours.parameters())), strict=True):
         wanted = pair.family.ours(name, gradients, pair.config).reshape(gradient.shape)
-        assert (gradient - wanted).norm() <= 1e-3 * wanted.norm(), name
-        assert wanted.norm() > 0, name
+        assert (gradient - wanted).norm() <= 1e-3 * max(wanted.norm(), least), name
