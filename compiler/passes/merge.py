@@ -290,6 +290,7 @@ class _Variables:
     def __init__(self, merged: Merged) -> None:
         self.made = {name: -1 for name, _, _ in merged.inputs()}
         self.where = {name: where for name, _, where in merged.inputs()}
+        self.optional = {name for name, where in self.where.items() if where != merged.every}
         for i, slot in enumerate(merged.slots):
             self.made |= dict.fromkeys(slot.outputs, i)
             self.where |= dict.fromkeys(slot.outputs, slot.where)
@@ -318,9 +319,10 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether both values are live at once in some variant."""
-        if self.made[a] == self.made[b] == -1:
-            return True  # every input has a variable of its own
+        """Returns whether both values are live at once in some variant, or one is an input that is never assigned:
+        conditions test whether an optional input is given."""
+        if self.made[a] == self.made[b] == -1 or self.optional & {a, b}:
+            return True
         return any(
             self.made[a] < self.last.get((b, v), self.made[b]) and self.made[b] < self.last.get((a, v), self.made[a])
             for v in self.where[a] & self.where[b]

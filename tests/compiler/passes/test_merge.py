@@ -84,6 +84,21 @@ def test_a_value_that_is_still_read_keeps_its_name() -> None:
         assert float(run(lines, {"x": torch.full((1,), 3.0), "skip": None, **given})) == (9.0, 12.0)[i]
 
 
+def test_an_optional_argument_that_decides_a_condition_is_never_assigned() -> None:
+    """Two variants read different inputs in one place, and differ in a node that a later condition guards."""
+    graphs = []
+    for name, eps in (("a", 1e-6), ("b", 0.5)):
+        b = Builder("block")
+        y = b.add("mlp.x", add(), (b.input("x", X), b.input(name, X)))
+        graphs.append(b.build({"y": b.add("mlp.h", RmsNorm(eps), (y,))}))
+    facts = [Fact(name, frozenset({i}), optional=True) for i, name in enumerate("ab")]
+    lines = spelled(graphs, *facts)
+    x, other = torch.tensor([3.0] * 8), torch.tensor([-2.0] * 8)
+    for name, graph in zip("ab", graphs, strict=True):
+        expected = torch.nn.functional.rms_norm(x + other, (8,), eps=graph.nodes[1].op.eps)  # type: ignore[attr-defined]
+        torch.testing.assert_close(run(lines, {"x": x, "a": None, "b": None, name: other}), expected)
+
+
 def run(lines: list[str], values: dict[str, object]) -> torch.Tensor:
     """What a spelled body returns."""
     space: dict[str, object] = {"torch": torch, "F": torch.nn.functional}

@@ -220,6 +220,20 @@ def test_moving_value_embeddings_changes_one_line() -> None:
     assert len(changed) == 1 and changed[0][0].startswith("ATTENTION_VALUES = {1}")
 
 
+def test_blocks_that_read_different_rotary_tables_are_one_function() -> None:
+    """The loop passes each block its table; a block that reads none is given None."""
+    layers = ({**ATTENTION, "rope": {"base": 100}}, MLP)
+    changes = [
+        {"where": "layer % 2 == 1", "attention": {"rope": {"base": 1000}}},
+        {"where": "layer == 4", "attention": {"rope": {"dims": 2}}},
+    ]
+    code = compile_loaded(tiny(layers, fuse=(), count=5, blocks={"changes": changes}), None, ("cpu",)).files
+    text = code["cpu/model.py"]
+    assert "def forward(self, x, cos, sin, positions=None, cache=None)" in text
+    assert "ROPE4_1000 = {1, 3}  # blocks with rope4_1000\n" in text and "ROPE2_100 = {4}" in text
+    assert "own_cos = rope2_100_cos if i in ROPE2_100 else rope4_1000_cos if i in ROPE4_1000 else cos" in text
+
+
 def test_a_window_changes_no_line_of_the_mlp() -> None:
     first, second = (
         compile_loaded(tiny(({**ATTENTION, **more}, MLP)), None).files["cpu/model.py"] for more in ({}, {"window": 3})
