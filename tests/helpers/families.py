@@ -139,7 +139,7 @@ def shape(config: Any, norm: dict[str, Any], layers: list[dict[str, Any]], **blo
 
 def rope(parameters: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The rotary positions of a config."""
-    turned = {"base": parameters["rope_theta"], "turn": "forward", **more}
+    turned = {"base": parameters["rope_theta"], **more}
     if parameters["rope_type"] == "llama3":
         turned["scaling"] = {
             "kind": "llama3",

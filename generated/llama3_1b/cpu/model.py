@@ -169,14 +169,15 @@ class Model(nn.Module):
         positions = torch.arange(ids.shape[1], device=ids.device)
         if cache is not None:
             positions = start + positions
-        pair = torch.arange(32, device=positions.device)
+        rope64_500000_llama3_dba0c9e8_positions = -positions
+        pair = torch.arange(32, device=rope64_500000_llama3_dba0c9e8_positions.device)
         f = 1.0 / (500000.0 ** (pair / 32))
         share = torch.minimum(
             torch.maximum((8192.0 / (6.283185307179586 / f) - 1.0) / 3.0, torch.full_like(f, 0.0)),
             torch.full_like(f, 1.0),
         )
-        frequencies = -((1.0 - share) * f / 32.0 + share * f)
-        cos, sin = rotary_angles(positions, frequencies)
+        scaled = (1.0 - share) * f / 32.0 + share * f
+        cos, sin = rotary_angles(rope64_500000_llama3_dba0c9e8_positions, scaled)
         x = F.embedding(ids, self.embed.token)
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, positions=positions, cache=cache and cache[i])

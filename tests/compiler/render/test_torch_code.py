@@ -222,7 +222,7 @@ def test_moving_value_embeddings_changes_one_line() -> None:
 
 def test_blocks_that_read_different_rotary_tables_are_one_function() -> None:
     """The loop passes each block its table; a block that reads none is given None."""
-    layers = ({**ATTENTION, "rope": {"base": 100}}, MLP)
+    layers = ({**ATTENTION, "rope": {"base": 100, "turn": "backward"}}, MLP)
     changes = [
         {"where": "layer % 2 == 1", "attention": {"rope": {"base": 1000}}},
         {"where": "layer == 4", "attention": {"rope": {"dims": 2}}},
