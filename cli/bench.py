@@ -11,7 +11,8 @@ import rich_click as click
 
 from specc.cli.options import device_option, format_option, json_option, set_option, spec_argument
 from specc.cli.output import say
-from specc.cli.processes import Repeatable, joined_world, launched
+from specc.cli.processes import Repeatable, given_arguments, joined_world, launched
+from specc.cli.project import planned
 
 PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
@@ -75,9 +76,6 @@ def command(
 
     If SPEC is a file REPORT.json that --json wrote, only its picture is drawn, and nothing is measured.
     """
-    from specc.compiler.build import plan_loaded
-    from specc.compiler.plan.lock import lock_path, read_lock
-    from specc.compiler.spec.check import load
     from specc.runtime.distributed.launch import is_launched
     from specc.runtime.model.load import choose_target
 
@@ -95,13 +93,9 @@ def command(
         _draw(_read_report(spec), picture)
         return 0
     with joined_world() if is_launched() else nullcontext() as world:
-        loaded, source = load(spec, overrides)
-        lock = read_lock(lock_path(spec, loaded.name))
-        plan_loaded(loaded, source, (), lock)
+        loaded, lock = planned(spec, overrides)
         chosen = choose_target(loaded, target)  # independent of --gpus, to be comparable
-        if gpus is not None and world is not None and gpus != world.size:
-            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
-        if gpus is not None and world is None and (code := launched(gpus, loaded, chosen)) is not None:
+        if (code := launched(gpus, loaded, chosen, world)) is not None:
             return code
         from specc.runtime.bench import report
         from specc.runtime.bench.suite import BenchOptions, follow
@@ -111,13 +105,7 @@ def command(
             from specc.runtime.bench.roofline import require
 
             require()
-        words = ["specc", "bench", str(spec)]
-        words += [word for text in overrides for word in ("--set", text)]
-        words += [word for part in parts for word in ("--only", part)]
-        words += ["--at", at] if at else []
-        words += ["--weights", str(weights)] if weights is not None else []
-        words += ["--gpus", str(gpus)] if gpus is not None else []
-        command = shlex.join([*words, "--target", chosen, "--steps", str(steps)])
+        command = shlex.join(["specc", *given_arguments()])
         options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights)
         if world is not None and world.rank:
             follow(options, world)

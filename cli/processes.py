@@ -17,16 +17,25 @@ class Repeatable(click.RichCommand):
         return super().parse_args(ctx, args)
 
 
-def launched(gpus: int, spec: Any, target: str | None) -> int | None:
-    """Runs this command in `gpus` processes and returns their exit code. Returns None if `gpus` is 1: then this process
-    runs the command itself. Raises as `require_devices`."""
+def given_arguments() -> list[str]:
+    """Returns the name of the running command, which is Repeatable, and its arguments as given."""
+    return list(get_current_context().meta["arguments"])
+
+
+def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None) -> int | None:
+    """Runs this command in `gpus` processes and returns their exit code.
+
+    Returns None if this process runs the command itself: `gpus` is None or 1, or the process is one of a `world`.
+    Raises UsageError if the world has another size, and as `require_devices`.
+    """
     from specc.runtime.distributed.launch import launch, require_devices
 
-    require_devices(gpus, spec, target)
-    if gpus == 1:
+    if gpus is None or world is not None:
+        if gpus is not None and gpus != world.size:
+            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
         return None
-    command = [sys.executable, "-P", "-m", "specc.cli", *get_current_context().meta["arguments"]]
-    return launch(gpus, command, say)
+    require_devices(gpus, spec, target)
+    return None if gpus == 1 else launch(gpus, [sys.executable, "-P", "-m", "specc.cli", *given_arguments()], say)
 
 
 def joined_world() -> Any:

@@ -1,6 +1,7 @@
 """The folders of a project, and the specs and targets that command arguments select."""
 
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
@@ -30,6 +31,18 @@ def only_spec() -> Path:
     if len(found) > 1:
         raise click.UsageError(f"name a spec: {', '.join(map(str, found))}")
     return found[0]
+
+
+def planned(path: Path, overrides: tuple[str, ...]) -> tuple[Any, Any]:
+    """Returns the spec of a file and its lock. Raises SpecError with every problem if the spec cannot be planned."""
+    from specc.compiler.build import plan_loaded
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.spec.check import load
+
+    spec, source = load(path, overrides)
+    lock = read_lock(lock_path(path, spec.name))
+    plan_loaded(spec, source, (), lock)
+    return spec, lock
 
 
 def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:

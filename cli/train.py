@@ -10,7 +10,7 @@ import rich_click as click
 from specc.cli.options import device_option, folder, format_option, set_option, stated, tokenizers_option, with_data
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, joined_world, launched
-from specc.cli.project import SPECS, only_spec
+from specc.cli.project import SPECS, only_spec, planned
 
 
 @click.command("train", cls=Repeatable)
@@ -65,9 +65,6 @@ def command(
 
     To train on several machines, start this command with torchrun on each.
     """
-    from specc.compiler.build import plan_loaded
-    from specc.compiler.plan.lock import lock_path, read_lock
-    from specc.compiler.spec.check import load
     from specc.runtime.distributed.launch import is_launched, target_of
 
     with joined_world() if is_launched() else nullcontext() as world:
@@ -81,12 +78,8 @@ def command(
             path = spec or only_spec()
             beside = path.parent
             overrides = (*overrides, *selecting(path, overrides, data))
-            loaded, source = load(path, overrides)
-            lock = read_lock(lock_path(path, loaded.name))
-            plan_loaded(loaded, source, (), lock)
-        if gpus is not None and world is not None and gpus != world.size:
-            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
-        if gpus is not None and world is None and (code := launched(gpus, loaded, target)) is not None:
+            loaded, lock = planned(path, overrides)
+        if (code := launched(gpus, loaded, target, world)) is not None:
             return code
         from specc.runtime.train.train import TrainOptions
         from specc.runtime.train.train import train as run

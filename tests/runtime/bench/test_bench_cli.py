@@ -49,7 +49,7 @@ def test_a_part_of_the_model_alone_and_figures_as_they_come(
     out, told = capsys.readouterr()
     found = json.loads(out)
     assert [row["name"] for row in found["kernels"]] == ["head.logits", "head.loss + softcap", "head.logits.dgrad"]
-    assert not found["groups"] and found["command"].endswith("--at head.l --target cpu --steps 10")
+    assert not found["groups"] and found["command"].endswith("--only groups --json --at head.l")
     for row in found["kernels"]:
         ours = row["times"].get("generated") or row["times"]["library"]
         assert f"  {row['name']}: {ours['ms']:.4g} ms" in told
