@@ -16,6 +16,7 @@ LAYERS = (
     "ops",
     "quant",
     "blocks",
+    "losses",
     "programs",
     "architectures",
     "spec",

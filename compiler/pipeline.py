@@ -7,6 +7,7 @@ from typing import Literal
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.int8.fake_quantize import round_inputs
 from specc.compiler.int8.products import quantize_products
+from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.optimizers import assign_optimizers
@@ -69,12 +70,12 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
 
 def lower(spec: Spec, target: str) -> Programs:
     """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if that fails."""
-    return _lowered(spec.model, spec.name, TARGETS[target].dtype, spec.eval.halves)
+    return _lowered(spec.model, spec.name, TARGETS[target].dtype, spec.eval.halves, spec.train.losses)
 
 
 @lru_cache(maxsize=8)  # planning, deployment and counting lower the same programs within one build
-def _lowered(model: Architecture, name: str, dtype: str, halves: bool) -> Programs:
-    programs = model.lower(name, dtype, halves)
+def _lowered(model: Architecture, name: str, dtype: str, halves: bool, losses: tuple[LossTerm, ...]) -> Programs:
+    programs = model.lower(name, dtype, halves, losses)
     verify(programs, LOWER)
     return programs
 

@@ -1,7 +1,9 @@
 """The base class of the model kinds."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal, Self
 
+from specc.compiler.losses.term import LossTerm
 from specc.compiler.programs.programs import Programs
 from specc.compiler.schedule import settled
 from specc.compiler.strict import Path, StrictModel
@@ -18,13 +20,14 @@ class Architecture(StrictModel):
 
     reads: ClassVar[Form] = "text"
 
-    def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
+    def lower(self, name: str, dtype: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
         """Returns all programs of the model.
 
         Args:
             name: the name of the model.
             dtype: the compute dtype, unless the spec sets it.
             halves: whether to add the two halves of the program `score`, if the model kind has them.
+            losses: the terms of the training loss. Without terms, it is the loss of the next token.
 
         Raises:
             LoweringError: if the spec does not describe a valid model.
@@ -49,6 +52,11 @@ class Architecture(StrictModel):
     def after(self, done: float) -> Self:
         """Returns the model that trains once the share `done` of a run is complete, without schedules."""
         return settled(self, done)
+
+    @property
+    def losses(self) -> frozenset[str]:
+        """The losses that layers can state, as LAYER.LOSS, for terms of the kind `auxiliary`."""
+        return frozenset()
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:

@@ -2,7 +2,7 @@
 blocks."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -22,6 +22,7 @@ from specc.compiler.blocks.token import order_problems
 from specc.compiler.blocks.wiring import number_problem
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
+from specc.compiler.losses.term import LossTerm, add_loss, declare_weights
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.positions import Positions
 from specc.compiler.ops.shape import Last
@@ -60,6 +61,7 @@ def _ordered(text: str) -> str:
 
 Order = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_ordered)]
 WHOLE = ("train", "score")
+NOTHING: Mapping[str, str] = {}
 HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
@@ -190,15 +192,19 @@ class Decoder(Architecture):
             hint = "use `kind: encoder_decoder`, or `of: self`"
             yield Problem(("blocks", *place), "S230", message, hint)
 
-    def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
-        return _Lowering(self, name, dtype).run(halves)
+    @property
+    def losses(self) -> frozenset[str]:
+        return frozenset(f"{layer.title}.{loss}" for _, _, layer in self.blocks.all_layers for loss in layer.losses)
+
+    def lower(self, name: str, dtype: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
+        return _Lowering(self, name, dtype, losses).run(halves)
 
 
 class _Lowering:
     """The lowering of one decoder, without schedules."""
 
-    def __init__(self, model: Decoder, name: str, dtype: str) -> None:
-        self.whole, self.name = model, name
+    def __init__(self, model: Decoder, name: str, dtype: str, losses: Sequence[LossTerm]) -> None:
+        self.whole, self.name, self.losses = model, name, losses
         self.model = model = model.after(1.0)
         count = model.blocks.count
         out = model.output_init or model.init
@@ -251,14 +257,17 @@ class _Lowering:
 
         Args:
             name: the name of the program.
-            reduction: `mean` for training, with dropout; `none` for one value per token.
+            reduction: `mean` for training, with dropout and all terms of the loss, whose weights are further inputs,
+                f32[]; `none` for one value per token.
         """
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
-        x, _ = self.trunk(b, ids, "", reduction == "mean")
+        learns = reduction == "mean"
+        weights = declare_weights(b, self.losses) if learns else {}
+        x, _ = self.trunk(b, ids, "", learns, weights)
         logits = self.head(b, x)
-        loss = b.add("loss", CrossEntropy(reduction), (logits, targets))
+        loss = add_loss(b, self.losses, logits, targets, learns)
         return self.functions.program(b, {"loss": loss})
 
     def halves(self) -> tuple[Graph, Graph]:
@@ -291,7 +300,9 @@ class _Lowering:
         logits = self.head(b, b.add("last", Last(), (x,)))
         return self.functions.program(b, {"logits": logits, **state})
 
-    def trunk(self, b: Builder, ids: str, start: str, training: bool) -> tuple[str, Mapping[str, str]]:
+    def trunk(
+        self, b: Builder, ids: str, start: str, training: bool, weights: Mapping[str, str] = NOTHING
+    ) -> tuple[str, Mapping[str, str]]:
         """Adds the embedding, blocks and last norm. With `start`, declares the caches as inputs.
 
         Args:
@@ -299,6 +310,7 @@ class _Lowering:
             ids: the token ids, i64[B, T].
             start: the number of tokens in the caches, i64[]; empty for a whole sequence.
             training: whether dropout applies.
+            weights: the weights of the losses that layers state, f32[], by LAYER.LOSS.
 
         Returns:
             The features, [B, T, D], and the new caches by name.
@@ -321,7 +333,7 @@ class _Lowering:
         place: Path = ("model", "blocks")
         site = CallSite("blocks", "block", place, self.places, self.functions)
         stack = Stack(self.model.blocks, self.shape, site)
-        context = LoweringContext(positions, shared, kept, training=training, extends=bool(start))
+        context = LoweringContext(positions, shared, kept, training=training, extends=bool(start), weights=weights)
         x, state = stack.run(b, x, context)
         state = own | {f"cache.{key}": ref for key, ref in state.items()}
         return self.model.norm.lower(b, x, "norm", self.shape), state

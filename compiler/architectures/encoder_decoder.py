@@ -1,6 +1,6 @@
 """An encoder-decoder: maps a source line to a target line, one token at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
@@ -21,7 +21,7 @@ from specc.compiler.blocks.parts import Bridge, Layer, Part, Stage
 from specc.compiler.catalog import models
 from specc.compiler.characters import PAD, START, Vocabulary
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
-from specc.compiler.ops.loss import CrossEntropy
+from specc.compiler.losses.term import LossTerm, add_loss, declare_weights
 from specc.compiler.ops.sequence import Copy, Seen, Shift
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.programs import LoweringError, Programs
@@ -116,8 +116,8 @@ class EncoderDecoder(Architecture):
             hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
             yield Problem(("decoder",), "S253", "no stage of the decoder reads the encoder", hint)
 
-    def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
-        return _Lowering(self, name, dtype).run()
+    def lower(self, name: str, dtype: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
+        return _Lowering(self, name, dtype, losses).run()
 
 
 def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Problem]:
@@ -177,8 +177,8 @@ def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
 class _Lowering:
     """The lowering of one encoder-decoder."""
 
-    def __init__(self, model: EncoderDecoder, name: str, dtype: str) -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: EncoderDecoder, name: str, dtype: str, losses: Sequence[LossTerm]) -> None:
+        self.model, self.name, self.losses = model, name, losses
         stages: tuple[Any, ...] = (*model.encoder, *model.decoder)
         layers = max(1, sum(stage.count for stage in stages if isinstance(stage, BlocksStage)))
         kind = model.dtype or dtype
@@ -219,13 +219,14 @@ class _Lowering:
         given = TensorType(("B", "T"), IDS)
         inputs = b.input("inputs", given) if name == "train" else ""
         target = b.input("target", given)
+        if name == "train":
+            declare_weights(b, self.losses)
         context = self.read(b, source, name == "train")
         b.scope = ""
         ids = inputs or b.add("inputs", Shift(START), (target,))
         x, _ = self.decoder.run(b, ids, context)
-        loss = CrossEntropy("mean" if name == "train" else "none", PAD)
         logits = self.head(b, x)
-        return self.functions.program(b, {"loss": b.add("loss", loss, (logits, target))})
+        return self.functions.program(b, {"loss": add_loss(b, self.losses, logits, target, name == "train", PAD)})
 
     def encode(self) -> Graph:
         """Returns the program source i64[B, S] -> the state before the first token."""

@@ -207,11 +207,12 @@ class _BlockCall:
             positions="positions" if "positions" in given else "",
             memory="memory" if "memory" in given else "",
             seen="seen" if "seen" in given else "",
+            weights={name: self._weight_label(name) for name in context.weights},
         )
         value, new = self._body(b, inside, state, labels)
         outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in new.items()}}
         method = "extend" if context.extends else "forward"
-        # a function that only scores gets another name if the training function has dropout
+        # a function that only scores gets another name if the training function has dropout or losses
         methods = (method,) if context.extends or context.training else (method, "score")
         names = self.stack.names(self.i, methods, bool(source))
         at = f"{site.at}.{self.i}"
@@ -257,7 +258,8 @@ class _BlockCall:
                 cache = {key.removeprefix(prefix): ref for key, ref in state.items() if key.startswith(prefix)}
                 lowered = layer.lower(b, h, self.shape, replace(context, cache=cache))
                 new |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
-                y = layer.dropped(b, norm.lower_at("behind", b, lowered.value, self.shape), context)
+                value = layer.with_losses(b, lowered, context)
+                y = layer.dropped(b, norm.lower_at("behind", b, value, self.shape), context)
                 if self.block.write is not None:
                     scope.branches[layer.title] = y
                 else:
@@ -291,7 +293,11 @@ class _BlockCall:
         reads = any(layer.reads_source for _, _, layer in blocks.all_layers)
         values = {"memory": context.memory} if reads and not context.extends else {}
         values |= {"seen": context.seen} if reads or (blocks.reads_seen and not context.causal) else {}
+        values |= {self._weight_label(name): ref for name, ref in context.weights.items()}
         return values | ({"positions": context.positions} if context.extends and context.positions else {})
+
+    def _weight_label(self, loss: str) -> str:
+        return f"{loss.replace('.', '_')}_weight"
 
     def _mismatch(self, error: TypeRuleError, part: Path, b: Builder) -> Problem:
         """Returns the problem for a type error in a part of the block, with both nodes and both spec paths."""
@@ -409,6 +415,6 @@ def joined(b: Builder, streams: Mapping[str, str]) -> str:
 def _tokens(shape: Sequence[Dim], length: Dim) -> Iterator[Dim]:
     """Yields the dims of a shape as a function declares it: `length`, the number of tokens of any sequence,
     becomes T."""
-    first = 1 if shape[0] == "B" else 0
+    first = 1 if shape[:1] == ("B",) else 0
     for i, dim in enumerate(shape):
         yield "T" if dim == length and (i == first or isinstance(dim, str)) else dim

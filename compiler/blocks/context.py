@@ -85,10 +85,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The result of lowering a layer: its output value, and the new values of its state by key."""
+    """The result of lowering a layer: its output value, the new values of its state by key, and the losses, f32[], that
+    it states, by name."""
 
     value: str
     state: Mapping[str, str] = field(default_factory=dict)
+    losses: Mapping[str, str] = field(default_factory=dict)
 
 
 class FunctionTable(Protocol):
@@ -163,6 +165,7 @@ class LoweringContext:
         training: whether dropout applies.
         extends: whether the input continues a sequence whose state is in `cache`.
         site: the call site of a part that calls functions.
+        weights: in training, the weights of the losses that layers state, f32[], by LAYER.LOSS.
     """
 
     positions: str
@@ -178,6 +181,7 @@ class LoweringContext:
     training: bool = False
     extends: bool = False
     site: "CallSite | None" = None
+    weights: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

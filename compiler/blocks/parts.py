@@ -13,6 +13,7 @@ from specc.compiler.expr import Var, parse, variables
 from specc.compiler.expr import number as compute
 from specc.compiler.ir.graph import Builder, Dim, Op, TensorType
 from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.loss import AttachLoss, MeanSquare
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import LearnedName, PartName, Problem, StrictModel, later
 
@@ -276,6 +277,21 @@ class Layer(Part):
 
     def __hash__(self) -> int:  # mappings have no hash
         return hash(self.model_dump_json())
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The losses that the layer can state. `activation` is the mean square of its value."""
+        return ("activation",)
+
+    def with_losses(self, b: Builder, lowered: Lowered, context: LoweringContext) -> str:
+        """Returns the layer's value, with the gradients of those stated losses that have a weight in `context`."""
+        y, stated = lowered.value, dict(lowered.losses)
+        if f"{self.title}.activation" in context.weights:
+            stated["activation"] = b.add("activation", MeanSquare(), (y,))
+        for name, loss in stated.items():
+            if weight := context.weights.get(f"{self.title}.{name}"):
+                y = b.add(f"{name}_loss", AttachLoss(), (y, loss, weight))
+        return y
 
 
 class Bridge(StrictModel):

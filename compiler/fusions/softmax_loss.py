@@ -68,9 +68,8 @@ class SoftmaxLossFusion(Fusion):
         names = [parts.loss.name, *([parts.bound.name] if parts.bound else [])]
         if not learns:  # a distinct name, since the plan lists both losses
             names = [f"{scope}{dot}nats", *names[1:], parts.loss.name]
-        targets = parts.loss.inputs[1]
-        given = [(logits.name, logits.type), (targets, graph.types[targets])]
-        op = SoftmaxLoss(parts.vocab, parts.loss.op.reduction, parts.f)
+        given = [(logits.name, logits.type), *((ref, graph.types[ref]) for ref in parts.loss.inputs[1:])]
+        op = SoftmaxLoss(parts.vocab, parts.loss.op.reduction, parts.f, parts.loss.op.per_token, parts.loss.op.weights)
         scored = node(names[0], op, given, names if len(names) > 1 else ())
         changed: dict[Node | None, tuple[Node, ...]]
         changed = {parts.product: (*padding, logits), parts.bound: (), parts.loss: (scored,)}
@@ -117,5 +116,5 @@ def _parts(members: Sequence[Node]) -> Parts | str:
 SOFTMAX_LOSS = SoftmaxLossFusion(
     "softmax_loss",
     frozenset({CrossEntropy.name}),
-    {CrossEntropy: frozenset({"reduction", "ignore"}), Pointwise: POINTWISE},
+    {CrossEntropy: frozenset({"reduction", "ignore", "per_token", "weights"}), Pointwise: POINTWISE},
 )

@@ -118,6 +118,7 @@ OPERATORS = {
     "==": "eq",
     "!=": "ne",
     "+": "add",
+    "*": "mul",
     "/": "truediv",
     "**": "pow",
     "@": "matmul",

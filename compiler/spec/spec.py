@@ -233,6 +233,12 @@ class Spec(StrictModel):
         rows = self.train.problems_of_rows(self.model.window, self.model.reads)
         yield from (problem.under("train") for problem in rows)
         yield from self._problems_of_late_changes()
+        stated = self.model.losses
+        for i, term in enumerate(self.train.losses):
+            if term.states and term.states not in stated:
+                message = f"no layer states the loss {term.states}"
+                hint = f"choose from {', '.join(sorted(stated))}" if stated else "remove it; this model states none"
+                yield Problem(("train", "losses", i, "name"), "S265", message, hint)
         yield from self.train.data.problems_with(self.model)
         reads = self.model.reads
         if self.train.teacher_forcing is not None and reads != "lines":

@@ -5,9 +5,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field
 
+from specc.compiler import losses
 from specc.compiler.architectures.architecture import Form
 from specc.compiler.catalog import models
-from specc.compiler.schedule import ForcingSchedule, Sizes, SizeSchedule, UnitFormula, formula_at, last, points_of
+from specc.compiler.losses.next_token import NextToken
+from specc.compiler.losses.term import LossTerm
+from specc.compiler.schedule import (
+    ForcingSchedule,
+    Schedule,
+    Sizes,
+    SizeSchedule,
+    UnitFormula,
+    formula_at,
+    last,
+    points_of,
+)
 from specc.compiler.spec import adapt, data, optimizers
 from specc.compiler.spec.adapt.adaptation import Adaptation
 from specc.compiler.spec.data.kind import DataKind
@@ -17,6 +29,7 @@ from specc.compiler.strict import NonNegative, Positive, PositiveFloat, Problem,
 
 DATA = models(data, DataKind, "kind")
 OPTIMIZERS = models(optimizers, OptimizerSpec, "kind")
+LOSSES = models(losses, LossTerm, "kind")
 ADAPTATIONS = models(adapt, Adaptation, "kind")
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
@@ -30,7 +43,9 @@ if TYPE_CHECKING:  # type checkers cannot see these unions, which are built from
     AnyData = DataKind
     AnyAdaptation = Adaptation
     AnyOptimizer = OptimizerSpec
+    AnyLoss = LossTerm
 else:
+    AnyLoss = Annotated[Union[LOSSES], Field(discriminator="kind")]  # noqa: UP007
     AnyOptimizer = Annotated[Union[OPTIMIZERS], Field(discriminator="kind")]  # noqa: UP007
     AnyAdaptation = Annotated[Union[ADAPTATIONS], Field(discriminator="kind")]  # noqa: UP007
     AnyData = Annotated[Union[DATA], Field(discriminator="kind"), BeforeValidator(_text_unless_said)]  # noqa: UP007
@@ -164,6 +179,7 @@ class QatSpec(StrictModel):
     inputs: bool = True
 
 
+LossList = Annotated[tuple[AnyLoss, ...], Field(min_length=1, max_length=16)]
 OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
 SHAPES = {"cosine": "0.5 * (1 + cos(pi * t))"}
 
@@ -187,6 +203,7 @@ class TrainSpec(StrictModel):
         seed: the seed of initialization, data order and dropout.
         teacher_forcing: for models of pairs of lines, the probability with which a decoder position receives the target
             token, else its own output: a number or a schedule.
+        losses: the terms of the training loss, each with a weight. If unset, the loss of the next token alone.
         optimizers: the optimizers, in order. The first that matches a parameter updates it.
         schedule: the schedule of the learning rate.
         clip_norm: the largest norm of the gradient over all parameters. If unset, gradients are not clipped.
@@ -208,6 +225,7 @@ class TrainSpec(StrictModel):
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
     teacher_forcing: Unit | ForcingSchedule | None = None
+    losses: LossList = later((NextToken(kind="next_token"),))
     optimizers: OptimizerList
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
@@ -217,6 +235,11 @@ class TrainSpec(StrictModel):
     validate_every: NonNegative = 0
     validate_tokens: Positive | None = None
     checkpoint_every: NonNegative = 0
+
+    @property
+    def loss_weights(self) -> Mapping[str, float | str | Schedule]:
+        """The weights of the terms of the loss, by the program's inputs, in order."""
+        return {term.input: term.weight for term in self.losses if term.input}
 
     @property
     def step_size(self) -> Sizes:
@@ -289,6 +312,14 @@ class TrainSpec(StrictModel):
                 "train needs exactly one of tokens_per_step and batch",
                 "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines",
             )
+        names = [term.states or term.kind for term in self.losses]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                message = f"the term {name} is listed twice"
+                yield Problem(("losses", i), "S264", message, "remove one of the two, and add their weights")
+        if "next_token" not in names:
+            message = f"the loss has no next token, only {', '.join(names)}"
+            yield Problem(("losses",), "S264", message, "add `{kind: next_token}`")
         if (self.steps is None) == (self.budget_seconds is None):
             yield Problem(
                 ("steps",) if self.steps is not None else (),

@@ -11,6 +11,7 @@ import torch
 
 from specc.compiler import pipeline
 from specc.compiler.programs.cost import flops_per_token
+from specc.compiler.schedule import last
 from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.profile import Profile, profile
 from specc.runtime.bench.timing import Measured, wait
@@ -125,8 +126,9 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
     initialize(loaded, spec.train.seed)
     feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
     model = TrainableModel(loaded.model, loaded.programs.params, window, "bench")
-    # without `lengths`: full windows, as at the end of the run
-    trainer = Trainer(model, spec.train.model_copy(update={"lengths": None}), feed, World.alone().on(device), gpu)
+    # without schedules of sizes: full windows, and the last size of a step
+    sizes = {"context": None, "batch": last(spec.train.batch), "tokens_per_step": last(spec.train.tokens_per_step)}
+    trainer = Trainer(model, spec.train.model_copy(update=sizes), feed, World.alone().on(device), gpu)
     warm = [_advance(trainer, 1)[0] for _ in range(WARM_UP)]
     start = time.perf_counter() - began
     memory = torch.cuda.max_memory_allocated() - before if gpu else None

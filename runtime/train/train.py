@@ -185,8 +185,9 @@ def _prepare(
     initialize(loaded, spec.train.seed)
     supply, programs = opened.supply(loaded, world, stack), loaded.programs
     inputs = tuple(name for name, _ in programs.program("train").inputs)
-    if inputs != supply.feed.names:
-        raise TypeError(f"{spec.train.data.kind} gives {supply.feed.names}, and the program train takes {inputs}")
+    given = (*supply.feed.names, *spec.train.loss_weights)
+    if inputs != given:
+        raise TypeError(f"{spec.train.data.kind} gives {given}, and the program train takes {inputs}")
     loaded.model.to(world.device)
     model = TrainableModel(loaded.model, programs.params, spec.model.window, run.spec_digest, programs.phases)
     if spec.train.qat is not None:

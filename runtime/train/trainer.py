@@ -23,7 +23,7 @@ from specc.runtime.model.cuda_graph import Captured
 from specc.runtime.optim.average import Average
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
-from specc.runtime.optim.schedule import Moment, moment
+from specc.runtime.optim.schedule import Moment, moment, value_at
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
 from specc.runtime.train.precision import products_in_tf32
@@ -88,6 +88,7 @@ class Trainer:
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
         self.average = Average(train.average, self.masters.tensors) if train.average else None
         self._norm = torch.zeros((), device=self.device)
+        self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # of the terms of the loss
         self._segments = run_segments(model.phases, train, model.window, world.size)
         self._finish_gradients = {
             count: self._replayed(partial(self._mean_gradients, count), collective=True)
@@ -317,6 +318,7 @@ class Trainer:
         and the norm before clipping in `_norm`. With `wait`, all processes first wait for each other on the host: a
         collective call on the device would time out while another rank compiles."""
         self.masters.clear()
+        self._set_weights(now)
         with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
             for part, batch in enumerate(batches):
                 batch = tuple(tensor.to(self.device) for tensor in batch)
@@ -326,11 +328,17 @@ class Trainer:
         self._finish_gradients[self.micro_batches]()
         self.masters.attach()  # sets Python attributes, which a graph replay does not
 
+    def _set_weights(self, now: Moment) -> None:
+        """Writes the weights of the terms of the loss to the device, without waiting for it."""
+        if weights := [value_at(weight, now) for weight in self.train.loss_weights.values()]:
+            tensor = torch.tensor(weights)
+            self._weights.copy_(tensor.pin_memory() if self._weights.is_cuda else tensor, non_blocking=True)
+
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
         """Adds the gradients and the loss of one micro-batch to the masters. May be captured as a CUDA graph."""
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
-        loss = self.feed.loss(train, *arguments)
+        loss = self.feed.loss(lambda *inputs: train(*inputs, *self._weights.unbind()), *arguments)
         torch.autograd.backward(loss)
         self.masters.collect()
         self.masters.loss.add_(loss.detach())

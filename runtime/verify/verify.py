@@ -181,7 +181,7 @@ def _batch(loaded: Loaded, program: str, rows: int, tokens: int) -> dict[str, Te
 
 
 def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: int, device: str) -> dict[str, Tensor]:
-    """Returns random token ids for every input of a program.
+    """Returns random token ids for every input of a program, and random weights of the terms of a loss.
 
     Args:
         spec: the spec, which states the vocabulary size.
@@ -192,10 +192,14 @@ def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: in
         device: the device of the ids.
 
     Returns:
-        The inputs by name, i64 [rows, tokens].
+        The inputs by name, i64 [rows, tokens], or f32 [].
     """
-    names = [name for name, _ in programs.program(program).inputs]
-    return {name: torch.randint(spec.model.vocabulary, (rows, tokens), device=device) for name in names}
+    return {
+        name: torch.randint(spec.model.vocabulary, (rows, tokens), device=device)
+        if not type.floating
+        else torch.rand((), device=device)
+        for name, type in programs.program(program).inputs
+    }
 
 
 def _drops(loaded: Loaded) -> bool:

@@ -13,6 +13,8 @@ from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.targets import TARGETS
 
 CAP = "30 * tanh(z / 30)"
+WEIGHTED = "next_weight * nats + z_weight * lse ** 2"
+WEIGHTS = {"next_weight": 0.75, "z_weight": 0.03}
 FUNCTIONS = {"plain": "z", "capped": CAP, "scaled": "0.5 * z", "odd": "where(z > 1, 2 * z - 1, z)"}
 
 
@@ -24,11 +26,15 @@ def loss_site(
     target: str = "sm90",
     dtype: str = "bf16",
     rows: tuple[Dim, ...] = ("T",),
+    weighted: bool = False,
 ) -> Site:
-    """A site of logits of `width` columns, by default the vocabulary's."""
-    op = SoftmaxLoss(vocab, reduction, f)  # type: ignore[arg-type]
+    """A site of logits of `width` columns, by default the vocabulary's; `weighted` with a z-loss."""
+    terms = (WEIGHTED, tuple(WEIGHTS)) if weighted else ("nats", ())
+    op = SoftmaxLoss(vocab, reduction, f, *terms)  # type: ignore[arg-type]
     types = (TensorType((*rows, width or vocab), dtype), TensorType(rows, "i64"))
-    node = Node("head.loss", op, ("logits", "targets"), op.infer(types), None, ("head.loss", "head.softcap"))
+    types += tuple(TensorType((), "f32") for _ in op.weights)
+    inputs = ("logits", "targets", *op.weights)
+    node = Node("head.loss", op, inputs, op.infer(types), None, ("head.loss", "head.softcap"))
     return Site(node, types, TARGETS[target], "head.loss + softcap", "sample")
 
 
@@ -47,18 +53,20 @@ def loss_inputs(site: Site, m: int, seed: int, device: str = "cpu", spread: floa
     targets = torch.randint(op.vocab, (m,), generator=generator, device=device)
     for i, target in enumerate((0, op.vocab - 1)):
         targets[i : i + 1] = target
-    return [logits.to(DTYPES[site.inputs[0].dtype]), targets]
+    weights = [torch.tensor(WEIGHTS[name], device=device) for name in op.weights]
+    return [logits.to(DTYPES[site.inputs[0].dtype]), targets, *weights]
 
 
 def expected(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Nats of each row, and with the mean its gradient, in float64."""
     op = op_of(site)
-    logits, targets = inputs[0].double(), inputs[1]
-    nats = replace(op, reduction="none").reference(logits, targets)
+    logits, targets, *weights = inputs[0].double(), *inputs[1:]
+    weights = [weight.double() for weight in weights]
+    nats = replace(op, reduction="none").reference(logits, targets, *weights)
     assert isinstance(nats, Tensor)
     if op.reduction == "none":
         return [nats]
-    loss, grad = op.reference(logits, targets)
+    loss, grad = op.reference(logits, targets, *weights)
     torch.testing.assert_close(loss, nats.mean())
     return [nats, grad]
 

@@ -136,6 +136,8 @@ class SoftmaxLossCuda(Kernel):
         dtype, width, op = site.inputs[0].dtype, width_of(site), loss_of(site)
         if dtype not in ELEMENTS:
             return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean is too small a number"
+        if op.per_token != "nats":
+            return f"computes the loss of the next token alone; this one is `{op.per_token}`"
         if width <= WHOLE:
             return f"is for rows that registers do not hold, of more than {WHOLE} columns; these have {width}"
         if width * BYTES[dtype] % VECTOR:

@@ -4,7 +4,19 @@ the CPU."""
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.expr import ExprError, derive, number, reread, torch_text, triton_text, variables
+from specc.compiler.expr import (
+    Binary,
+    Const,
+    Expr,
+    ExprError,
+    derive,
+    number,
+    reread,
+    simplify,
+    torch_text,
+    triton_text,
+    variables,
+)
 from specc.compiler.kernels.generated import (
     DTYPES,
     TRITON_DTYPES,
@@ -77,6 +89,8 @@ class Loss:
         launched: The arguments of `launch` in the op.
         returns: The result of the op.
         fake: The shape of the result of its fake.
+        parameters: The parameters of the op that hold the weights of the terms of the loss.
+        weights: The arguments for these parameters.
     """
 
     learns: bool
@@ -87,6 +101,8 @@ class Loss:
     launched: str
     returns: str
     fake: str
+    parameters: str
+    weights: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +120,10 @@ class LossContext:
         padded: Whether rows have padding after the logits.
         inside: The mask of the elements of a tile that are inside the tensor of logits.
         slope: The factor by the function's derivative, or "".
+        weighted: Lines that load the weights of a weighted loss, and compute its operands.
+        value: The loss of a token.
+        share: The factor of the exponentials in the gradient.
+        scaled: A line that scales the gradient of the target, or none.
     """
 
     op: GeneratedFunction
@@ -121,6 +141,10 @@ class LossContext:
     padded: bool
     inside: str
     slope: str
+    weighted: tuple[str, ...]
+    value: str
+    share: str
+    scaled: tuple[str, ...]
     grid: str
     arguments: str
 
@@ -190,17 +214,44 @@ class SoftmaxLossTorch(Kernel):
         nats = "-log_p.gather(-1, target)"
         returns = f"{nats}.squeeze(-1)"
         if op.reduction == "mean":
-            lines.append("grad = log_p.exp().scatter_add_(-1, target, log_p.new_full(target.shape, -1.0))")
+            if op.per_token == "nats":
+                lines.append("grad = log_p.exp().scatter_add_(-1, target, log_p.new_full(target.shape, -1.0))")
+            else:
+                lines, nats = [*lines[:-2], *_weighted_lines(op, f)], torch_text(reread(op.per_token))
             slope = slope_of(op)
             times = [nested("slope", torch_text(reread(slope)))] if slope else []
             lines += [*times, f"grad = {'slope * ' if slope else ''}grad / targets.numel()"]
             lines += [f"grad = F.pad(grad, (0, {padding}))"] if padding else []
-            returns = f"{nats}.mean(), grad{'.type_as(logits)' if cast else ''}"
+            mean = f"{nats}.mean()" if op.per_token == "nats" else f"({nats}).mean()"
+            returns = f"{mean}, grad{'.type_as(logits)' if cast else ''}"
         context = PlainContext(loss_function(site), tuple(lines), returns, any("torch." in line for line in lines))
         return python_file(context.op, "torch/softmax_loss.py.jinja", context)
 
 
 SOFTMAX_LOSS_TORCH = SoftmaxLossTorch("softmax_loss_torch", "torch", computes=SoftmaxLoss)
+
+
+def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
+    """Returns the lines that compute nats, lse and the gradient before the slope of f and the mean."""
+    share, hit = (torch_text(expr) for expr in shares_of(op))
+    return [
+        nested("f", f),
+        "lse = f.logsumexp(-1, keepdim=True)",
+        "target = targets.unsqueeze(-1)",
+        "nats = lse - f.gather(-1, target)",
+        f"grad = (f - lse).exp() * ({share})",
+        f"grad = grad.scatter_add(-1, target, torch.zeros_like(lse) - {hit})",
+    ]
+
+
+def shares_of(op: SoftmaxLoss) -> tuple[Expr, Expr]:
+    """Returns the factors of softmax and of the one-hot target in the gradient of a token's loss.
+
+    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot.
+    """
+    hit = derive(reread(op.per_token), "nats")
+    assert not {"nats", "lse"}.intersection(variables(hit)), "the loss of a token is linear in nats"
+    return simplify(Binary("+", hit, derive(reread(op.per_token), "lse"))), hit
 
 
 def loss_of(site: Site) -> SoftmaxLoss:
@@ -221,10 +272,11 @@ def slope_of(op: SoftmaxLoss) -> str:
 def loss_function(site: Site) -> GeneratedFunction:
     """Describes the function of a site."""
     op = loss_of(site)
-    inputs = dict(zip(("logits", "targets"), site.inputs, strict=True))
+    inputs = dict(zip(("logits", "targets", *op.weights), site.inputs, strict=True))
     outputs = dict(zip(op.output_labels or ("nats",), site.node.types, strict=True))
     logits = f"[..., {width_of(site)}]"
     shapes = {"logits": logits, "targets": "[...]", "loss": "[]", "grad": logits, "nats": "[...]"}
+    shapes |= dict.fromkeys(op.weights, "[]")
     gradient = " and its gradient" if op.reduction == "mean" else ""
     summary = f"{site.label}: cross-entropy{gradient} in one kernel."
     return generated_function(site, inputs, outputs, shapes, summary, _formulas(op), launched=tensors_of(site))
@@ -232,21 +284,26 @@ def loss_function(site: Site) -> GeneratedFunction:
 
 def tensors_of(site: Site) -> tuple[str, ...]:
     """Returns the names of the tensors that a kernel reads and writes. It writes the nats of each row."""
-    return ("logits", "targets", "nats", "grad") if loss_of(site).reduction == "mean" else ("logits", "targets", "nats")
+    op = loss_of(site)
+    return ("logits", "targets", *op.weights, "nats", *(["grad"] if op.reduction == "mean" else []))
 
 
 def loss_context(site: Site) -> Loss:
     """Returns the loss of a site for templates."""
-    learns = loss_of(site).reduction == "mean"
+    op = loss_of(site)
+    learns = op.reduction == "mean"
+    tensors = ", ".join(tensors_of(site))
     return Loss(
         learns=learns,
         vocab=loss_of(site).vocab,
         width=width_of(site),
         dtype=DTYPES[site.inputs[0].dtype],
         op="differentiated" if learns else symbol(site)[0],
-        launched="logits, targets, nats, logits" if learns else "logits, targets, nats",
+        launched=tensors.replace("grad", "logits"),
         returns="nats.mean()" if learns else "nats",
         fake="()" if learns else "logits.shape[:-1]",
+        parameters="".join(f", {name}: Tensor" for name in op.weights),
+        weights="".join(f", {name}" for name in op.weights),
     )
 
 
@@ -254,7 +311,13 @@ def _formulas(op: SoftmaxLoss) -> tuple[str, ...]:
     f = "z" if op.f == "z" else "f"
     nats = f"log(sum(exp({f}))) - {f}[target]"
     lines = [f"nats = {nats}"]
-    if op.reduction == "mean":
+    if op.per_token != "nats":
+        slope, (share, hit) = slope_of(op), shares_of(op)
+        onehot = "onehot(target)" if hit == Const(1.0) else f"({hit}) * onehot(target)"
+        grad = f"(({share}) * softmax({f}) - {onehot}){f' * ({slope})' if slope else ''} / rows"
+        lines = [f"lse = log(sum(exp({f})))", f"nats = lse - {f}[target]"]
+        lines += [f"loss = mean({op.per_token})", f"grad = {grad}"]
+    elif op.reduction == "mean":
         slope = slope_of(op)
         grad = f"(softmax({f}) - onehot(target)){f' * ({slope})' if slope else ''} / rows"
         lines = [f"loss = mean({nats})", f"grad = {grad}"]
@@ -272,6 +335,9 @@ def _context(site: Site, tile: RowTile) -> LossContext:
     target = "tl.load(row_ptr + target).to(tl.float32)"
     functions = [("bounded", "What becomes of a logit before the softmax.", loss.f)] if not identity else []
     functions += [("slope", "Its derivative.", slope)] if slope and learns else []
+    nats, (share, hit) = "tl.log(total) + (most - wanted)", shares_of(loss)
+    plain, target_share = loss.per_token == "nats", triton_text(hit)
+    loads = tuple(f"{name} = tl.load({name}_ptr)" for name in loss.weights)
     pointers, sizes = [f"{name}_ptr" for name in tensors], [f"{name}: tl.constexpr" for name in sized]
     return LossContext(
         op=op,
@@ -289,6 +355,10 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         padded=loss.vocab < width,
         inside=f"(rows < M)[:, None]{' & (at < WIDTH)' if width % tile.columns else ''}",
         slope=" * slope(z)" if slope else "",
+        weighted=() if plain else (*loads, "lse = tl.log(total) + most", f"nats = {nats}"),
+        value=nats if plain else triton_text(reread(loss.per_token)),
+        share="scale / total" if plain else f"scale / total * ({triton_text(share)})",
+        scaled=() if target_share == "1.0" else (f"scale *= {target_share}",),
         grid="triton.cdiv(m, ROWS)" if whole else "m",
         arguments=", ".join((*tensors, *(["m"] if rows else []), *sized)),
     )

@@ -122,25 +122,27 @@ def test_a_measured_tile_replaces_the_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reduction", BOTH)
-@pytest.mark.parametrize("f", FUNCTIONS)
+@pytest.mark.parametrize("f", [*FUNCTIONS, "weighted"])
 @pytest.mark.parametrize(("vocab", "width"), [(2, 2), (5, 64), (257, 320), (96, 96)])
 def test_plain_torch_gives_the_reference(vocab: int, width: int, f: str, reduction: str, tmp_path: Path) -> None:
-    site = loss_site(vocab, width, FUNCTIONS[f], reduction, "cpu", "f32")
+    weighted = f == "weighted" and reduction == "mean"  # scoring is never weighted
+    site = loss_site(vocab, width, FUNCTIONS.get(f, CAP), reduction, "cpu", "f32", weighted=weighted)
     module = imported(SOFTMAX_LOSS_TORCH, site, tmp_path / f"plain_{vocab}_{f}_{reduction}")
     function = getattr(module, symbol(site)[0])
-    logits, targets = loss_inputs(site, 6, 1)
-    logits = logits.double()
+    logits, targets, *weights = (
+        value.double() if value.is_floating_point() else value for value in loss_inputs(site, 6, 1)
+    )
     before = logits.clone()
     for shape in ((6,), (2, 3)):
-        found = function(logits.view(*shape, width), targets.view(shape))
-        wanted = expected(site, [logits, targets])
+        found = function(logits.view(*shape, width), targets.view(shape), *weights)
+        wanted = expected(site, [logits, targets, *weights])
         results = found if isinstance(found, tuple) else (found,)
         shapes = [wanted[0].mean(), wanted[1].view(*shape, width)] if reduction == "mean" else [wanted[0].view(shape)]
         for have, want in zip(results, shapes, strict=True):
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-14)
     assert torch.equal(logits, before)
     with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|index"):
-        function(logits, targets + vocab)
+        function(logits, targets + vocab, *weights)
 
 
 def test_plain_torch_keeps_the_dtype_of_the_logits(tmp_path: Path) -> None:
@@ -185,21 +187,22 @@ CASES = [
     for f, dtype in (("plain", "f32"), ("capped", "f32"), ("capped", "bf16"))
     for reduction in BOTH
 ] + [(40, 40, f, "mean", "f32") for f in ("scaled", "odd")]
+CASES += [(*shape, "weighted", "mean", dtype) for shape in ((257, 320), (12301, 12352)) for dtype in ("f32", "bf16")]
 ROWS = (1, 3, 9)
 Case = tuple[int, int, str, str, str]
 
 
 def site_of(case: Case) -> Site:
     vocab, width, f, reduction, dtype = case
-    return loss_site(vocab, width, FUNCTIONS[f], reduction, dtype=dtype)
+    return loss_site(vocab, width, FUNCTIONS.get(f, CAP), reduction, dtype=dtype, weighted=f == "weighted")
 
 
 def interpreter_inputs(site: Site, m: int) -> list[torch.Tensor]:
     """With a target that is no token in the last row but one, where there are several."""
-    logits, targets = loss_inputs(site, m, m)
+    logits, targets, *weights = loss_inputs(site, m, m)
     if m > 2:
         targets[-2] = -100 if m == 3 else site.node.op.vocab  # type: ignore[attr-defined]
-    return [logits, targets]
+    return [logits, targets, *weights]
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +226,9 @@ def test_interpreted_kernels_give_the_reference(case: Case, interpreted: dict[tu
     for m in ROWS:
         made, unchanged = interpreted[case, m]
         assert unchanged, "an input was written"
-        logits, targets = interpreter_inputs(site, m)
+        logits, targets, *weights = interpreter_inputs(site, m)
         known = (targets >= 0) & (targets < case[0])
-        wanted = expected(site, [logits, targets.where(known, 0)])
+        wanted = expected(site, [logits, targets.where(known, 0), *weights])
         for name, buffer, width, want in zip(("nats", "grad"), made, columns(site), wanted, strict=False):
             found = inside(buffer, width)
             padding = found[:, case[0] :] if name == "grad" else found[:0]
@@ -248,6 +251,7 @@ def compiled(site: Site, folder: Path, tile: RowTile | None = None) -> Any:
     module = imported(replace(SOFTMAX_LOSS_TRITON, tile=tile), site, folder)
     element = {"bf16": "*bf16", "f32": "*fp32"}[site.inputs[0].dtype]
     pointers = {"logits_ptr": element, "targets_ptr": "*i64", "nats_ptr": "*fp32", "grad_ptr": element}
+    pointers |= {f"{name}_ptr": "*fp32" for name in site.node.op.weights}  # type: ignore[attr-defined]
     return machine_code(module, site, lambda name: pointers.get(name, "i32" if name == "M" else "constexpr"))
 
 

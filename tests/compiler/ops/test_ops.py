@@ -108,6 +108,12 @@ SAMPLES = [
     Sample("crop_rows{rows=5} f32[7,8]"),
     Sample("cross_entropy{reduction='mean'} f32[B,T,7] i64[B,T]"),
     Sample("cross_entropy{reduction='none'} f32[B,T,7] i64[B,T]"),
+    Sample("cross_entropy{reduction='mean', per_token='nats + w * lse ** 2', weights=('w',)} "
+        "f32[B,T,7] i64[B,T] f32[]"),
+    Sample("cross_entropy{reduction='mean', ignore=0, per_token='v * nats + w * lse ** 2', weights=('v', 'w')} "
+        "f32[B,T,7] i64[B,T] f32[] f32[]"),
+    Sample("mean_square f32[B,T,8]"),
+    Sample("attach_loss f32[B,T,8] f32[] f32[]"),
     Sample("pointwise{outputs=('leaky_relu(x, 0.5) ** 2',), variables=('x',)} f32[B,T,8]"),
     Sample("pointwise{outputs=('silu(gate) * x',), variables=('x', 'gate')} f32[B,T,8] f32[B,T,8]"),
     Sample("pointwise{outputs=('x + scale * branch',), variables=('x', 'branch', 'scale')} "

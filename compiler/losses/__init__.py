@@ -1,0 +1,1 @@
+"""Terms of the training loss, one file per kind."""

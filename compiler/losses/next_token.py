@@ -1,0 +1,19 @@
+"""The cross-entropy of the next token."""
+
+from typing import ClassVar, Literal
+
+from specc.compiler.losses.term import LossTerm
+from specc.compiler.schedule import Weight
+
+
+class NextToken(LossTerm):
+    """The cross-entropy of the next token, in nats: the mean over tokens."""
+
+    per_token: ClassVar[str] = "nats"
+
+    kind: Literal["next_token"]
+    weight: Weight = 1.0
+
+    @property
+    def input(self) -> str:
+        return "" if self.weight == 1 else super().input

@@ -1,0 +1,13 @@
+"""The z-loss of PaLM."""
+
+from typing import ClassVar, Literal
+
+from specc.compiler.losses.term import LossTerm
+
+
+class ZLoss(LossTerm):
+    """The mean square of log(sum(exp(logits))), which keeps logits near 0 (Chowdhery et al. 2022, section 5)."""
+
+    per_token: ClassVar[str] = "lse ** 2"
+
+    kind: Literal["z"]

@@ -1,0 +1,85 @@
+"""Terms of the training loss: their gradients, their weights during a run, and scores without them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from log_lines import read_log
+from run_samples import small_spec, write_text
+
+from specc.runtime.model.load import instantiate
+from specc.runtime.train.train import TrainOptions, train
+
+TERMS = (
+    "train.losses=[{kind: next_token, weight: 0.5}, {kind: z, weight: 0.01}, "
+    "{kind: auxiliary, name: mlp.activation, weight: 0.1}, {kind: auxiliary, name: attention.activation, weight: 0.2}]"
+)
+
+
+def filled(loaded: Any) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return loaded.model.double()
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+def test_gradients_are_those_of_the_weighted_sum(fuse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd through logits and losses that are summed by hand, in float64."""
+    loaded = instantiate(small_spec(TERMS), "cpu", tmp_path, fuse)
+    model = filled(loaded)
+    names = [name for name, _ in loaded.programs.program("train").inputs]
+    assert names[2:] == ["next_token_weight", "z_weight", "mlp_activation_weight", "attention_activation_weight"]
+    ids, targets = torch.randint(257, (2, 3, 32), generator=torch.Generator().manual_seed(1))
+    weights = [torch.tensor(value, dtype=torch.float64) for value in (0.5, 0.01, 0.1, 0.2)]
+    model(ids, targets, *weights).backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    stated: list[tuple[torch.Tensor, torch.Tensor]] = []
+    module: Any = __import__("sys").modules[type(model).__module__]
+    monkeypatch.setattr(module, "attach_loss", lambda x, loss, weight: stated.append((loss, weight)) or x)
+    x = model.features(ids, mlp_activation_weight=weights[2], attention_activation_weight=weights[3])
+    assert len(stated) == 4  # two layers in each of two blocks
+    logits = 30 * torch.tanh(x @ model.embed.token.T / 30)
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    total = 0.5 * nats + 0.01 * logits.logsumexp(-1).square().mean() + sum(weight * loss for loss, weight in stated)
+    total.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().max() > 0
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_scores_have_no_terms(tmp_path: Path) -> None:
+    """The program `score`, and with it validation and bits per byte, is that of the spec without terms."""
+    models = [filled(instantiate(small_spec(*terms), "cpu", tmp_path / str(len(terms)))) for terms in ((), (TERMS,))]
+    ids, targets = torch.randint(257, (2, 3, 32), generator=torch.Generator().manual_seed(1))
+    plain, weighted = (model.score(ids, targets) for model in models)
+    assert torch.equal(plain, weighted)
+
+
+def test_a_weight_that_falls_to_zero_leaves_the_plain_run(tmp_path: Path) -> None:
+    """With a z-loss of weight 0 a run is that without it; its weights change while it trains."""
+    data = str(write_text(tmp_path / "data"))
+
+    def losses(name: str, *terms: str) -> list[float]:
+        result = train(
+            TrainOptions(small_spec("train.steps=4", *terms), "cpu", data, tmp_path / name), lambda line: None
+        )
+        return [record["loss"] for record in read_log(result.run / "log.jsonl") if record["event"] == "step"]
+
+    plain = losses("plain")
+    off = losses("off", "train.losses=[{kind: next_token}, {kind: z, weight: 0}]")
+    late = losses("late", "train.losses=[{kind: next_token}, {kind: z, weight: {at: [[0, 0], [0.5, 0.1]]}}]")
+    assert off == pytest.approx(plain, rel=1e-6)
+    assert late[:2] == pytest.approx(plain[:2], rel=1e-6) and all(
+        a > b + 0.5 for a, b in zip(late[2:], plain[2:], strict=True)
+    )
+
+
+def test_a_layer_states_only_losses_that_have_a_weight() -> None:
+    plain = small_spec().model.lower("m", "f32")
+    ops = {node.op.name for graph in plain.graphs for node in graph.nodes}
+    assert "linear" in ops and not {"attach_loss", "mean_square"} & ops

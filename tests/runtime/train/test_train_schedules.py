@@ -1,0 +1,69 @@
+"""Runs with a schedule of every kind resume exactly before, at and after each change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_samples import small_spec, write_text
+from test_train_context import saved, trained
+
+STEPS = 8
+# Each changes after a step of its own: a schedule, and the same number without it.
+SCHEDULES = {
+    "lr": ("train.optimizers.1.lr={at: [[0, 0.02], [0.125, 0.01]], between: step}", "train.optimizers.1.lr=0.02"),
+    "lr formula": ('train.optimizers.2.lr="0.01 * (1 - t) ** 2"', "train.optimizers.2.lr=0.01"),
+    "momentum": (
+        "train.optimizers.0.momentum={at: [[0, 0.8], [5, 0.95]], by: step}",
+        "train.optimizers.0.momentum=0.8",
+    ),
+    "decay of muon": (
+        "train.optimizers.0.weight_decay={at: [[0, 0.2], [0.5, 0.2], [1, 0]]}",
+        "train.optimizers.0.weight_decay=0.2",
+    ),
+    "decay of adamw": ('train.optimizers.1.weight_decay="0.3 * t"', "train.optimizers.1.weight_decay=0"),
+    "loss": (
+        "train.losses=[{kind: next_token}, {kind: z, weight: {at: [[0, 0.01], [0.375, 0]]}}]",
+        "train.losses=[{kind: next_token}, {kind: z, weight: 0.01}]",
+    ),
+    "batch": ("train.tokens_per_step={at: [[0, 128], [0.625, 256]]}", "train.tokens_per_step=128"),
+    "context": ("train.context={at: [[0, 16], [0.75, 32]]}", "train.context=16"),
+    "order": ("model.blocks.order={at: [[0, 0..1], [0.25, 0 0..1]]}", "model.blocks.order=0..1"),
+    "warm-down": ("train.schedule={warmup_steps: 2, shape: cosine, floor: 0.1}", "train.schedule={warmup_steps: 2}"),
+}
+
+
+def spec_of(*chosen: str) -> Any:
+    settings = (texts[name not in chosen] for name, texts in SCHEDULES.items())
+    return small_spec(f"train.steps={STEPS}", *settings)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("schedules")
+    write_text(folder / "data")
+    return trained(folder / "whole", spec_of(*SCHEDULES), str(folder / "data")), folder
+
+
+@pytest.mark.parametrize("stop", range(1, STEPS))
+def test_a_run_with_every_schedule_resumes_exactly(stop: int, whole: tuple[Any, Path]) -> None:
+    result, folder = whole
+    spec, data = spec_of(*SCHEDULES), str(folder / "data")
+    trained(folder / f"stop{stop}", spec, data, stop)
+    resumed = trained(folder / f"stop{stop}", spec, data, resume=True)
+    assert resumed.raw.record() == result.raw.record()
+    want, have = saved(result), saved(resumed)
+    for name, tensor in want.weights.items():
+        assert torch.equal(have.weights[name], tensor), name
+    for name, tensor in want.optimizer.items():
+        assert torch.equal(have.optimizer[name], tensor), name
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_schedule_changes_the_run(name: str, whole: tuple[Any, Path]) -> None:
+    """So that a run that ignored it would not resume exactly by chance."""
+    result, folder = whole
+    others = [other for other in SCHEDULES if other != name]
+    without = saved(trained(folder / name, spec_of(*others), str(folder / "data"))).weights
+    want = saved(result).weights
+    assert any(not torch.equal(without[path], want[path]) for path in want)
