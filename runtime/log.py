@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -42,12 +41,7 @@ class Step:
     samples_per_second: float | None = None
 
 
-class Progress(Protocol):
-    """A display of the progress of a run."""
-
-    def show(self, step: Step, done: float) -> None:
-        """Shows a step. `done` is the completed fraction of the run, 0 to 1."""
-        ...
+Progress = Callable[[Step, float], None]  # shows a step, and the completed fraction of the run, 0 to 1
 
 
 class RunLog:
@@ -85,13 +79,11 @@ class RunLog:
 
 
 class Silence:
-    """A log and progress display that discard everything, for processes other than the one that reports."""
+    """A log that discards everything, for processes other than the one that reports."""
 
     def write(self, event: str, **values: Value) -> None: ...
 
     def step(self, step: Step) -> None: ...
-
-    def show(self, step: Step, done: float) -> None: ...
 
 
 def logged(path: Path, event: str) -> bool:
@@ -110,44 +102,41 @@ def _last_byte(path: Path) -> bytes:
         return file.read()
 
 
-class Lines:
-    """A progress display that prints one line per 5 % of the run."""
+def lines(say: Say) -> Progress:
+    """Returns a display that prints one line per 5 % of the run through `say`."""
+    shown = -1
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
-        self._shown = -1
-
-    def show(self, step: Step, done: float) -> None:
+    def show(step: Step, done: float) -> None:
+        nonlocal shown
         part = int(done * 20)
-        if part != self._shown:
-            self._say(f"{done:4.0%}  {_line_of(step)}")
-            self._shown = part
+        if part != shown:
+            say(f"{done:4.0%}  {_line_of(step)}")
+            shown = part
 
-
-class Bar:
-    """A progress bar on a terminal. Errors of the terminal are ignored, so a closed terminal does not stop the run."""
-
-    def __init__(self, progress: RichProgress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("train", total=1.0, words="")
-
-    def show(self, step: Step, done: float) -> None:
-        with suppress(OSError):
-            self._progress.update(self._task, completed=done, words=_line_of(step))
+    return show
 
 
 @contextmanager
 def open_progress(say: Say) -> Iterator[Progress]:
-    """Opens a progress bar if standard error is a terminal, else a display that prints lines through `say`."""
+    """Opens a progress bar if standard error is a terminal, else a display that prints `lines`.
+
+    Errors of the terminal are ignored, so a closed terminal does not stop the run.
+    """
     if not sys.stderr.isatty():
-        yield Lines(say)
+        yield lines(say)
         return
     columns = (BarColumn(), TextColumn("{task.percentage:3.0f}%"), TextColumn("{task.fields[words]}"))
     progress = RichProgress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+    task = progress.add_task("train", total=1.0, words="")
+
+    def show(step: Step, done: float) -> None:
+        with suppress(OSError):
+            progress.update(task, completed=done, words=_line_of(step))
+
     with suppress(OSError):
         progress.start()
     try:
-        yield Bar(progress)
+        yield show
     finally:
         with suppress(OSError):
             progress.stop()

@@ -50,7 +50,6 @@ class ModelContext:
     model: ClassContext
     uses_functional: bool
     uses_math: bool
-    uses_weights: bool
 
 
 def model_context(plan: Plan) -> ModelContext:
@@ -107,7 +106,6 @@ def model_context(plan: Plan) -> ModelContext:
         model,
         functional,
         any("math." in line for line in (*constants, *code)),
-        any("weights(" in line for line in code),
     )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,14 +13,8 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import ExactMatchSpec
 from specc.runtime.data.lines.pairs import Pairs, placed
 from specc.runtime.data.tokenizers.characters import PAD, CharTokenizer
-from specc.runtime.decode.lines import translator
+from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.metrics.validation import Score, Scorer
-
-
-class Translates(Protocol):
-    """A decoder of lines, greedy or by beam search, that stops at the stop token or at a per-line token limit."""
-
-    def translate(self, lines: Sequence[str], limits: Sequence[int]) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ class ExactMatch:
 
 def exact_match(
     score: Score,
-    translates: Translates,
+    translates: Translator,
     pairs: Pairs,
     tokenizer: CharTokenizer,
     batch: int,
@@ -131,7 +124,7 @@ class PairValidation:
         assert isinstance(how, ExactMatchSpec)
         part = scorer.share.of(count)
         local = self.pairs[part.start : part.stop]
-        decoder: Translates = translator(
+        decoder = translator(
             scorer.model,
             self.spec,
             self.tokenizer,

@@ -154,12 +154,10 @@ class TrainedFile:
         return weights
 
 
-class Steps:
-    """A step reporter that prints the first ten updates and every hundredth."""
-
-    def show(self, step: Step, done: float) -> None:
-        if step.step % 100 == 0 or step.step <= 10:
-            _print(f"step {step.step}: loss {step.loss:.4f}, {step.seconds:.1f} s")
+def _show(step: Step, done: float) -> None:
+    """Prints the first ten updates and every hundredth."""
+    if step.step % 100 == 0 or step.step <= 10:
+        _print(f"step {step.step}: loss {step.loss:.4f}, {step.seconds:.1f} s")
 
 
 def _train_and_quantize(world: World, target: str, options: Any) -> None:
@@ -229,7 +227,7 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
             compile_ahead(folder(target))
         validation = Validation(streams[1], TOKENIZER, plan.EVAL.batch, spec.validate_tokens)
         silent = bool(world.rank)
-        reporter = Reporter(Silence(), Silence() if silent else Steps(), _ignore if silent else _print)
+        reporter = Reporter(Silence(), (lambda step, done: None) if silent else _show, _ignore if silent else _print)
         Loop(trained, trainer, validation, reporter, Limits(steps), trained.save).run()
 
 

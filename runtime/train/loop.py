@@ -236,7 +236,7 @@ class Loop:
     def _report(self, steps: list[Step]) -> None:
         for step in steps:
             self._log.step(step)
-            self._progress.show(step, self._trainer.done)
+            self._progress(step, self._trainer.done)
 
     def _commit(self) -> Path:
         """Commits a checkpoint of the current step. Raises first if the last step was not finite."""

@@ -139,7 +139,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         _resume(begun, run, trainer, say)
     elif leads:  # only after all checks, so that a failed start can be repeated in the same directory
         run.create(source.files)
-    reporter = Reporter(Silence(), Silence(), say)
+    reporter = Reporter(Silence(), lambda step, done: None, say)
     if leads:
         log = stack.enter_context(closing(RunLog(run.log)))
         reporter = Reporter(log, stack.enter_context(open_progress(say)), say)

@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, hook: Hook | None) -> None:
         self.hook = hook
 
-    def show(self, step: Step, done: float) -> None:
+    def __call__(self, step: Step, done: float) -> None:
         if self.hook is not None:
             self.hook(step)
 

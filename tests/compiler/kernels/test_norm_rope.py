@@ -39,7 +39,6 @@ from specc.compiler.ops.positions import Rope
 from specc.compiler.targets import TARGETS
 from specc.runtime.model.load import instantiate
 
-ROOT = Path(__file__).parents[3]
 WAYS = [(parts, backward) for parts in PARTS for backward in (False, True)]
 NAMED = [f"{parts}{'-grad' if backward else ''}" for parts, backward in WAYS]
 

@@ -33,7 +33,6 @@ from specc.compiler.kernels.softmax_loss.softmax_loss import (
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.targets import TARGETS
 
-ROOT = Path(__file__).parents[3]
 BOTH = ("mean", "none")
 # Vocabulary and columns: smaller than a vector, odd, padded, exactly a tile; a row in registers and one in chunks.
 SHAPES = ((2, 2), (5, 64), (7, 7), (257, 320), (1000, 1000), (1024, 1024), (8191, 8191), (8200, 8200), (12301, 12352))

@@ -29,7 +29,6 @@ from specc.compiler.plan.lock import Entry, locked_kernel, tile_data
 from specc.compiler.targets import TARGETS
 from specc.runtime.support.native import compile_only
 
-ROOT = Path(__file__).parents[3]
 BOTH = ("mean", "none")
 GPT2 = (50257, 50304)
 

@@ -33,7 +33,6 @@ from specc.runtime.errors import IntegrityError
 from specc.runtime.support.int8_operands import check_operands, check_step
 
 N, K = 32, 128
-Change = Callable[[dict[str, Any]], object]
 
 
 def operands_of(**changed: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from specc.runtime.data.errors import DataIntegrityError
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.distributed.signals import Interrupted, Preempted
 from specc.runtime.errors import EnvironmentFailure, RunFailure
-from specc.runtime.log import Lines, Reporter, RunLog, Step
+from specc.runtime.log import Reporter, RunLog, Step, lines
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import Run
@@ -308,17 +308,7 @@ def test_a_resumed_budget_counts_what_was_spent(tmp_path: Path, monkeypatch: pyt
 
 def test_lines_come_at_each_twentieth() -> None:
     said: list[str] = []
-    lines = Lines(said.append)
+    show = lines(said.append)
     for step in range(1, 401):
-        lines.show(Step(step, 1.0, 1.0, 1.0, 1e6, 1.0), step / 400)
+        show(Step(step, 1.0, 1.0, 1.0, 1e6, 1.0), step / 400)
     assert len(said) == 21 and said[0].startswith("  0%  step 1  loss 1.0000") and said[-1].startswith("100%")
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from test_train_loop import go
-from toy import train_spec
-
-go(Path(sys.argv[1]), "killed", train_spec(checkpoint_every=2), lambda step: print(step.step, flush=True))
-"""
