@@ -273,7 +273,7 @@ def test_a_group_is_one_op_each_way_when_it_is_compiled(tmp_path: Path) -> None:
 # --- Triton's interpreter ---
 
 # Some with heads that no tile divides, some with more sequences than a program takes; x apart from its neighbours.
-ROWS = ((1, 1, 0), (2, 3, 0), (9, 7, 16), (1, 70, 0))
+ROWS = ((1, 1, 0), (2, 3, 0), (5, 3, 16), (1, 21, 0))
 TILES = {"rule": None, "small": HeadTile(2, 1, 1), "large": HeadTile(128, 3, 4)}
 Case = tuple[str, str, bool, str, str]
 CASES: list[Case] = [
