@@ -85,7 +85,7 @@ def command(
     stages = Stages()
     with joined_world() if is_launched() else nullcontext() as world:
         leads = world is None or world.rank == 0
-        found = score(
+        result = score(
             model,
             EvaluateOptions(data, stride, batch, max_tokens, window=window, adapt=adapt),
             target=target,
@@ -97,5 +97,5 @@ def command(
             gpus=gpus,
         )
         if leads:
-            click.echo(json.dumps(found.facts(), indent=2) if as_json else "\n".join(found.report()))
+            click.echo(json.dumps(result.facts(), indent=2) if as_json else "\n".join(result.report()))
     return 0

@@ -36,8 +36,8 @@ def command(spec: Path, node: str | None, target: str | None, as_json: bool) -> 
 
         click.echo(json.dumps([row.data() for row in rows], indent=2))
     else:
-        told = [text_of(row) for row in rows]
+        texts = [text_of(row) for row in rows]
         if node is None and (bare := [folder for folder, plan in plans.items() if not plan.choices]):
             name = planned.spec.name
-            told.append(f"{name} has no kernels of its own on {', '.join(bare)}: Torch and its compiler take all nodes")
-        click.echo("\n\n".join(told))
+            texts.append(f"{name} has no generated kernels on {', '.join(bare)}: Torch computes all nodes")
+        click.echo("\n\n".join(texts))

@@ -18,8 +18,8 @@ OF_LINES = ("beam",)
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
     """Raises UsageError if any of these options was given, because it would have no effect."""
-    given = get_current_context().get_parameter_source
-    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not ParameterSource.DEFAULT]
+    origin = get_current_context().get_parameter_source
+    odd = [f"--{name.replace('_', '-')}" for name in names if origin(name) is not ParameterSource.DEFAULT]
     if odd:
         raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
 
@@ -103,11 +103,11 @@ def command(
 
         opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
         try:
-            given = lines_of(lines.read().decode("utf-8-sig"))
+            sources = lines_of(lines.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
         try:
-            translated = translator_of(opened, beam).translate(given)
+            translated = translator_of(opened, beam).translate(sources)
         except LineError as error:
             raise LineError(error.row, f"{lines.name}:{error.row + 1}: {error.message}", error.hint) from error
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
@@ -125,8 +125,8 @@ def command(
     if samples > 1:
         seeds = range(seed, seed + samples)
         texts = generate_several(opened, start, max_tokens, sampling, seeds, say=say)
-        for own, text in zip(seeds, texts, strict=True):
-            click.echo(f"--- seed {own}\n{start.decode()}{text.decode(errors='replace')}")
+        for text_seed, text in zip(seeds, texts, strict=True):
+            click.echo(f"--- seed {text_seed}\n{start.decode()}{text.decode(errors='replace')}")
         return
     click.echo(start.decode(), nl=False)
     write(opened, start, max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))

@@ -40,8 +40,8 @@ def requested_format(arguments: Sequence[str]) -> str:
         if option == "--":
             break
         name, _, joined = option.partition("=")
-        if name == "--format" and (given := joined or value) in FORMATS:
-            form = given
+        if name == "--format" and (choice := joined or value) in FORMATS:
+            form = choice
     return form
 
 

@@ -9,10 +9,10 @@ SPECS = Path("specs")
 
 
 def all_specs() -> list[Path]:
-    found = sorted(SPECS.glob("*.yaml"))
-    if not found:
+    specs = sorted(SPECS.glob("*.yaml"))
+    if not specs:
         raise click.UsageError(f"there are no specs in {SPECS}/ here")
-    return found
+    return specs
 
 
 def generated_beside(spec: Path) -> Path:
@@ -27,10 +27,10 @@ def generated_beside(spec: Path) -> Path:
 def only_spec() -> Path:
     """Returns the only spec in specs/, for commands whose spec is optional. Raises UsageError, with the choices, if
     there are several."""
-    found = all_specs()
-    if len(found) > 1:
-        raise click.UsageError(f"name a spec: {', '.join(map(str, found))}")
-    return found[0]
+    specs = all_specs()
+    if len(specs) > 1:
+        raise click.UsageError(f"name a spec: {', '.join(map(str, specs))}")
+    return specs[0]
 
 
 def planned(path: Path, overrides: tuple[str, ...]) -> tuple[Any, Any]:

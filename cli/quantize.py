@@ -75,8 +75,8 @@ def command(
         for line in score.report():
             click.echo(f"{name:<12} {line}")
     if result.calibration is not None:
-        told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
-        click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
+        facts = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
+        click.echo(f"calibrated   {facts.replace('_', ' ')}, in {result.seconds:.1f} s")
     if line := solution_line(result.rows):
         click.echo(f"solved       {line}")
     click.echo(table(result.rows))

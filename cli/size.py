@@ -31,7 +31,7 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         from specc.runtime.submission.plain import plain_size
 
         compared = plain_size(model)
-        more = {"own": compared.own, "plain": compared.plain}
+        more = {"artifact": compared.artifact, "plain": compared.plain}
         if not as_json:
             click.echo(compared.report())
     if is_submission(model):
@@ -41,30 +41,30 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         return int(counted.over)
     from specc.runtime.export.size import size as count
 
-    found = count(model, budget, say)
+    sizes = count(model, budget, say)
     if as_json:
         groups = [
             {"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored}
-            for g in found.groups
+            for g in sizes.groups
         ]
         data = {
-            "path": str(found.path),
-            "total": found.total,
-            "budget": found.budget,
-            "over": found.over,
+            "path": str(sizes.path),
+            "total": sizes.total,
+            "budget": sizes.budget,
+            "over": sizes.over,
             "groups": groups,
             **more,
         }
         click.echo(json.dumps(data, indent=2))
-        return int(found.over)
-    for group in found.groups:
+        return int(sizes.over)
+    for group in sizes.groups:
         click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
-    for section in found.sections:
+    for section in sizes.sections:
         click.echo(f"section {section.kind:<20} {section.compressed:>12,} bytes of {section.raw:,}")
     against = (
-        f" of {found.budget:,}: {'OVER by' if found.over else 'within, by'} {abs(found.budget - found.total):,}"
-        if found.budget
+        f" of {sizes.budget:,}: {'OVER by' if sizes.over else 'within, by'} {abs(sizes.budget - sizes.total):,}"
+        if sizes.budget
         else ""
     )
-    click.echo(f"{found.path}: {found.total:,} bytes{against}")
-    return int(found.over)
+    click.echo(f"{sizes.path}: {sizes.total:,} bytes{against}")
+    return int(sizes.over)

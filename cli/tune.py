@@ -52,7 +52,7 @@ def command(
 
     compiled = next((name for name in loaded.targets if "wgmma" in TARGETS[name].features), None)
     chosen = compiled if compile_only and target is None and compiled else choose_target(loaded, target)
-    found = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh, rest=True), say)
-    click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
+    results = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh, rest=True), say)
+    click.echo(json.dumps(report.data(results), indent=2) if as_json else report.text(results))
     if not compile_only:
         say(f"wrote {path}; next: specc build {shlex.quote(str(spec))}")

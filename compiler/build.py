@@ -166,9 +166,7 @@ def check(path: Path, into: Path) -> tuple[str, ...]:
     Writes nothing. Raises SpecError if the spec is invalid or cannot be planned.
     """
     built = compile_spec(path)
-    return tuple(
-        f"{built.spec.name}/{found.path}: {found.state}" for found in drift(into / built.spec.name, built.files)
-    )
+    return tuple(f"{built.spec.name}/{file.path}: {file.state}" for file in drift(into / built.spec.name, built.files))
 
 
 def canonical(spec: Spec) -> str:

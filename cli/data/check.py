@@ -28,10 +28,10 @@ def command(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], a
 
     stages = Stages()
     opened = open_tokenizer(tokenizer, (*tokenizers, folder, Path())) if tokenizer is not None else None
-    found = read(folder, opened, lambda done, total: stages("check", done, total))
+    check = read(folder, opened, lambda done, total: stages("check", done, total))
     if as_json:
-        click.echo(json.dumps(found.facts(), indent=2))
+        click.echo(json.dumps(check.facts(), indent=2))
     else:
-        for line in found.report():
+        for line in check.report():
             click.echo(line)
-    return found.exit_code
+    return check.exit_code

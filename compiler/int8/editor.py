@@ -54,7 +54,7 @@ class Source:
         weight: The weight.
         bias: The bias, or "" if there is none in int8.
         read: Indices of the node's inputs that are multiplied with the weight.
-        made: Indices of the node's outputs that are multiplied with the weight.
+        outputs: Indices of the node's outputs that are multiplied with the weight.
         maker: The node or input that produces the first of the inputs.
         leader: The first weight, in table order, of all products that share the scale of their input.
         part: Index of the slice of the features that the weight is multiplied with.
@@ -65,7 +65,7 @@ class Source:
     weight: str
     bias: str
     read: tuple[int, ...]
-    made: tuple[int, ...]
+    outputs: tuple[int, ...]
     maker: str
     leader: str
     part: int = 0
@@ -83,7 +83,7 @@ class Factor:
         weight: Ref of the weight [N, K].
         bias: Ref of the bias [N], or "" if there is none.
         read: Indices of the node inputs that are multiplied with the weight.
-        made: Indices of the node outputs that are multiplied with the weight.
+        outputs: Indices of the node outputs that are multiplied with the weight.
         part: Index of the slice.
         parts: Number of slices.
     """
@@ -91,7 +91,7 @@ class Factor:
     weight: str
     bias: str
     read: tuple[int, ...]
-    made: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
     part: int = 0
     parts: int = 1
 

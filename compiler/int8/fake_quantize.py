@@ -80,7 +80,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
         copied.program(programs.program(name))
     return replace(
         programs,
-        functions=(*programs.functions, *copied.made.values(), *copied.functions.values()),
+        functions=(*programs.functions, *copied.added.values(), *copied.functions.values()),
         programs=(*programs.programs, *copied.programs),
         whole=(*programs.whole, *(f"{name}{SUFFIX}" for name in dict.fromkeys(names) if name in programs.whole)),
         buffers=tuple(copied.buffers.items()),
@@ -120,7 +120,7 @@ class _Copied:
     Attributes:
         programs: The copies.
         functions: Copied functions, by the name of the original.
-        made: New functions that the copies also call.
+        added: New functions that the copies also call.
         buffers: The types of the values that the copies read in addition to parameters, by full name.
     """
 
@@ -128,7 +128,7 @@ class _Copied:
         self._all, self._schemes, self._sources = programs, schemes, sources
         self.programs: list[Graph] = []
         self.functions: dict[str, Graph] = {}
-        self.made: dict[str, Graph] = {}
+        self.added: dict[str, Graph] = {}
         self.buffers: dict[str, TensorType] = {}
 
     def program(self, program: Graph) -> None:
@@ -178,7 +178,7 @@ class _Copied:
         """Returns a copy of the graph, under a new name, with the inputs of its products rounded. Returns a function
         unchanged if there is nothing to round."""
         integer = {f"@{name}" for name, _ in graph.params if self._schemes[places[0] + name].integer}
-        editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.made)
+        editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.added)
         edited = rewritten(editor, fake=True)
         nodes = tuple(self._calling(node) for node in edited.nodes)
         for at in places:

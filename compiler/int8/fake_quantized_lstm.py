@@ -64,11 +64,11 @@ def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
 
 def _cell(graph: Graph, node: Node) -> list[Node]:
     x, h, c, into, hidden, *biases = node.inputs
-    scope, types, made = node.name.rpartition(".")[0], dict(graph.types), list[Node]()
+    scope, types, nodes = node.name.rpartition(".")[0], dict(graph.types), list[Node]()
 
     def add(name: str, op: Op, *inputs: str) -> str:
-        made.append(Node(name, op, inputs, op.infer([types[ref] for ref in inputs])))
-        types.update(zip(made[-1].outputs, made[-1].types, strict=True))
+        nodes.append(Node(name, op, inputs, op.infer([types[ref] for ref in inputs])))
+        types.update(zip(nodes[-1].outputs, nodes[-1].types, strict=True))
         return name
 
     gates = add(f"{scope}.gates_x", Linear(), x, into)
@@ -76,4 +76,4 @@ def _cell(graph: Graph, node: Node) -> list[Node]:
         gates = add(f"{scope}.gates_biased{i or ''}", BIASED, gates, bias)
     sums = add(f"{scope}.sums", SUM, add(f"{scope}.gates_h", Linear(), h, hidden), add(f"{scope}.row", Last(), gates))
     add(node.name, LstmGates(), sums, c)
-    return made
+    return nodes

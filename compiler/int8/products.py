@@ -33,11 +33,11 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
                 first = node.inputs[factor.read[0]]
                 maker = at + node_of(first) if node_of(first) in graph.by_name else node_of(first)
                 source = Source(
-                    at + node.name, weight, bias, factor.read, factor.made, maker, weight, factor.part, factor.parts
+                    at + node.name, weight, bias, factor.read, factor.outputs, maker, weight, factor.part, factor.parts
                 )
                 by_weight.setdefault(weight, source)
                 # The output of a recurrence that is fed back into it is not shared with other products.
-                leaders.join(weight if factor.made else by_value.setdefault(first, weight), weight)
+                leaders.join(weight if factor.outputs else by_value.setdefault(first, weight), weight)
     order = {param.name: i for i, param in enumerate(programs.params)}
     sources = sorted(by_weight.values(), key=lambda source: order[source.weight])
     return tuple(replace(source, leader=leaders.of(source.weight, order)) for source in sources)

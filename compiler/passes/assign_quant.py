@@ -120,40 +120,40 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
     """Yields a problem if a promotion matches nothing, if no matched parameter can have more bits, or if fewer can than
     it counts."""
-    if (wish := quant.promote) is None:
+    if (promote := quant.promote) is None:
         return
-    known = _calibrated(("quant", "promote"), f"promote {wish.match}", wish.match, chosen, seen, "product")
+    known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
     if isinstance(known, Problem):
         yield known
         return
-    able = [name for name in known if _has_more_bits(chosen[name], wish.bits)]
+    able = [name for name in known if _has_more_bits(chosen[name], promote.bits)]
     if not able:
-        message = f"promote to {wish.bits} bits gives no parameter more than it has"
+        message = f"promote to {promote.bits} bits gives no parameter more than it has"
         yield Problem(("quant", "promote", "bits"), "S311", message, "use more bits than the default")
-    elif wish.count is not None and wish.count > len(able):
-        message = f"promote counts {wish.count} tensors, but only {len(able)} can have {wish.bits} bits"
+    elif promote.count is not None and promote.count > len(able):
+        message = f"promote counts {promote.count} tensors, but only {len(able)} can have {promote.bits} bits"
         yield Problem(("quant", "promote", "count"), "S311", message, f"use at most {len(able)}")
 
 
 def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
     """Yields a problem if an allocation matches nothing, if a matched parameter can have none of its bits, or if no
     calibrated parameter has several options."""
-    if (wish := quant.allocate) is None:
+    if (allocate := quant.allocate) is None:
         return
     path: Path = ("quant", "allocate", "match")
-    known = _calibrated(path, f"allocate {wish.match}", wish.match, chosen, seen, "product or lookup")
+    known = _calibrated(path, f"allocate {allocate.match}", allocate.match, chosen, seen, "product or lookup")
     if isinstance(known, Problem):
         yield known
         return
-    options = {name: len(variants(chosen[name], wish.bits, wish.clip_stds)) for name in known}
-    named, path = ", ".join(map(str, sorted(set(wish.bits)))), ("quant", "allocate", "bits")
+    options = {name: len(variants(chosen[name], allocate.bits, allocate.clip_stds)) for name in known}
+    named, path = ", ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
         message = f"{left[0]}: {chosen[left[0]].label()} can have none of {named} bits{and_more(left)}"
         hint = f"use some of {_widths(chosen[left[0]])}, or narrow the match of allocate"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:
         labels = {chosen[name].label(): _widths(chosen[name]) or "no other width" for name in known}
-        message = f"allocate has nothing to choose: each parameter of {wish.match} can have at most one of {named} bits"
+        message = f"allocate has no choice: each parameter of {allocate.match} can have at most one of {named} bits"
         yield Problem(path, "S311", message, "; ".join(f"{label} can have {text}" for label, text in labels.items()))
 
 
@@ -168,25 +168,21 @@ def _correction_problems(
 ) -> Iterator[Problem]:
     """Yields a problem if a correction matches nothing, or if fewer matched parameters can have a correction, or one of
     its rank, than it counts."""
-    if (wish := quant.correct) is None:
+    if (correct := quant.correct) is None:
         return
-    if not any(matches(wish.match, name) for name in chosen):
-        yield _unmatched(("quant", "correct", "match"), f"correct {wish.match}", chosen)
+    if not any(matches(correct.match, name) for name in chosen):
+        yield _unmatched(("quant", "correct", "match"), f"correct {correct.match}", chosen)
         return
-    able = [name for name, scheme in chosen.items() if matches(wish.match, name) and correctable(scheme)]
+    able = [name for name, scheme in chosen.items() if matches(correct.match, name) and correctable(scheme)]
     ranks = sorted((largest_rank(shapes[name]) for name in able), reverse=True)
     count = len(able)
-    if count < wish.count:
-        message = (
-            f"correct has count {wish.count}, but only {count} tensors that match {wish.match} can have a correction"
-        )
+    if count < correct.count:
+        message = f"correct has count {correct.count}, but only {count} tensors of {correct.match} can have one"
         hint = f"use at most {count}" if count else "match parameters of `scheme: round` or `scheme: gptq`"
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
-    elif (limit := ranks[wish.count - 1]) < wish.rank:
-        enough = sum(rank >= wish.rank for rank in ranks)
-        message = (
-            f"correct has rank {wish.rank}, but only {enough} tensors of {wish.match} have this many rows and columns"
-        )
+    elif (limit := ranks[correct.count - 1]) < correct.rank:
+        enough = sum(rank >= correct.rank for rank in ranks)
+        message = f"correct has rank {correct.rank}, but only {enough} tensors of {correct.match} are that large"
         hint = f"use a rank of at most {limit}"
         yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 

@@ -110,7 +110,7 @@ def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
         conflict = variables.join()
         if conflict is None:
             return replace(merged, variables=variables.roots())
-        merged = _with_move(merged, variables.made, *conflict)
+        merged = _with_move(merged, variables.computed_at, *conflict)
     raise AssertionError("values of merged graphs have no variables")
 
 
@@ -267,14 +267,14 @@ def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, 
 # Assignment of values to variables.
 
 
-def _with_move(merged: Merged, made: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
+def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
     """Returns the merged graph in which one value of an operand, still live when another is computed, is moved to a
     variable of its own."""
     others = [other for other, _ in operand if other not in (ref, NONE)]
-    name = free([f"{others[0].replace(':', '.')}.else"], made.__contains__)
+    name = free([f"{others[0].replace(':', '.')}.else"], taken.__contains__)
     type = TensorType((), "f32") if ref == NONE else merged.type(ref, where)
     move = Slot(name, dict.fromkeys(where, Node(name, Move(), (ref,), (type,))), (((ref, where),),))
-    at = max(made.get(other, -1) for other in (*others, ref)) + 1
+    at = max(taken.get(other, -1) for other in (*others, ref)) + 1
     moved = tuple((name if other == ref else other, variants) for other, variants in operand)
     slots = [
         replace(slot, inputs=tuple(moved if read == operand else read for read in slot.inputs)) for slot in merged.slots
@@ -288,11 +288,11 @@ class _Variables:
     variant."""
 
     def __init__(self, merged: Merged) -> None:
-        self.made = {name: -1 for name, _, _ in merged.inputs()}
+        self.computed_at = {name: -1 for name, _, _ in merged.inputs()}
         self.where = {name: where for name, _, where in merged.inputs()}
         self.optional = {name for name, where in self.where.items() if where != merged.every}
         for i, slot in enumerate(merged.slots):
-            self.made |= dict.fromkeys(slot.outputs, i)
+            self.computed_at |= dict.fromkeys(slot.outputs, i)
             self.where |= dict.fromkeys(slot.outputs, slot.where)
         self.last = {(ref, v): at for at, operand in merged.operands() for ref, where in operand for v in where}
         self.operands = [operand for _, operand in merged.operands() if len(operand) > 1]
@@ -302,10 +302,12 @@ class _Variables:
         """Joins the values of every operand. Returns the first value that cannot be joined, as its operand, ref and
         variants, or None if all can."""
         for operand in self.operands:
-            refs = sorted((entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.made[entry[0]])
+            refs = sorted(
+                (entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.computed_at[entry[0]]
+            )
             if lacking := [entry for entry in operand if entry[0] == NONE]:
                 (other, _), *more = refs
-                if more or self.made[other] != -1:
+                if more or self.computed_at[other] != -1:
                     return operand, *lacking[0]
             base = self.sets.setdefault(refs[0][0], {refs[0][0]})
             for ref, where in refs[1:]:
@@ -321,17 +323,18 @@ class _Variables:
     def _meet(self, a: str, b: str) -> bool:
         """Returns whether both values are live at once in some variant, or one is an input that is never assigned:
         conditions test whether an optional input is given."""
-        if self.made[a] == self.made[b] == -1 or self.optional & {a, b}:
+        if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(
-            self.made[a] < self.last.get((b, v), self.made[b]) and self.made[b] < self.last.get((a, v), self.made[a])
+            self.computed_at[a] < self.last.get((b, v), self.computed_at[b])
+            and self.computed_at[b] < self.last.get((a, v), self.computed_at[a])
             for v in self.where[a] & self.where[b]
         )
 
     def roots(self) -> Mapping[str, str]:
         """Returns every value that shares a variable -> the first value of that variable, an input if there is one."""
         return {
-            ref: min(members, key=lambda member: (self.made[member], member))
+            ref: min(members, key=lambda member: (self.computed_at[member], member))
             for ref, members in self.sets.items()
             if len(members) > 1
         }

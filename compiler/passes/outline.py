@@ -250,21 +250,21 @@ class _Section:
 
     def calling(self, variant: int) -> Graph:
         """Returns the program with its section replaced by a call."""
-        graph, own = self.merged.variants[variant], self.own[variant]
+        graph, section = self.merged.variants[variant], self.own[variant]
         passed = {name: refs.get(variant, NONE) for name, refs in self.inputs.items()}
         optional = frozenset(name for name, refs in self.inputs.items() if refs.keys() != self.where)
         keeps = any(
             (isinstance(node.op, Loop) and node.op.stateful)
             or any(ref.startswith(STATES) and ref not in passed.values() for ref in node.inputs)
             for node in graph.nodes
-            if node.name in own
+            if node.name in section
         )
         refs = [refs.get(variant, "") for refs in self.read.values()]
         types = tuple(graph.types[ref] if ref else TensorType((), "f32") for ref in refs)
         op = Section(self.name, tuple(passed), optional, tuple(self.read), keeps)
         call = Node(self.name, op, tuple(passed.values()), types)
-        first = next(i for i, node in enumerate(graph.nodes) if node.name in own)
-        rest = [node for node in graph.nodes[first:] if node.name not in own]
+        first = next(i for i, node in enumerate(graph.nodes) if node.name in section)
+        rest = [node for node in graph.nodes[first:] if node.name not in section]
         ahead = needed(rest, call.inputs)  # the producers of the call's arguments precede it
         nodes = (*graph.nodes[:first], *ahead, call, *(node for node in rest if node not in ahead))
         read = {ref for node in nodes for ref in node.inputs}

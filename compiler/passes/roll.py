@@ -104,8 +104,8 @@ def roll(programs: Programs, graph: Graph) -> Graph:
             assert len({call.inputs for call in run}) == 1
             begin = Begin(place, method_of(run[0]))
             nodes.append(Node(f"{place}.begin", begin, run[0].inputs, run[0].types[:1]))
-            made = {ref for call in run for ref in call.outputs}
-            outputs = {label: ref for label, ref in outputs.items() if ref not in made}
+            results = {ref for call in run for ref in call.outputs}
+            outputs = {label: ref for label, ref in outputs.items() if ref not in results}
             outputs[f"state.{place}"] = nodes[-1].name
         else:
             nodes.append(_loop(programs, run))

@@ -152,8 +152,8 @@ class Programs:
     def place(self, node: str) -> Path:
         """Returns the spec path of the longest known prefix of a node's name; the path of the model if no prefix is
         known."""
-        found = [(len(prefix), path) for prefix, path in self.places if node == prefix or node.startswith(f"{prefix}.")]
-        return max(found)[1] if found else ("model",)
+        paths = [(len(prefix), path) for prefix, path in self.places if node == prefix or node.startswith(f"{prefix}.")]
+        return max(paths)[1] if paths else ("model",)
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "") -> Graph:
@@ -203,10 +203,10 @@ def _inline(
         groups: whether to expand every fused group; see `flatten`.
     """
     here = dict(values)
-    prefix, own = (f"{name}." if name else "" for name in (run, at))
+    prefix, scope = (f"{name}." if name else "" for name in (run, at))
 
     def place(ref: str) -> str:
-        return here.get(ref, f"{ref[0]}{own}{ref[1:]}" if ref[0] in "@$" else ref)
+        return here.get(ref, f"{ref[0]}{scope}{ref[1:]}" if ref[0] in "@$" else ref)
 
     ran: set[str] = set()
     for node in graph.nodes:
@@ -216,7 +216,7 @@ def _inline(
             given = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
             begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
             ran.add(node.op.at)
-            inner = _inline(programs, callee, f"{own}{node.op.at}", f"{prefix}{begins}", given, nodes, groups)
+            inner = _inline(programs, callee, f"{scope}{node.op.at}", f"{prefix}{begins}", given, nodes, groups)
             results = [inner[ref] for _, ref in callee.outputs]
         elif isinstance(node.op, Fused) and (groups or not programs.group(node.op.group).backward.outputs):
             forward = programs.group(node.op.group).forward
@@ -282,8 +282,8 @@ def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
             nodes.append(node)
             continue
         given = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
-        for own in group.forward.nodes:
-            nodes.append(replace(own, inputs=tuple(given.get(ref, ref) for ref in own.inputs)))
+        for member in group.forward.nodes:
+            nodes.append(replace(member, inputs=tuple(given.get(ref, ref) for ref in member.inputs)))
         names |= zip(node.outputs, (given.get(ref, ref) for _, ref in group.forward.outputs), strict=False)
     outputs = tuple((label, names.get(ref, ref)) for label, ref in graph.outputs)
     return replace(graph, nodes=tuple(nodes), outputs=outputs)

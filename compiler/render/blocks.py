@@ -176,14 +176,14 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     flags = flag_variants([_flags(graph, runs) for graph in runs])
     given = {"cache": flags.pop("cache", frozenset()), **{name: where for name, _, where in inputs}}
     facts = facts_of(merged, given, flags)
-    own = _layer_facts(merged, uses, facts)
-    body = _body(plan, merged, uses, (*facts, *own), reserved)
+    layer_facts = _layer_facts(merged, uses, facts)
+    body = _body(plan, merged, uses, (*facts, *layer_facts), reserved)
     used = tuple(flag for flag in flags if flag in body.asked)
-    kept = [(name, type) for name, type, _ in merged.inputs() if name in uses.state]
-    keeps = bool(kept) or "cache" in body.asked
+    caches = [(name, type) for name, type, _ in merged.inputs() if name in uses.state]
+    keeps = bool(caches) or "cache" in body.asked
     doc = types_doc(((name, type) for name, type, _ in inputs), [merged.type(*merged.outputs[0][1][0])])
-    if kept:
-        doc += f" The cache is of {types_doc(kept, [])[: -len(' -> .')]}, updated in place."
+    if caches:
+        doc += f" The cache is of {types_doc(caches, [])[: -len(' -> .')]}, updated in place."
     arguments = optional_arguments(merged, inputs, used, ["cache=None"] * keeps)
     methods = [method(body, "forward", doc, arguments)]
     begin_flags: tuple[str, ...] = ()
@@ -191,7 +191,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         begin, begin_flags = _begin(plan, uses, begins, reserved)
         methods.append(begin)
     table = f"{name.upper()}_{BUFFERS}"
-    init = _init(uses, runs, [fact for fact in own if fact.name in body.asked], tables, table)
+    init = _init(uses, runs, [fact for fact in layer_facts if fact.name in body.asked], tables, table)
     parts = merged_order(
         [list(dict.fromkeys(n.name.split(".")[0] for n in g.nodes if "." in n.name)) for g in uses.functions]
     )
@@ -234,7 +234,7 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact]) -> list[Fact]:
     """Returns the conditions that attributes of a block decide, for variants that the arguments do not distinguish."""
     known = {fact.where for fact in facts}
-    made: dict[str, Fact] = {}
+    attribute_facts: dict[str, Fact] = {}
     common = frozenset.intersection(
         *(frozenset(node.name.partition(".")[0] for node in graph.nodes) for graph in merged.variants)
     )
@@ -258,10 +258,10 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact]) -> list[Fac
             path = min(names, key=shared).split(".")
             options = [path[0]] if path[0] not in common else []
             options += [path[-1], "_".join(path[-2:]), "_".join(path), f"{'_'.join(path)}_layer"]
-            word = next(option for option in options if option not in (*made, *LOCALS, *common, *holders))
+            word = next(option for option in options if option not in (*attribute_facts, *LOCALS, *common, *holders))
             known.add(where)
-            made[word] = Fact(f"self.{word}", where)
-    return list(made.values())
+            attribute_facts[word] = Fact(f"self.{word}", where)
+    return list(attribute_facts.values())
 
 
 def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserved: frozenset[str]) -> Body:

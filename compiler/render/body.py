@@ -293,7 +293,7 @@ class Body:
         slot = self._slots[ref]
         at = self._at[slot.name]
         while earlier := next(
-            (one for one in self.pending if len(self._reads[one]) > 1 and self._at[self._slots[one].name] < at), None
+            (key for key in self.pending if len(self._reads[key]) > 1 and self._at[self._slots[key].name] < at), None
         ):
             self.write(earlier)
         if ref not in self.pending:  # assigned because an earlier value takes a name that it reads
@@ -354,7 +354,7 @@ class Body:
         returned += [
             label
             for label, operand in self.merged.outputs
-            if label.isidentifier() and any(one == ref for one, _ in operand)
+            if label.isidentifier() and any(output == ref for output, _ in operand)
         ]
         path = node.members[-1] if node.epilogue is not None and not node.op.gradient else node.name
         parts = path.split(".")
@@ -371,8 +371,8 @@ class Body:
     def _stands_for(self, slot: Slot) -> str:
         """Returns a value of the same variable as the output of a Move that is not itself the output of a Move."""
         root = self.merged.variables[slot.name]
-        found = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
-        return next((ref for ref in found if self.merged.variables.get(ref) == root), found[0])
+        refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
+        return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
 
     def live(self, ref: str) -> bool:
         """Returns whether a value, or another value of its variable, is read after the current node.
@@ -382,9 +382,9 @@ class Body:
         if ref in self.alive:
             return True
         root = self.merged.variables.get(ref)
-        refs = [ref] if root is None else [one for one, other in self.merged.variables.items() if other == root]
+        refs = [ref] if root is None else [member for member, other in self.merged.variables.items() if other == root]
         now = self.position + (not self.ahead)
-        if any(at >= now and where & self.guard for one in refs for at, where in self._reads.get(one, ())):
+        if any(at >= now and where & self.guard for member in refs for at, where in self._reads.get(member, ())):
             return True
         name = self.texts.get(ref, "")
         return any(

@@ -175,8 +175,8 @@ class Speller:
         """
         homes = [graph]
         for group in self.plan.programs.groups:
-            own = group.forward.by_name.get(node.name)
-            if own is not None and own.op == node.op and not group.backward.outputs:
+            member = group.forward.by_name.get(node.name)
+            if member is not None and member.op == node.op and not group.backward.outputs:
                 homes.append(group.forward)
         choice = next((choice for home in homes if (choice := self.plan.choice(home, node)) is not None), None)
         return self.plan.called(choice) if choice is not None and choice.rendered.function else ""

@@ -56,9 +56,9 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     inputs = [label for label, _ in group.forward.inputs]
     learned = [gradients.get(f"d_{label}") for label in inputs]
     many = "tuple[" + ", ".join("Tensor" if ref else "None" for ref in learned) + "]"
-    kept = ", ".join(label for label in group.saved if label not in inputs)
-    places = "; ".join(dict.fromkeys(_group_doc(plan, one) for one in groups))
-    doc = f"Fused group {places}. " + (f"Keeps {kept} for the backward." if kept else "Keeps only its inputs.")
+    values = ", ".join(label for label in group.saved if label not in inputs)
+    places = "; ".join(dict.fromkeys(_group_doc(plan, alike) for alike in groups))
+    doc = f"Fused group {places}. " + (f"Keeps {values} for the backward." if values else "Keeps only its inputs.")
     arguments = tuple(f"{label}: Tensor" for label in inputs)
     restored = ", ".join(group.saved)
     lines, returns = backward.lines, ", ".join(backward.text(ref) if ref else "None" for ref in learned)

@@ -60,9 +60,10 @@ def model_context(plan: Plan) -> ModelContext:
     programs = plan.programs
     groups = group_contexts(plan)
     called = {c.rendered.module: plan.called(c) for c in plan.choices if c.rendered.module}
-    own = {c.rendered.module: c.rendered.function for c in plan.choices}
+    symbols = {c.rendered.module: c.rendered.function for c in plan.choices}
     imports = [
-        (module, own[module] if own[module] == name else f"{own[module]} as {name}") for module, name in called.items()
+        (module, symbols[module] if symbols[module] == name else f"{symbols[module]} as {name}")
+        for module, name in called.items()
     ]
     called_ones = dict.fromkeys(name for graph in _rendered_graphs(plan) for name in _supports(graph))
     ops = tuple(name for name in called_ones if exists(f"torch/ops/{name}.py.jinja"))
@@ -152,8 +153,8 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
     steps = tuple(_step_class(plan, name, reserved) for name in _steps(programs))
     sides = _sides(programs)
     states = ([name for name, _ in graph.inputs if name.startswith(f"{CACHE}.")] for graph in rolled)
-    own = next(filter(None, states), [])
-    methods = Methods(plan, speller, blocks, tables, reserved, sides, own)
+    state = next(filter(None, states), [])
+    methods = Methods(plan, speller, blocks, tables, reserved, sides, state)
     outlined = outline(distinct, sides, _taken(programs), reserved, speller.kernel, methods.distinguishes)
     shared: list[Function] = []
     asked: dict[str, tuple[str, ...]] = {}
@@ -161,17 +162,17 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
         function, asked[name] = methods.shared(name, merged)
         shared.append(function)
     methods = replace(methods, speller=replace(speller, sections=asked))
-    made = [*map(methods.program, outlined.programs), *shared]
+    functions = [*map(methods.program, outlined.programs), *shared]
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
     cached = (graph for graph in programs.programs if keeper == CACHE and _reads_cache(programs, graph))
     if (graph := next(cached, None)) is not None and any(field_of(node) == "blocks" for node in graph.nodes):
-        made.append(new_cache(graph, own, params[0][0], tables))
+        functions.append(new_cache(graph, state, params[0][0], tables))
     model = ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),
         (),
         _init(programs, params, blocks),
-        tuple(made),
+        tuple(functions),
         aliases,
         tuple(_constants(programs)),
         buffer_tables(params),
@@ -221,8 +222,8 @@ def _steps(programs: Programs) -> Sequence[str]:
 
 def _step_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContext:
     """Returns the class of a loop over time, with its step methods and the loop."""
-    own = [graph for graph in plan.programs.functions if owner(graph.name) == name]
-    functions = [without_scoring_groups(plan.programs, graph) for graph in own]
+    graphs = [graph for graph in plan.programs.functions if owner(graph.name) == name]
+    functions = [without_scoring_groups(plan.programs, graph) for graph in graphs]
     params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
     methods = [_method(plan, graph, reserved) for graph in functions]
     layers = dict.fromkeys(node.name.split(".")[0] for node in functions[0].nodes if "." in node.name)

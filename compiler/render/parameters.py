@@ -74,9 +74,9 @@ def parameter_lines(
         conditions = {otherwise for _, _, otherwise in entries}
         together = conditions.pop() if len(conditions) == 1 else ""
         texts = [f"{name}={shape}{otherwise * (not together)}" for name, shape, otherwise in entries]
-        made = f"self.{holder} = weights({', '.join(texts)})"
+        line = f"self.{holder} = weights({', '.join(texts)})"
         condition = together.removeprefix(" ").removesuffix(" else None")
-        lines += [f"{condition}:", f"    {made}"] if together else [made]
+        lines += [f"{condition}:", f"    {line}"] if together else [line]
     if stored:
         lines += [
             f"for name, (shape, dtype) in {table}.items():",

@@ -50,7 +50,7 @@ class Methods:
     tables: Tables
     reserved: frozenset[str]
     sides: frozenset[str]
-    own: Sequence[str]  # the state outside of blocks, in order
+    outer_state: Sequence[str]  # the state outside of blocks, in order
 
     def distinguishes(self, name: str, merged: Merged) -> bool:
         """Returns whether a method that several programs call can distinguish them."""
@@ -119,7 +119,7 @@ class Methods:
 
         def region(body: Body, slot: Slot) -> bool:
             if isinstance(slot.node.op, Loop):
-                first = 1 if self.own and self.speller.keeper == CACHE else 0
+                first = 1 if self.outer_state and self.speller.keeper == CACHE else 0
                 block = self.blocks[slot.node.op.at]
                 LoopText(body, slot, block, self.tables, self.speller.keeper, first, flags).add()
             elif isinstance(slot.node.op, Begin):
@@ -148,7 +148,7 @@ class Methods:
         last = [path[-1] for path in words.values()]
         if self.speller.keeper == CACHE:
             names = {name: "_".join(path[1:]) for name, path in words.items()}
-            places = {f"{CACHE}[0]": self.own}
+            places = {f"{CACHE}[0]": self.outer_state}
         else:
             names = {
                 name: path[-1] if last.count(path[-1]) == 1 and path[-1] not in taken else "_".join(path[-2:])
@@ -158,10 +158,10 @@ class Methods:
             places = {f'{STATE}["{place}"]': group for place, group in _places(inputs).items()}
         unpacks = []
         for place, group in places.items():
-            if own := [name for name in group if name in state]:
+            if read := [name for name in group if name in state]:
                 targets = [names.get(name, "_") for name in group]
                 text = f"{', '.join(targets) if len(targets) > 1 else tuple_text(targets)} = {place}"
-                unpacks.append((frozenset(own), text, state[own[0]]))
+                unpacks.append((frozenset(read), text, state[read[0]]))
         return names, unpacks
 
 
@@ -193,31 +193,31 @@ def _wanted(merged: Merged) -> dict[str, str]:
 
     The latter applies if all blocks also receive the initial value as an argument.
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for slot in merged.slots:
         if isinstance(slot.node.op, Loop):
             start, *passed = slot.inputs
-            found |= {slot.name: "x"}
+            names |= {slot.name: "x"}
             for name, operand in zip(slot.node.op.names, passed, strict=True):
                 if operand == start:
-                    found[start[0][0]] = name
-    return found
+                    names[start[0][0]] = name
+    return names
 
 
-def new_cache(graph: Graph, own: Sequence[str], param: str, tables: Tables) -> Function:
+def new_cache(graph: Graph, outer_state: Sequence[str], param: str, tables: Tables) -> Function:
     """Returns the method that creates an empty cache.
 
     The cache has the state of the embedding, if there is any, then one tuple of tensors per run of a block.
 
     Args:
         graph: a program that reads the cache.
-        own: the state outside of blocks.
+        outer_state: the state outside of blocks.
         param: the name of a parameter, whose dtype and device the cache has.
         tables: the tables of the module.
     """
     layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]
     state = {name: type for name, type in graph.inputs if name.startswith(f"{CACHE}.")}
-    first = [_empty(state.pop(name)) for name in own]
+    first = [_empty(state.pop(name)) for name in outer_state]
     runs: list[list[str]] = [[] for _ in layers]
     for name, type in state.items():
         runs[int(name.split(".")[1])].append(_empty(type))

@@ -128,14 +128,14 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
     """Yields two lines if no choice of `quant.allocate` may fit the budget: the least bytes, and the largest parameters
     with fixed bits."""
-    if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
+    if (quant := spec.quant) is None or (allocate := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()
     seen = calibrated(programs) | looked_up(programs)
     for param in programs.params:
         scheme = schemes[param.name]
-        chosen = matches(wish.match, param.name) and param.name in seen
-        options = variants(scheme, wish.bits, wish.clip_stds) if chosen else ()
+        chosen = matches(allocate.match, param.name) and param.name in seen
+        options = variants(scheme, allocate.bits, allocate.clip_stds) if chosen else ()
         if len(options) > 1:
             total += min(option.estimate_bytes(param.shape) for option in options)
             continue

@@ -73,5 +73,5 @@ def _cleared(schema: Any, named: bool = False) -> Any:
         return [_cleared(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if named or key not in ("title", "discriminator")}
-    return {key: _cleared(value, key in ("properties", "$defs") and not named) for key, value in kept.items()}
+    keywords = {key: value for key, value in schema.items() if named or key not in ("title", "discriminator")}
+    return {key: _cleared(value, key in ("properties", "$defs") and not named) for key, value in keywords.items()}

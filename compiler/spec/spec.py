@@ -253,6 +253,6 @@ class Spec(StrictModel):
             message = "train.qat rounds weights as quant will store them, but the spec has no quant"
             yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")
         if self.quant is not None:
-            found = self.quant.calibrate.problems_with(self.model.window, reads)
-            yield from (problem.under("quant", "calibrate") for problem in found)
+            problems = self.quant.calibrate.problems_with(self.model.window, reads)
+            yield from (problem.under("quant", "calibrate") for problem in problems)
         yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, reads))

@@ -385,21 +385,21 @@ class BitsSpec(StrictModel):
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
         """Yields a problem if the model reads lines, the window exceeds the context or the stride the window."""
-        own = self.window or window
+        length = self.window or window
         if reads == "lines":
             message = "bits_per_byte is for text, but the model translates lines"
             yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
             return
-        if own > window:
-            message = f"windows of {own} tokens are longer than the context of {window}"
+        if length > window:
+            message = f"windows of {length} tokens are longer than the context of {window}"
             yield Problem(("window",), "S218", message, f"use at most {window}")
-        elif self.stride is not None and self.stride > own:
+        elif self.stride is not None and self.stride > length:
             what = "context" if self.window is None else "window"
-            message = f"a stride of {self.stride} tokens skips some tokens; the {what} is {own}"
-            yield Problem(("stride",), "S218", message, f"use at most {own}")
+            message = f"a stride of {self.stride} tokens skips some tokens; the {what} is {length}"
+            yield Problem(("stride",), "S218", message, f"use at most {length}")
         if self.adapt is not None:
-            found = self.adapt.problems_with(own, self.stride or own)
-            yield from (problem.under("adapt") for problem in found)
+            problems = self.adapt.problems_with(length, self.stride or length)
+            yield from (problem.under("adapt") for problem in problems)
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
         """Yields the problems of `adapt` on a model with parameters of these shapes, by name."""

@@ -119,7 +119,7 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
                 message = f"{source.bias} was quantized with other scales than those of {source.weight}"
                 raise IntegrityError(f"{source.node}: {message}", AGAIN)
             offset[:n] = torch.from_numpy(bias["codes"].copy())
-        if stored.schemes[source.weight].input_bits == 16 and not source.made:
+        if stored.schemes[source.weight].input_bits == 16 and not source.outputs:
             tensors[f"{source.weight}_zeros"] = torch.zeros_like(offset)
         for name, tensor in (("codes", codes), ("offset", offset), ("scale", scale)):
             tensors[f"{source.weight}_{name}"] = tensor

@@ -138,7 +138,7 @@ def _rows(
     accuracy = _accuracy(place, members, passes, run)
     forward, backward = (_work(graph, sizes) for graph in (group.forward, group.backward))
     for title, work in ((FORWARD, forward), (BOTH, forward + backward)):
-        calls = {name: one.forward if title == FORWARD else one.both for name, one in passes.items()}
+        calls = {name: functions.forward if title == FORWARD else functions.both for name, functions in passes.items()}
         times = alternate(calls, device, work.bytes)
         yield Row(f"{place}, {title}", group.name, work, times, accuracy=accuracy, failed=failed)
 

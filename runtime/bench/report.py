@@ -76,9 +76,9 @@ def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -
         ratios = [row.ratio(name) for name in AGAINST]
         times = [row.times.get(name) for name in (GENERATED, *AGAINST, *((LIBRARY,) if with_library else ()))]
         cells = [NONE if ratio is None else f"{ratio:.3f}" for ratio in ratios]
-        cells += [NONE if one is None else _ms(one.ms) for one in times]
+        cells += [NONE if measured is None else _ms(measured.ms) for measured in times]
         cells += [] if with_library else [""]
-        spread = max(one.spread for one in row.times.values())
+        spread = max(measured.spread for measured in row.times.values())
         name = row.name if len(row.name) < NAME else f"{row.name}\n"
         line = f"{name:<{NAME}}" if len(row.name) < NAME else name + " " * NAME
         line += "".join(f"{cell:>8}" for cell in cells)
@@ -157,20 +157,22 @@ def _step(report: Report) -> list[str]:
 
 
 def _profiles(builds: Mapping[str, Build]) -> list[str]:
-    seen = {name: build.profile for name, build in builds.items() if build.profile is not None}
-    heads = "".join(f"{f'{name}: ms':>14}{'share':>7}{'calls':>7}" for name in seen)
+    profiles = {name: build.profile for name, build in builds.items() if build.profile is not None}
+    heads = "".join(f"{f'{name}: ms':>14}{'share':>7}{'calls':>7}" for name in profiles)
     lines = [f"{'where a step goes':<18}{heads}  largest"]
-    first = next(iter(seen.values()))
+    first = next(iter(profiles.values()))
     for kind in ORDER:
-        if not any(kind in one.classes for one in seen.values()):
+        if not any(kind in profile.classes for profile in profiles.values()):
             continue
-        totals = [(one.classes.get(kind, {"ms": 0.0, "calls": 0.0}), one.wall_ms) for one in seen.values()]
+        totals = [
+            (profile.classes.get(kind, {"ms": 0.0, "calls": 0.0}), profile.wall_ms) for profile in profiles.values()
+        ]
         line = f"{kind:<18}" + "".join(
             f"{total['ms']:>14.2f}{total['ms'] / wall:>7.1%}{total['calls']:>7.0f}" for total, wall in totals
         )
         largest = next((kernel.name for kernel in first.kernels if kernel.kind == kind), "")
         lines.append(f"{line}  {largest}"[:WIDTH].rstrip())
-    ends = {"idle": [one.idle_ms for one in seen.values()], "wall clock": [one.wall_ms for one in seen.values()]}
+    ends = {"idle": [p.idle_ms for p in profiles.values()], "wall clock": [p.wall_ms for p in profiles.values()]}
     for name, values in ends.items():
         shares = [ms / wall for ms, wall in zip(values, ends["wall clock"], strict=True)]
         pairs = zip(values, shares, strict=True)

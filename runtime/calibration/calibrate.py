@@ -50,14 +50,14 @@ class Capture(fx.Interpreter):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the weights of linears, in the order of their first use."""
-        found = (_linear(node) for node in self.graph.nodes)
-        return tuple(dict.fromkeys(linear[0] for linear in found if linear is not None))
+        linears = (_linear(node) for node in self.graph.nodes)
+        return tuple(dict.fromkeys(linear[0] for linear in linears if linear is not None))
 
     @property
     def repeated(self) -> frozenset[str]:
         """The names of the weights that the program uses more than once, in a loop of blocks."""
-        found = [linear[0] for node in self.graph.nodes if (linear := _linear(node)) is not None]
-        return frozenset(name for name in found if found.count(name) > 1)
+        names = [linear[0] for node in self.graph.nodes if (linear := _linear(node)) is not None]
+        return frozenset(name for name in names if names.count(name) > 1)
 
     def run_node(self, n: fx.Node) -> Any:
         linear = _linear(n)
@@ -205,8 +205,9 @@ def capture_gradients(
             seen.clear()
         with torch.enable_grad():
             nats = capture.run(ids.to(device), targets.to(device))
-        found = torch.autograd.grad(nats.sum(), [*(value for _, value in outputs), *(value for *_, value in looked)])
-        gradients, of_rows = found[: len(outputs)], found[len(outputs) :]
+        values = [*(value for _, value in outputs), *(value for *_, value in looked)]
+        both = torch.autograd.grad(nats.sum(), values)
+        gradients, of_rows = both[: len(outputs)], both[len(outputs) :]
         for (name, value), gradient in zip(outputs, gradients, strict=True):
             squares = gradient.detach().flatten(0, -2).double().square().sum(0)
             sums[name] = sums[name] + squares if name in sums else squares
@@ -214,7 +215,7 @@ def capture_gradients(
         for (name, places, _), gradient in zip(looked, of_rows, strict=True):
             lookups.add(name, len(model.get_parameter(name)), places, gradient)
         for name in repeated:
-            calls = [(x, g) for (one, x), g in zip(inputs, gradients, strict=True) if one == name]
+            calls = [(x, g) for (other, x), g in zip(inputs, gradients, strict=True) if other == name]
             before, more = together.get(name, (0.0, 0.0)), _whole_and_alone(calls)
             together[name] = (before[0] + more[0], before[1] + more[1])
         done += ids.shape[0]

@@ -25,7 +25,7 @@ class Gradients:
 
     def cpu(self) -> "Gradients":
         """Returns a copy on the CPU."""
-        products, lookups = (None if one is None else one.cpu() for one in (self.products, self.lookups))
+        products, lookups = (None if sums is None else sums.cpu() for sums in (self.products, self.lookups))
         return Gradients(products, lookups)
 
 
@@ -51,13 +51,13 @@ class Lookups:
             ids: the indices that are looked up, [...], any integer dtype.
             gradient: the gradient of the loss by the result of the lookup, [..., columns], any float dtype.
         """
-        places, found = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).cpu()
+        places, row_gradients = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).cpu()
         if name not in self._sums:
-            self._sums[name] = torch.zeros(rows, found.shape[1], dtype=torch.float64)
+            self._sums[name] = torch.zeros(rows, row_gradients.shape[1], dtype=torch.float64)
             self._reads[name] = torch.zeros(rows, dtype=torch.int64)
         for start in range(0, len(places), CHUNK_ROWS):
             part = slice(start, start + CHUNK_ROWS)
-            self._sums[name].index_add_(0, places[part], found[part].double().square_())
+            self._sums[name].index_add_(0, places[part], row_gradients[part].double().square_())
         self._reads[name] += places.bincount(minlength=rows)
 
     def a_token(self, tokens: int) -> Mapping[str, Tensor]:
@@ -97,5 +97,5 @@ def _with_unread(total: Tensor, reads: Tensor) -> Tensor:
         return total
     each = total[once].sum(0) / max(missed, single) if single else total.sum(0) / count / missed
     whole = total.sum(0)
-    kept = (1 - missed * each / whole.clamp_min(torch.finfo(whole.dtype).tiny)).clamp_min(0.5)
-    return torch.where(unread[:, None], each, total * kept)
+    share = (1 - missed * each / whole.clamp_min(torch.finfo(whole.dtype).tiny)).clamp_min(0.5)
+    return torch.where(unread[:, None], each, total * share)

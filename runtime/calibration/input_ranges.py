@@ -49,11 +49,11 @@ def input_ranges(
     by_weight = {f"@{source.weight}": source for source in sources}
     met: dict[str, _Met] = {}
 
-    def observe(node: Node, given: list[Tensor], made: tuple[Tensor, ...]) -> None:
+    def observe(node: Node, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
         for source in [by_weight[ref] for ref in node.inputs if ref in by_weight]:
-            for value in [given[i] for i in source.read] + [made[i] for i in source.made]:
-                own = value.detach().chunk(source.parts, -1)[source.part]
-                rows = own.double().flatten(0, -2)
+            for value in [inputs[i] for i in source.read] + [outputs[i] for i in source.outputs]:
+                part = value.detach().chunk(source.parts, -1)[source.part]
+                rows = part.double().flatten(0, -2)
                 if not bool(rows.isfinite().all()):
                     raise QuantizeError(
                         f"{source.node}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
@@ -121,13 +121,13 @@ def input_scales(
     device = next(iter(weights.values())).device
     batches = ({name: ids.to(device) for name, ids in batch.items()} for batch in rows())
     ranges = input_ranges(programs, sources, batches, weights)
-    found: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
     for leader in dict.fromkeys(source.leader for source in sources):
         shared = [weights[source.weight] for source in sources if source.leader == leader]
         scale = schemes[leader].input_scale(ranges[leader], shared)
         assert scale is not None  # every integer scheme has an input scale
-        found[leader] = scale
-    return found
+        scales[leader] = scale
+    return scales
 
 
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
@@ -135,6 +135,6 @@ def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -
 
     The result is empty if the run did not round inputs, or had not started to when it wrote the checkpoint.
     """
-    found = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
-    kept = {leader: scale for leader, scale in found.items() if scale is not None}
-    return kept if any(bool((scale != 1).any()) for scale in kept.values()) else {}
+    slots = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
+    scales = {leader: scale for leader, scale in slots.items() if scale is not None}
+    return scales if any(bool((scale != 1).any()) for scale in scales.values()) else {}

@@ -71,14 +71,14 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> Si
     IntegrityError if the file does not match its header or its spec.
     """
     artifact = artifact_of(path, say)
-    found = artifact_size(artifact)
+    size = artifact_size(artifact)
     try:
         spec, deployment = deployment_of(peek_spec(artifact))
     except IntegrityError as error:
         raise IntegrityError(f"{artifact}: {error.message}", error.hint) from error
     require_layout(artifact, deployment.layout)
     total = artifact.stat().st_size
-    if total != found.total:
+    if total != size.total:
         raise IntegrityError(f"{artifact}: it changed while it was read")
     if budget is None and spec.quant is not None:
         budget = spec.quant.budget_bytes
@@ -100,4 +100,4 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> Si
                 sum(array.bytes for array in stored),
             )
         )
-    return SizeResult(artifact, total, found.header, found.sections, tuple(groups), budget)
+    return SizeResult(artifact, total, size.header, size.sections, tuple(groups), budget)

@@ -102,7 +102,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
         wrong += float(seen.beyond.sum()) if seen.beyond is not None else 0.0
         rows.append(
             InputRow(
-                members[0].node if members[0].made else members[0].maker,
+                members[0].node if members[0].outputs else members[0].maker,
                 tuple(member.weight for member in members),
                 features,
                 float(seen.largest.max()),

@@ -297,7 +297,7 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
         for key in dict.fromkeys([*old, *new]):
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for i, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(one, other, f"{path}.{i}")
+        for i, (item, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(item, other, f"{path}.{i}")
     elif old != new:
         yield path, old, new

@@ -206,17 +206,19 @@ def spelled(value: Any, classes: set[type]) -> str:
 
     if isinstance(value, StrictModel):
         fields = type(value).model_fields
-        return call(type(value), [(n, one) for n, one in value if fields[n].is_required() or one != fields[n].default])
+        return call(
+            type(value), [(n, item) for n, item in value if fields[n].is_required() or item != fields[n].default]
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = [(one, getattr(value, one.name)) for one in dataclasses.fields(value)]
-        return call(type(value), [(one.name, inner) for one, inner in given if inner != one.default])
+        given = [(item, getattr(value, item.name)) for item in dataclasses.fields(value)]
+        return call(type(value), [(item.name, inner) for item, inner in given if inner != item.default])
     if isinstance(value, type):
         classes.add(value)
         return value.__name__
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{spelled(k, classes)}: {spelled(v, classes)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        inner = ", ".join(spelled(one, classes) for one in value)
+        inner = ", ".join(spelled(item, classes) for item in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
     if value is None or isinstance(value, str | int | float | bool | bytes):
         return repr(value)

@@ -69,8 +69,8 @@ def export_submission(
     again = shlex.join(["specc", "quantize", str(path), *(word for text in overrides for word in ("--set", text))])
     spec = run.spec
     assert spec.quant is not None
-    found = read_verified(source)
-    if any(scheme.integer for scheme in found.stored.schemes.values()):
+    artifact = read_verified(source)
+    if any(scheme.integer for scheme in artifact.stored.schemes.values()):
         raise ExportError(f"{spec.name} multiplies in whole numbers", "a submission takes round, gptq and none")
     targets = tuple(dict.fromkeys(choose_target(spec, target) for target in targets)) or spec.targets
     if out.exists() and not out.is_dir():
@@ -79,7 +79,7 @@ def export_submission(
     for file in (code, weights):
         if file.exists() and not force:
             raise ExportError(f"{file} exists", "name another folder with --out, or replace it with --force")
-    if _without_rules(canonical(found.spec)) != _without_rules(canonical(spec)):
+    if _without_rules(canonical(artifact.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
         raise RunFailure(f"{source} was written for another spec than the run has now", again)
@@ -90,7 +90,7 @@ def export_submission(
             code.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(out, error) from error
-        write_quantized(weights, found.spec, found.stored, found.trained_on, codec)
+        write_quantized(weights, artifact.spec, artifact.stored, artifact.trained_on, codec)
 
         def check(temporary: Path) -> None:
             if temporary.read_bytes() != text.encode():

@@ -55,7 +55,7 @@ def read_record(folder: Path) -> ShardRecord | None:
     try:
         data = json.loads(text)
         for split, entry in data["splits"].items():
-            shards = tuple(ShardEntry(**one) for one in entry["shards"])
+            shards = tuple(ShardEntry(**shard) for shard in entry["shards"])
             data["splits"][split] = SplitEntry(**{**entry, "shards": shards})
         return ShardRecord(**data)
     except (ValueError, LookupError, TypeError, AttributeError):

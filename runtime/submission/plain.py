@@ -18,14 +18,14 @@ class PlainSize:
     """The sizes of the same arrays in bytes: `own` of the whole artifact at `path`, `plain` in the plain format."""
 
     path: Path
-    own: int
+    artifact: int
     plain: int
 
     def report(self) -> str:
         """Returns the comparison as a line of text."""
-        less, word = abs(1 - self.own / self.plain), "smaller" if self.own < self.plain else "LARGER"
+        less, word = abs(1 - self.artifact / self.plain), "smaller" if self.artifact < self.plain else "LARGER"
         scheme = "one byte a value, torch.save, brotli-11 over all, no transforms"
-        return f"plain scheme {self.plain:,} bytes ({scheme}); {self.path.name} {self.own:,}: {less:.2%} {word}"
+        return f"plain scheme {self.plain:,} bytes ({scheme}); {self.path.name} {self.artifact:,}: {less:.2%} {word}"
 
 
 def plain_size(path: Path) -> PlainSize:
@@ -38,6 +38,6 @@ def plain_size(path: Path) -> PlainSize:
     path = path / WEIGHTS if is_submission(path) else artifact_of(path, lambda _: None)
     arrays = read_verified(path).stored.tensors
     saved = io.BytesIO()
-    flat = {f"{name}.{suffix}": array for name, found in arrays.items() for suffix, array in found.items()}
+    flat = {f"{name}.{suffix}": array for name, parts in arrays.items() for suffix, array in parts.items()}
     torch.save({name: torch.from_numpy(array.copy()) for name, array in flat.items()}, saved)
     return PlainSize(path, path.stat().st_size, len(compress(saved.getvalue(), 11)))

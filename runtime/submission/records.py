@@ -60,16 +60,16 @@ class BaseModel:
         ranges = {n: m.settings for n in fields for m in get_args(hints.get(n)) if isinstance(m, _Field)}
         cls._ranges = {**cls._ranges, **ranges}
 
-    def __init__(self, **given: Any) -> None:
-        if unknown := given.keys() - self.model_fields.keys():
+    def __init__(self, **values: Any) -> None:
+        if unknown := values.keys() - self.model_fields.keys():
             raise ValidationError(f"{type(self).__name__} has no field {min(unknown)}")
         for name, default in self.model_fields.items():
-            value = given.get(name, default)
+            value = values.get(name, default)
             if value is ...:
                 raise ValidationError(f"{type(self).__name__} needs {name}")
             self._check(name, value)
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "model_fields_set", set(given))
+        object.__setattr__(self, "model_fields_set", set(values))
 
     def _check(self, name: str, value: Any) -> None:
         limits = self._ranges.get(name, {})

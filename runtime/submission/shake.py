@@ -26,14 +26,14 @@ class _Module:
     """A parsed module without docstrings and annotations.
 
     `imports` maps the names that import statements bind to their symbols. `bound` maps all other names to the indices
-    of the statements that bind them. `kept` holds the indices of the kept statements, and `used` the imports that they
+    of the statements that bind them. `needed` holds the indices of the statements to keep, and `used` the imports that they
     need.
     """
 
     body: list[ast.stmt]
     imports: dict[str, Symbol] = field(default_factory=dict)
     bound: dict[str, list[int]] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
+    needed: set[int] = field(default_factory=set)
     used: dict[str, Symbol] = field(default_factory=dict)
     dotted: dict[str, list[str]] = field(default_factory=dict)  # for `a`, the modules of all `import a.b` statements
 
@@ -87,15 +87,15 @@ class Shaker:
         """Returns the sources of the new modules, by file name."""
         texts: dict[str, str] = {}
         for name, module in sorted(self._modules.items()):
-            if module.kept or module.used:
-                body = [self._without_unmentioned(module.body[i]) for i in sorted(module.kept)]
+            if module.needed or module.used:
+                body = [self._without_unmentioned(module.body[i]) for i in sorted(module.needed)]
                 tree = ast.Module([*self._import_lines(module), *body], [])
                 tree = ast.fix_missing_locations(_Imports(self).visit(tree))
                 texts[f"{_flat(name)}.py"] = _text(tree)
         return texts
 
     def _without_unmentioned(self, statement: ast.stmt) -> ast.stmt:
-        """Returns a statement. Methods that no kept statement mentions are removed from a class."""
+        """Returns a statement. Methods that no needed statement mentions are removed from a class."""
         if isinstance(statement, ast.ClassDef):
             left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
             statement.body = [inner for inner in statement.body if id(inner) not in left_out] or [ast.Pass()]
@@ -184,8 +184,8 @@ class Shaker:
         places = module.bound.get(bound, []) if bound is not None else range(len(module.body))
         effects = [i for i, statement in enumerate(module.body) if isinstance(statement, ast.Expr | ast.For | ast.With)]
         for place in [*places, *effects]:
-            if place not in module.kept and not isinstance(module.body[place], ast.Import | ast.ImportFrom):
-                module.kept.add(place)
+            if place not in module.needed and not isinstance(module.body[place], ast.Import | ast.ImportFrom):
+                module.needed.add(place)
                 self._queue.append((name, module.body[place]))
 
     def _follow(self, owner: str, statement: ast.stmt) -> None:
@@ -196,10 +196,10 @@ class Shaker:
                     self._unmentioned.setdefault(method.name, []).append((owner, method))
         attributes = {
             id(node.value): node.attr
-            for node in self._kept(statement)
+            for node in self._nodes_of(statement)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        for node in self._kept(statement):
+        for node in self._nodes_of(statement):
             self._mention(node)
             for target in _targets_of(node):
                 if self.inside(target[0]):
@@ -225,8 +225,8 @@ class Shaker:
             self._mentioned.add(name)
             self._queue.extend(self._unmentioned.pop(name, ()))
 
-    def _kept(self, statement: ast.stmt) -> Iterator[ast.AST]:
-        """Yields all nodes of a statement except for methods that no kept statement mentions."""
+    def _nodes_of(self, statement: ast.stmt) -> Iterator[ast.AST]:
+        """Yields all nodes of a statement except for methods that no needed statement mentions."""
         left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
         pending: list[ast.AST] = [statement]
         while pending:

@@ -54,11 +54,11 @@ def _with(spec: Spec, model: Decoder, layers: list[int]) -> dict[str, Any]:
         return data
     blocks["count"] = len(layers)
     holding = [model.blocks.changes_of(layer) for layer in layers]
-    kept = []
+    reduced_changes = []
     for i, change in enumerate(blocks.get("changes", ())):
         if where := [f"layer == {at}" for at, changes in enumerate(holding) if i in changes]:
-            kept.append({**change, "where": " or ".join(where)})
-    blocks["changes"] = kept
+            reduced_changes.append({**change, "where": " or ".join(where)})
+    blocks["changes"] = reduced_changes
     return data
 
 

@@ -79,7 +79,7 @@ def test_from_a_run_to_a_file_that_speaks(
     capsys.readouterr()
     assert run(["size", str(out), "--budget", str(total - 1), "--plain", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["total"], facts["own"], facts["over"]) == (total, total, True) and facts["plain"] > 0
+    assert (facts["total"], facts["artifact"], facts["over"]) == (total, total, True) and facts["plain"] > 0
     capsys.readouterr()
     assert run(["eval", str(out), "--data", str(data), "--json"]) == 0
     shipped = json.loads(capsys.readouterr().out)

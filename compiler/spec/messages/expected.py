@@ -32,7 +32,11 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 def models_in(annotation: Any) -> list[Model]:
     """Returns the models among the alternatives of a type."""
-    return [one for one in alternatives(annotation) if isinstance(one, type) and issubclass(one, StrictModel)]
+    return [
+        alternative
+        for alternative in alternatives(annotation)
+        if isinstance(alternative, type) and issubclass(alternative, StrictModel)
+    ]
 
 
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
@@ -50,10 +54,10 @@ def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Pat
                     yield from places(info.annotation, data[key], (*path, key))
             for inner, type, fields in model.parts_by_name(data):
                 yield from places(type, fields, (*path, *inner))
-        for one in alternatives(annotation):
-            if get_origin(one) is dict:
+        for alternative in alternatives(annotation):
+            if get_origin(alternative) is dict:
                 for key, value in data.items():
-                    yield from places(get_args(one)[1], value, (*path, key))
+                    yield from places(get_args(alternative)[1], value, (*path, key))
     elif isinstance(data, tuple):
         for i, value in enumerate(data):
             yield from places(item_of(annotation, i), value, (*path, i))
@@ -81,24 +85,27 @@ def tags_of(models: Iterable[Model], key: str) -> list[str]:
 
 def item_of(annotation: Any, index: int) -> Any:
     """Returns the type of item `index` if `annotation` allows a list, else None."""
-    for one in alternatives(annotation):
-        if get_origin(one) is tuple:
-            members = get_args(one)
+    for alternative in alternatives(annotation):
+        if get_origin(alternative) is tuple:
+            members = get_args(alternative)
             return members[0] if members[-1] is Ellipsis else members[min(index, len(members) - 1)]
     return None
 
 
 def size_of(annotation: Any) -> int:
     """Returns the number of items of a list of this type; 0 if it is not fixed."""
-    members = next((get_args(one) for one in alternatives(annotation) if get_origin(one) is tuple), (Ellipsis,))
+    members = next(
+        (get_args(alternative) for alternative in alternatives(annotation) if get_origin(alternative) is tuple),
+        (Ellipsis,),
+    )
     return 0 if members[-1] is Ellipsis else len(members)
 
 
 def range_of(annotation: Any) -> str:
     """Returns the numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty if all are allowed."""
     limits: dict[str, float] = {}
-    for one in _metadata(annotation):
-        limits |= {name: getattr(one, name) for name in ("gt", "ge", "lt", "le") if hasattr(one, name)}
+    for alternative in _metadata(annotation):
+        limits |= {name: getattr(alternative, name) for name in ("gt", "ge", "lt", "le") if hasattr(alternative, name)}
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     said = [f"{words[name]} {limit}" for name, limit in limits.items() if abs(limit) < 2**31 - 1]
     return " and ".join(said)
@@ -167,8 +174,8 @@ def _extends(one: str, other: str) -> bool:
     return len(short) > 2 and long.startswith(short)
 
 
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
+def _likeness(word: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, word.lower(), other.lower()).ratio()
 
 
 def _slips(one: str, other: str) -> int:

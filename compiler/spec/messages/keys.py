@@ -11,7 +11,7 @@ from specc.compiler.errors import Diagnostic, one_of, quote
 from specc.compiler.expr import ExprError
 from specc.compiler.schedule import Schedule
 from specc.compiler.spec.messages.expected import Model, dotted, item_of, keys_of, models_in, nearest, tags_of, wanted
-from specc.compiler.spec.messages.values import TYPES, Found, wrong_type, wrong_value
+from specc.compiler.spec.messages.values import TYPES, FieldError, wrong_type, wrong_value
 from specc.compiler.strict import Path, StrictModel, tag_of
 from specc.compiler.text.source import Place, Source
 
@@ -22,32 +22,32 @@ class Words:
     def __init__(self, source: Source, models: Mapping[Path, Model], root: Model) -> None:
         self.source, self.models, self.root = source, models, root
 
-    def say(self, group: list[Found]) -> Iterator[Diagnostic]:
+    def say(self, group: list[FieldError]) -> Iterator[Diagnostic]:
         """Yields the diagnostics of the errors at one path."""
-        special: Mapping[str, Callable[[Found], Iterator[Diagnostic]]] = {
+        special: Mapping[str, Callable[[FieldError], Iterator[Diagnostic]]] = {
             "extra_forbidden": self._unknown_key,
             "missing": self._missing_key,
             "union_tag_not_found": self._missing_tag,
             "union_tag_invalid": self._unknown_tag,
             "value_error": self._refused,
         }
-        for one in group:
-            if one.kind in special:
-                yield from special[one.kind](one)
+        for error in group:
+            if error.kind in special:
+                yield from special[error.kind](error)
                 return
         path = group[0].path
-        limits = [one for one in group if one.kind not in TYPES]
-        if not limits or (len(limits) < len(group) and all(one.choices for one in limits)):
+        limits = [error for error in group if error.kind not in TYPES]
+        if not limits or (len(limits) < len(group) and all(error.choices for error in limits)):
             beside = self._data(path[:-1]) if path and isinstance(path[-1], int) else ()
-            said, hint = wrong_type(group, self._annotation(path), beside)
+            problem, hint = wrong_type(group, self._annotation(path), beside)
             if isinstance(group[0].value, dict) and "at" in group[0].value:
                 hint = f"of all values, {', '.join(_scheduled())} take a schedule"
-            yield self._at(self.source.place(path), "S103", f"{self._name(path)} {said}", hint)
+            yield self._at(self.source.place(path), "S103", f"{self._name(path)} {problem}", hint)
         elif self._is_tag(limits[0]):
             yield self._no_kind(path, limits[0].choices)
         else:
-            said, hint = wrong_value(limits, self._annotation(path))
-            yield self._at(self.source.place(path), "S104", f"{self._name(path)} {said}", hint)
+            problem, hint = wrong_value(limits, self._annotation(path))
+            yield self._at(self.source.place(path), "S104", f"{self._name(path)} {problem}", hint)
 
     def _at(self, place: Place, code: str, message: str, hint: str) -> Diagnostic:
         return Diagnostic(code, message, hint, place.file, place.mark)
@@ -75,8 +75,8 @@ class Words:
 
     # keys
 
-    def _unknown_key(self, one: Found) -> Iterator[Diagnostic]:
-        holder, key = one.path[:-1], str(one.path[-1])
+    def _unknown_key(self, error: FieldError) -> Iterator[Diagnostic]:
+        holder, key = error.path[:-1], str(error.path[-1])
         model, present = self.models.get(holder, self.root), self._data(holder)
         keys = keys_of(model)
         near = nearest(key, [name for name in keys if name not in present])
@@ -92,7 +92,7 @@ class Words:
             twin = nearest(key, keys)
             hints = [f"did you mean {quote(twin)}?" if twin else f"valid keys are {', '.join(keys)}"]
         yield self._at(
-            self.source.key(one.path),
+            self.source.key(error.path),
             "S101",
             f"{quote(key)} is not a valid key of {_place(holder)}",
             "; or ".join(hints),
@@ -107,8 +107,8 @@ class Words:
                 if len(inner) == 1 and (*path, key) not in self.models:
                     yield (*path, key), inner[0]
 
-    def _missing_key(self, one: Found) -> Iterator[Diagnostic]:
-        holder, key = one.path[:-1], one.path[-1]
+    def _missing_key(self, error: FieldError) -> Iterator[Diagnostic]:
+        holder, key = error.path[:-1], error.path[-1]
         if isinstance(key, int):
             given = len(self._data(holder))
             message = f"{self._name(holder)} has too few items: {given}"
@@ -123,10 +123,10 @@ class Words:
         form = wanted(known[key].annotation) if key in known else "a value"
         yield self._missing(holder, key, form)
 
-    def _missing_tag(self, one: Found) -> Iterator[Diagnostic]:
-        key = str(one.context["discriminator"]).strip("'")
-        words = tags_of(models_in(self._annotation(one.path)), key)
-        yield self._missing(one.path, key, one_of(words) if words else "its value")
+    def _missing_tag(self, error: FieldError) -> Iterator[Diagnostic]:
+        key = str(error.context["discriminator"]).strip("'")
+        words = tags_of(models_in(self._annotation(error.path)), key)
+        yield self._missing(error.path, key, one_of(words) if words else "its value")
 
     def _missing(self, holder: Path, key: str, form: str) -> Diagnostic:
         place = self.source.place(holder) if holder else self.source.value(())
@@ -135,14 +135,14 @@ class Words:
 
     # kinds
 
-    def _is_tag(self, one: Found) -> bool:
+    def _is_tag(self, error: FieldError) -> bool:
         """Returns whether the error is about the tag of the only member of a union."""
-        model = self.models.get(one.path[:-1])
-        return model is not None and bool(one.choices) and tag_of(model, str(one.path[-1])) is not None
+        model = self.models.get(error.path[:-1])
+        return model is not None and bool(error.choices) and tag_of(model, str(error.path[-1])) is not None
 
-    def _unknown_tag(self, one: Found) -> Iterator[Diagnostic]:
-        key = str(one.context["discriminator"]).strip("'")
-        yield self._no_kind((*one.path, key), re.findall(r"'([^']*)'", str(one.context["expected_tags"])))
+    def _unknown_tag(self, error: FieldError) -> Iterator[Diagnostic]:
+        key = str(error.context["discriminator"]).strip("'")
+        yield self._no_kind((*error.path, key), re.findall(r"'([^']*)'", str(error.context["expected_tags"])))
 
     def _no_kind(self, path: Path, words: list[str]) -> Diagnostic:
         given = self._data(path)
@@ -155,14 +155,14 @@ class Words:
 
     # errors of a field's own validator
 
-    def _refused(self, one: Found) -> Iterator[Diagnostic]:
-        cause, name = one.context["error"], self._name(one.path)
+    def _refused(self, error: FieldError) -> Iterator[Diagnostic]:
+        cause, name = error.context["error"], self._name(error.path)
         if isinstance(cause, ExprError):
-            place = self.source.inside(one.path, cause.column)
+            place = self.source.inside(error.path, cause.column)
             hint = cause.hint or "check the expression"
             yield self._at(place, "S107", f"{name}: {cause.message}", hint)
         else:
-            yield self._at(self.source.place(one.path), "S106", f"{name}: {cause}", "correct the value")
+            yield self._at(self.source.place(error.path), "S106", f"{name}: {cause}", "correct the value")
 
 
 def _place(path: Path) -> str:
@@ -201,9 +201,9 @@ def _takes(info: FieldInfo) -> bool:
     return any(issubclass(model, Schedule) for model in models_in(info.annotation))
 
 
-def _apart(one: Path, other: Path) -> int:
+def _apart(path: Path, other: Path) -> int:
     """Returns the number of steps between two paths in the tree."""
     shared = 0
-    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+    while shared < min(len(path), len(other)) and path[shared] == other[shared]:
         shared += 1
-    return len(one) + len(other) - 2 * shared
+    return len(path) + len(other) - 2 * shared

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, ValidationError
 from specc.compiler.errors import Diagnostic
 from specc.compiler.spec.messages.expected import Model
 from specc.compiler.spec.messages.keys import Words
-from specc.compiler.spec.messages.values import TYPES, Found
+from specc.compiler.spec.messages.values import TYPES, FieldError
 from specc.compiler.strict import Path
 from specc.compiler.text.source import Source, step
 
@@ -27,13 +27,13 @@ def diagnostics_of(
         models: the model that is expected at each path.
         root: the model of the whole data.
     """
-    found = [_located(details, source.data) for details in error.errors(include_url=False)]
-    found = list(_settled(found))
-    said = [one for group in _grouped(found) for one in Words(source, models, root).say(group)]
-    return tuple(said), frozenset(one.path for one in found)
+    errors = [_located(details, source.data) for details in error.errors(include_url=False)]
+    errors = list(_settled(errors))
+    diagnostics = [one for group in _grouped(errors) for one in Words(source, models, root).say(group)]
+    return tuple(diagnostics), frozenset(one.path for one in errors)
 
 
-def _located(details: ErrorDetails, data: object) -> Found:
+def _located(details: ErrorDetails, data: object) -> FieldError:
     path: Path = ()
     value, fork, member, entered = data, None, "", True
     parts = details["loc"]
@@ -47,31 +47,31 @@ def _located(details: ErrorDetails, data: object) -> Found:
         if part != "[key]" and not tag and fork is None:
             fork, member = len(path), str(part)
         entered = False
-    return Found(details, path + missing, value, fork, member)
+    return FieldError(details, path + missing, value, fork, member)
 
 
-def _settled(found: Iterable[Found]) -> Iterator[Found]:
+def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
     """Yields the errors without those that follow from others.
 
     Of a union's members, only the errors of those whose shape matches the data remain.
     """
-    kept = list(found)
-    for fork in {(one.path[: one.fork]) for one in kept if one.fork is not None}:
-        rivals = [one for one in kept if one.fork == len(fork) and one.path[: len(fork)] == fork]
-        fitting = {one.member for one in rivals} - {
-            one.member for one in rivals if one.path == fork and one.kind in TYPES
+    errors = list(located)
+    for fork in {(error.path[: error.fork]) for error in errors if error.fork is not None}:
+        rivals = [error for error in errors if error.fork == len(fork) and error.path[: len(fork)] == fork]
+        fitting = {error.member for error in rivals} - {
+            error.member for error in rivals if error.path == fork and error.kind in TYPES
         }
         if fitting:
-            kept = [one for one in kept if one not in rivals or one.member in fitting]
-    for one in kept:
-        short = one.kind == "too_short" and isinstance(one.value, tuple)
-        if not (short and len(one.value) >= one.context["min_length"]):  # type: ignore[arg-type]
-            yield one
+            errors = [error for error in errors if error not in rivals or error.member in fitting]
+    for error in errors:
+        short = error.kind == "too_short" and isinstance(error.value, tuple)
+        if not (short and len(error.value) >= error.context["min_length"]):  # type: ignore[arg-type]
+            yield error
 
 
-def _grouped(found: Iterable[Found]) -> list[list[Found]]:
+def _grouped(errors: Iterable[FieldError]) -> list[list[FieldError]]:
     """Returns the errors grouped by path. Errors about unknown keys are in groups of their own."""
-    groups: dict[object, list[Found]] = {}
-    for one in found:
-        groups.setdefault((one.path, one.kind == "extra_forbidden"), []).append(one)
+    groups: dict[object, list[FieldError]] = {}
+    for error in errors:
+        groups.setdefault((error.path, error.kind == "extra_forbidden"), []).append(error)
     return list(groups.values())

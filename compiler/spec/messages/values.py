@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FieldError:
     """One Pydantic error and its path in the data.
 
     If the error is about a member of an untagged union, `member` is that member and `fork` the length of the union's
@@ -67,7 +67,7 @@ class Found:
         return re.findall(r"'([^']*)'", expected) or ([expected] if expected else [])
 
 
-def wrong_type(group: list[Found], annotation: Any, beside: tuple[object, ...] = ()) -> tuple[str, str]:
+def wrong_type(group: list[FieldError], annotation: Any, beside: tuple[object, ...] = ()) -> tuple[str, str]:
     """Returns the message and the hint for a value of the wrong type.
 
     Args:
@@ -76,8 +76,8 @@ def wrong_type(group: list[Found], annotation: Any, beside: tuple[object, ...] =
         beside: the items of the list that contains the value, including the value; empty if it is not in a list.
     """
     words: list[str] = []
-    for one in group:
-        words += [quote(choice) for choice in one.choices] or [TYPES[one.kind]]
+    for error in group:
+        words += [quote(choice) for choice in error.choices] or [TYPES[error.kind]]
     value, form = group[0].value, joined(dict.fromkeys(words))
     return f"takes {form}, not {_given(value)}", _remedy(value, words, annotation, beside) or f"write {form}"
 
@@ -118,21 +118,21 @@ def _plain(value: object) -> str:
     return quote(value).strip("`")
 
 
-def wrong_value(group: list[Found], annotation: Any) -> tuple[str, str]:
+def wrong_value(group: list[FieldError], annotation: Any) -> tuple[str, str]:
     """Returns the message and the hint for a value out of range, from the limits of its field (`annotation`)."""
     first = group[0]
-    form = joined(dict.fromkeys(word for one in group for word in _limits(one)))
+    form = joined(dict.fromkeys(word for error in group for word in _limits(error)))
     return f"must be {form}, not {_given(first.value)}", _way_out(group, annotation) or f"change it to {form}"
 
 
-def _way_out(group: list[Found], annotation: Any) -> str:
+def _way_out(group: list[FieldError], annotation: Any) -> str:
     first = group[0]
     if first.kind == "too_short":
         return "add an item"
     if first.kind == "too_long":
         return "remove items"
     if isinstance(first.value, str):
-        near = nearest(first.value, [choice for one in group for choice in one.choices])
+        near = nearest(first.value, [choice for error in group for choice in error.choices])
         if near:
             return f"did you mean {quote(near)}?"
         word = re.sub(r"[^a-z0-9_]+", "_", first.value.lower())[:64].lstrip("_0123456789")
@@ -142,21 +142,21 @@ def _way_out(group: list[Found], annotation: Any) -> str:
     return f"write a number that is {allowed}" if allowed else ""
 
 
-def _limits(one: Found) -> list[str]:
-    if one.choices:
-        return [quote(choice) for choice in one.choices]
-    if one.kind in _LIMITS:
-        form, key = _LIMITS[one.kind]
-        limit = one.context[key]
+def _limits(error: FieldError) -> list[str]:
+    if error.choices:
+        return [quote(choice) for choice in error.choices]
+    if error.kind in _LIMITS:
+        form, key = _LIMITS[error.kind]
+        limit = error.context[key]
         return [form.format(f"{limit:g}" if isinstance(limit, float) else limit)]
-    if one.kind == "finite_number":
+    if error.kind == "finite_number":
         return ["a finite number"]
-    pattern = one.context.get("pattern")
+    pattern = error.context.get("pattern")
     if pattern == _NAME:
         return ["lower-case letters, digits and _, starting with a letter"]
     if pattern == _NODE:
         return ["a node's name, such as `act` or `q.norm`"]
-    return [f"text like {pattern}" if pattern else one.details["msg"].removeprefix("Input should be ")]
+    return [f"text like {pattern}" if pattern else error.details["msg"].removeprefix("Input should be ")]
 
 
 def _given(value: object) -> str:
