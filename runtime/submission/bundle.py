@@ -206,9 +206,7 @@ def spelled(value: Any, classes: set[type]) -> str:
 
     if isinstance(value, StrictModel):
         fields = type(value).model_fields
-        return call(
-            type(value), [(n, item) for n, item in value if fields[n].is_required() or item != fields[n].default]
-        )
+        return call(type(value), [(n, v) for n, v in value if fields[n].is_required() or v != fields[n].default])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         given = [(item, getattr(value, item.name)) for item in dataclasses.fields(value)]
         return call(type(value), [(item.name, inner) for item, inner in given if inner != item.default])

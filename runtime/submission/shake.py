@@ -26,8 +26,7 @@ class _Module:
     """A parsed module without docstrings and annotations.
 
     `imports` maps the names that import statements bind to their symbols. `bound` maps all other names to the indices
-    of the statements that bind them. `needed` holds the indices of the statements to keep, and `used` the imports that they
-    need.
+    of the statements that bind them. `needed` holds the indices of the statements to keep, and `used` their imports.
     """
 
     body: list[ast.stmt]

@@ -33,9 +33,7 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 def models_in(annotation: Any) -> list[Model]:
     """Returns the models among the alternatives of a type."""
     return [
-        alternative
-        for alternative in alternatives(annotation)
-        if isinstance(alternative, type) and issubclass(alternative, StrictModel)
+        member for member in alternatives(annotation) if isinstance(member, type) and issubclass(member, StrictModel)
     ]
 
 
@@ -54,10 +52,10 @@ def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Pat
                     yield from places(info.annotation, data[key], (*path, key))
             for inner, type, fields in model.parts_by_name(data):
                 yield from places(type, fields, (*path, *inner))
-        for alternative in alternatives(annotation):
-            if get_origin(alternative) is dict:
+        for member in alternatives(annotation):
+            if get_origin(member) is dict:
                 for key, value in data.items():
-                    yield from places(get_args(alternative)[1], value, (*path, key))
+                    yield from places(get_args(member)[1], value, (*path, key))
     elif isinstance(data, tuple):
         for i, value in enumerate(data):
             yield from places(item_of(annotation, i), value, (*path, i))
@@ -85,9 +83,9 @@ def tags_of(models: Iterable[Model], key: str) -> list[str]:
 
 def item_of(annotation: Any, index: int) -> Any:
     """Returns the type of item `index` if `annotation` allows a list, else None."""
-    for alternative in alternatives(annotation):
-        if get_origin(alternative) is tuple:
-            members = get_args(alternative)
+    for member in alternatives(annotation):
+        if get_origin(member) is tuple:
+            members = get_args(member)
             return members[0] if members[-1] is Ellipsis else members[min(index, len(members) - 1)]
     return None
 
@@ -95,7 +93,7 @@ def item_of(annotation: Any, index: int) -> Any:
 def size_of(annotation: Any) -> int:
     """Returns the number of items of a list of this type; 0 if it is not fixed."""
     members = next(
-        (get_args(alternative) for alternative in alternatives(annotation) if get_origin(alternative) is tuple),
+        (get_args(member) for member in alternatives(annotation) if get_origin(member) is tuple),
         (Ellipsis,),
     )
     return 0 if members[-1] is Ellipsis else len(members)
@@ -104,8 +102,8 @@ def size_of(annotation: Any) -> int:
 def range_of(annotation: Any) -> str:
     """Returns the numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty if all are allowed."""
     limits: dict[str, float] = {}
-    for alternative in _metadata(annotation):
-        limits |= {name: getattr(alternative, name) for name in ("gt", "ge", "lt", "le") if hasattr(alternative, name)}
+    for mark in _metadata(annotation):
+        limits |= {name: getattr(mark, name) for name in ("gt", "ge", "lt", "le") if hasattr(mark, name)}
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
     said = [f"{words[name]} {limit}" for name, limit in limits.items() if abs(limit) < 2**31 - 1]
     return " and ".join(said)
