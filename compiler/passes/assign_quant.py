@@ -177,7 +177,7 @@ def _correction_problems(
     ranks = sorted((largest_rank(shapes[name]) for name in able), reverse=True)
     count = len(able)
     if count < correct.count:
-        message = f"correct has count {correct.count}, but only {count} tensors of {correct.match} can have one"
+        message = f"correct has count {correct.count}, but only {count} tensors of {correct.match} can be corrected"
         hint = f"use at most {count}" if count else "match parameters of `scheme: round` or `scheme: gptq`"
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
     elif (limit := ranks[correct.count - 1]) < correct.rank:
