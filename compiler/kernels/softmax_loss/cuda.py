@@ -225,7 +225,10 @@ def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> 
     learns, persistent = loss.learns, tile.persistent
     texts = (loss_of(site).f, slope_of(loss_of(site)) or "1")[: 1 + learns]
     bodies = [cuda_text(_branchless(reread(text))) for text in texts]
-    functions = (("bounded", "The value of a logit in the softmax."), ("slope", "Its derivative."))[: 1 + learns]
+    functions = (
+        ("bounded", "Returns the value of a logit in the softmax."),
+        ("slope", "Returns the derivative of `bounded`."),
+    )[: 1 + learns]
     kind = "persistent" if persistent else "once"
     parts = (
         f"elements_{site.inputs[0].dtype}",
@@ -257,7 +260,7 @@ def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> 
             for (name, comment), body in zip(functions, bodies, strict=True)
         ),
         parts=tuple(f"cuda/softmax_{part}.cu.jinja" for part in (*parts, "loss_row", f"rows_{kind}")),
-        passes=", and then once more for the gradient" if learns else "",
+        passes=", then its gradient" if learns else "",
         row_parameters=flowed(", ".join(map(unbroken, row)), " " * 4),
         row_arguments=", ".join(given),
         waited="step, turn" if persistent else "step",

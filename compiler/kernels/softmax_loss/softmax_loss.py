@@ -333,8 +333,8 @@ def _context(site: Site, tile: RowTile) -> LossContext:
     settings = {"ROWS": tile.rows} if whole else {}
     settings |= {"BLOCK": tile.columns, "WARPS": tile.warps}
     target = "tl.load(row_ptr + target).to(tl.float32)"
-    functions = [("bounded", "What becomes of a logit before the softmax.", loss.f)] if not identity else []
-    functions += [("slope", "Its derivative.", slope)] if slope and learns else []
+    functions = [("bounded", "Returns the value of a logit in the softmax.", loss.f)] if not identity else []
+    functions += [("slope", "Returns the derivative of `bounded`.", slope)] if slope and learns else []
     nats, (share, hit) = "tl.log(total) + (most - wanted)", shares_of(loss)
     plain, target_share = loss.per_token == "nats", triton_text(hit)
     loads = tuple(f"{name} = tl.load({name}_ptr)" for name in loss.weights)

@@ -2,7 +2,7 @@
 # templates/torch/softmax_loss.py.jinja.
 # head.loss + logits.f32    logits f32[B,T,50304], targets i64[B,T] -> loss f32[],
 #     grad f32[B,T,50304]    plan e7a84a90f832
-"""Cross-entropy of logits in plain Torch, for targets without kernels of their own.
+"""Cross-entropy of logits in plain Torch, for targets that have no kernel for it.
 
     z = logits
     loss = mean(log(sum(exp(z))) - z[target])

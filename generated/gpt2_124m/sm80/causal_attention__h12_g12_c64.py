@@ -13,9 +13,9 @@ Called again, it gives the same bits.
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.attention.y"
-H, G, C = 12, 12, 64  # heads of queries, heads of keys and values, channels of each
+H, G, C = 12, 12, 64  # query heads, key heads, channels per head
 
 
 @torch.library.custom_op(f"{NAMESPACE}::causal_attention__h12_g12_c64", mutates_args=())
@@ -32,8 +32,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ("v", v, (b, t, G, C), torch.bfloat16),
     ):
         if not tensor.is_cuda or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device):
-            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {dtype} {list(shape)} on one GPU")
+            given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     with torch.cuda.device_of(q):
         y, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True

@@ -8,7 +8,7 @@
     slope = 0.5 + 0.5 * erf(0.7071067811865476 * p) + 0.3989422804014327 * p * exp(-0.5 * p ** 2)
     y = gelu(p)
 
-Pointer kernel for sm80: fp32 accumulators and epilogue, each output rounded once where it is stored.
+Pointer kernel for sm80: accumulators and epilogue are fp32, and each output is rounded once, when it is stored.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.mlp.up + act"
 N, K = 3072, 768
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 8
@@ -28,7 +28,7 @@ def linear_gelu_kernel(
     x_ptr, w_ptr, y_ptr, slope_ptr, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):
-    # Tiles run down GROUP rows of tiles before the next column, so that these share the weights in L2.
+    # Programs process GROUP rows of tiles column by column, so that the rows share the weights in L2.
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * tiles_n) * GROUP
     tile = tl.program_id(0) % (GROUP * tiles_n)
@@ -52,7 +52,7 @@ def linear_gelu_kernel(
 
 
 def launch(x: Tensor, w: Tensor, y: Tensor, slope: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
     m = x.numel() // K
     linear_gelu_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N),)](
         x, w, y, slope,
@@ -65,7 +65,7 @@ def launch(x: Tensor, w: Tensor, y: Tensor, slope: Tensor) -> None:
 def linear_gelu(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., 768] bf16, w [3072, 768] bf16 -> y [..., 3072] bf16, slope [..., 3072] bf16.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     rows = x.shape[:-1]
     for name, tensor, shape, dtype in (
@@ -74,9 +74,9 @@ def linear_gelu(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
         if not tensor.is_cuda or have != (shape, dtype, x.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     y = x.new_empty(*rows, N)
     slope = x.new_empty(*rows, N)
     if rows.numel():

@@ -9,7 +9,7 @@
 
 Triton kernel for sm80: a program takes a row in chunks, with a running maximum. All of it in fp32, each
 result rounded once where it is stored.
-A target outside of the vocabulary reads nothing and makes the row's results NaN.
+If a target is not in the vocabulary, the results of its row are NaN.
 """
 
 import torch
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
 NODE = "head.nats + logits.f32 + loss"
 V, WIDTH = 50257, 50304
 BLOCK, WARPS = 4096, 16
@@ -25,8 +25,8 @@ BLOCK, WARPS = 4096, 16
 
 @triton.jit
 def gathered(f, most, total):
-    """The highest value so far and the sum of exp(value - highest), with those of one chunk more: of eight
-    columns each, which one thread holds, so nothing crosses threads."""
+    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight columns with one more
+    chunk. One thread holds a group, so threads do not communicate."""
     higher = tl.maximum(most, tl.max(f, 1))
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(f - higher[:, None]), 1)
 
@@ -42,13 +42,13 @@ def softmax_nats_kernel(
     row_ptr = logits_ptr + row * WIDTH
     wanted = tl.load(row_ptr + target).to(tl.float32)
     columns = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)
-    lowest = -3.4028234663852886e38  # of all floats, as -inf less -inf would be NaN
+    lowest = -3.4028234663852886e38  # the lowest finite f32: -inf - -inf would be NaN
     most = tl.full((BLOCK // 8,), lowest, tl.float32)
     total = tl.zeros((BLOCK // 8,), tl.float32)
     for start in range(0, V // BLOCK * BLOCK, BLOCK):
         f = tl.load(row_ptr + start + columns).to(tl.float32)
         most, total = gathered(f, most, total)
-    for start in range(V // BLOCK * BLOCK, WIDTH, BLOCK):  # columns from V on are no logits
+    for start in range(V // BLOCK * BLOCK, WIDTH, BLOCK):  # columns from V on are padding
         at = start + columns
         f = tl.load(row_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         most, total = gathered(tl.where(at < V, f, float("-inf")), most, total)
@@ -59,7 +59,7 @@ def softmax_nats_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
     m = targets.numel()
     softmax_nats_kernel[(m,)](
         logits, targets, nats, V, WIDTH, BLOCK,
@@ -71,7 +71,7 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 50304] bf16, targets [...] i64 -> nats [...] f32.
 
-    On one GPU, with any leading dims; logits contiguous and aligned. ValueError says what is not.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (
@@ -80,9 +80,9 @@ def softmax_nats(logits: Tensor, targets: Tensor) -> Tensor:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % align)
         if not tensor.is_cuda or have != (shape, dtype, logits.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     nats = logits.new_empty(rows, dtype=torch.float32)
     if rows.numel():
         with torch.cuda.device_of(logits):

@@ -16,9 +16,9 @@ Called again, it may give other bits: blocks of keys add to dq in the order in w
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.attention.y.grad"
-H, G, C = 12, 12, 64  # heads of queries, heads of keys and values, channels of each
+H, G, C = 12, 12, 64  # query heads, key heads, channels per head
 
 
 @torch.library.custom_op(f"{NAMESPACE}::causal_attention_grad__h12_g12_c64", mutates_args=())
@@ -41,8 +41,8 @@ def causal_attention_grad(
         ("lse", lse, (b, H, t), torch.float32),
     ):
         if not tensor.is_cuda or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device):
-            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {dtype} {list(shape)} on one GPU")
+            given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     with torch.cuda.device_of(q):
         if t == 1:  # which cuDNN refuses; a token alone attends to itself
             return q.new_zeros(q.shape), k.new_zeros(k.shape), dy.unflatten(2, (G, H // G)).sum(3)

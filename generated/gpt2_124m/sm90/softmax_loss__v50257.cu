@@ -20,29 +20,29 @@ namespace {
 using Element = __nv_bfloat16;
 constexpr int V = 50257, WIDTH = 50304;
 constexpr int kThreads = 512, kCopiers = 0;
-constexpr int kVectors = 1;  // of 16 bytes that a thread has in registers at a time
-constexpr int kResident = 2;  // blocks a multiprocessor
+constexpr int kVectors = 1;  // vectors of 16 bytes that a thread holds in registers
+constexpr int kResident = 2;  // blocks per multiprocessor
 
-constexpr int kPer = 16 / sizeof(Element);  // columns of a vector
-constexpr int kRow = WIDTH / kPer;  // vectors of a row
-constexpr int kStep = kThreads * kVectors;  // vectors that a block takes at a time
+constexpr int kPer = 16 / sizeof(Element);  // columns per vector
+constexpr int kRow = WIDTH / kPer;  // vectors per row
+constexpr int kStep = kThreads * kVectors;  // vectors that a block processes per step
 constexpr int kSteps = (kRow + kStep - 1) / kStep;
-constexpr int kEasy = V / kPer / kStep;  // steps of logits alone
+constexpr int kEasy = V / kPer / kStep;  // steps whose columns are all logits
 constexpr int kWarps = kThreads / 32;
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-constexpr float kLowest = -2.3e38f;  // times kLog2e it is no infinity yet, as infinities' difference is NaN
+constexpr float kLowest = -2.3e38f;  // finite also after multiplication by kLog2e
 
-// The value of a logit in the softmax.
+// Returns the value of a logit in the softmax.
 __device__ inline float bounded(float z) {
   return z;
 }
 
-// Its derivative.
+// Returns the derivative of `bounded`.
 __device__ inline float slope(float z) {
   return 1.0f;
 }
 
-// volatile, so that the load stands where it is written
+// volatile keeps the load at this position
 __device__ inline float loaded(Element const* from) {
   return __uint_as_float(*reinterpret_cast<unsigned short const volatile*>(from) << 16);
 }
@@ -53,12 +53,12 @@ __device__ inline void unpack(uint4 const& x, float (&z)[kPer]) {
   for (int i = 0; i < kPer; ++i) z[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
 }
 
-// Copies the row to shared memory by cp.async. Each thread reads what it has copied itself, and so waits for no other.
+// Copies the row to shared memory by cp.async. Each thread reads only what it copied, so threads need no barrier.
 struct Copies {
   uint4* row;
   uint64_t policy;
 
-  // Starts to copy the row.
+  // Issues the copies of the row.
   __device__ bool begin(uint4* buffer, Element const* logits) {
     row = buffer;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -66,10 +66,10 @@ struct Copies {
     return true;
   }
 
-  // Until a step of the row has come. Between its own group and this, kSteps - 1 others were committed.
+  // Waits until a step of the row has arrived. kSteps - 1 groups were committed after the group of that step.
   __device__ void wait(int) {
     asm volatile("cp.async.wait_group %0;" ::"n"(kSteps - 1) : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");  // of no copies, to count by
+    asm volatile("cp.async.commit_group;" ::: "memory");  // an empty group, so that the count stays constant
   }
 
   __device__ void copy(int step, Element const* from) {
@@ -93,8 +93,8 @@ __device__ inline float power_of_two(float x) {
   return y;
 }
 
-// The highest value and the sum of exp(value - highest), with those of this thread's columns of a step. kLast tells
-// that some may be no logits, or no columns.
+// Updates the running maximum and the sum of exp(value - maximum) with this thread's columns of one step. With kLast,
+// columns may lie beyond the vocabulary or the row.
 template <bool kLast>
 __device__ inline void gather(uint4 const* row, int step, float& most, float& total) {
   int const first = step * kStep + threadIdx.x;
@@ -110,7 +110,7 @@ __device__ inline void gather(uint4 const* row, int step, float& most, float& to
       if (i % 2) higher = fmaxf(higher, fmaxf(f[v][i - 1], f[v][i]));
     }
   }
-  float const base = __fmul_rn(higher, kLog2e);  // as it was rounded, in all sums
+  float const base = __fmul_rn(higher, kLog2e);  // rounded once; every sum uses this value
   total *= power_of_two(__fmul_rn(most, kLog2e) - base);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -126,7 +126,7 @@ __device__ inline void gather(uint4 const* row, int step, float& most, float& to
   most = higher;
 }
 
-// Those of a warp's 32 lanes, in all of them.
+// Returns the maximum and the sum over the 32 lanes of a warp, in every lane.
 __device__ inline float2 of_warp(float2 mine) {
   float most = mine.x, total = mine.y;
 #pragma unroll
@@ -144,8 +144,8 @@ __device__ inline uint4 packed(float const (&g)[kPer]) {
   return *reinterpret_cast<uint4 const*>(elements);
 }
 
-// Writes the gradient of this thread's columns of a step, as if none were the target. `shift` takes the highest value,
-// the sum and the number of rows into the exponent.
+// Writes the gradient of this thread's columns of one step, except for the term of the target. `shift` combines the
+// maximum, the logarithm of the sum, and that of the number of rows.
 template <bool kLast>
 __device__ inline void differentiate(uint4 const* row, int step, float shift, uint4* grad) {
 #pragma unroll
@@ -163,14 +163,14 @@ __device__ inline void differentiate(uint4 const* row, int step, float shift, ui
   }
 }
 
-// One row, from shared memory as it comes: its loss, and then once more for the gradient.
+// Computes the loss of one row while it arrives in shared memory, then its gradient.
 __device__ inline void softmax_row(
     Copies& copies, uint4 const* row, float2* parts, int64_t at, int64_t target, Element const* logits,
     float* nats, Element* grad, int m) {
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   bool const known = target >= 0 && target < V;
   int const column = known ? static_cast<int>(target) : 0;
-  float const z = loaded(logits + at * WIDTH + column);  // ends while the row is read
+  float const z = loaded(logits + at * WIDTH + column);  // this load overlaps with reading the row
 
   float most = kLowest, total = 0.0f;
   for (int step = 0; step < kSteps; ++step) {
@@ -184,21 +184,21 @@ __device__ inline void softmax_row(
   float2 const whole = of_warp(lane < kWarps ? parts[lane] : float2{kLowest, 0.0f});
   float const sum = known && whole.y > 0.0f ? whole.y : NAN;
   float const base = __fmul_rn(whole.x, kLog2e), f = bounded(z);
-  bool const owner = threadIdx.x == column / kPer % kThreads;  // of the target's column
+  bool const owner = threadIdx.x == column / kPer % kThreads;  // the thread that writes the target's column
   if (owner) nats[at] = logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base) + (whole.x - f);
 
-  Element* const slopes = grad + at * WIDTH;  // every thread has read z and its part of the row
+  Element* const slopes = grad + at * WIDTH;  // grad may be logits: z and the row were read before
   float const rows = static_cast<float>(m), shift = base + log2f(sum * rows);
   for (int step = 0; step < kSteps; ++step) {
     if (step < kEasy) differentiate<false>(row, step, shift, reinterpret_cast<uint4*>(slopes));
     else differentiate<true>(row, step, shift, reinterpret_cast<uint4*>(slopes));
   }
-  // Behind this thread's own store of the vector.
+  // Overwrites one element of the vector that this thread stored above.
   float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);
   if (owner) slopes[column] = static_cast<Element>((p - 1.0f) / rows * slope(z));
 }
 
-// A block computes one row.
+// One block computes one row.
 __global__ void __launch_bounds__(kThreads + kCopiers, kResident) softmax_rows(
     Element const* logits, int64_t const* targets, float* nats, Element* grad, int m) {
   extern __shared__ __align__(128) uint4 row[];
@@ -211,13 +211,13 @@ __global__ void __launch_bounds__(kThreads + kCopiers, kResident) softmax_rows(
 
 }  // namespace
 
-// What a status means.
+// Returns the description of a status.
 extern "C" char const* softmax_loss_status(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
-// Returns a cudaError_t, 0 for success. Pointers are to device memory, those of rows 16-byte aligned; rows are
-// contiguous and at least one. `grad` may be `logits`.
+// Returns a cudaError_t, 0 for success. Pointers are to device memory; rows are 16-byte aligned and contiguous.
+// There is at least one row. `grad` may be `logits`.
 extern "C" int softmax_loss(
     int m, void const* logits, void const* targets, void* nats, void* grad, cudaStream_t stream) {
   constexpr int kBytes = kRow * 16;

@@ -18,24 +18,24 @@ namespace {
 using Element = __nv_bfloat16;
 constexpr int V = 50257, WIDTH = 50304;
 constexpr int kThreads = 256, kCopiers = 32;
-constexpr int kVectors = 4;  // of 16 bytes that a thread has in registers at a time
-constexpr int kResident = 2;  // blocks a multiprocessor
+constexpr int kVectors = 4;  // vectors of 16 bytes that a thread holds in registers
+constexpr int kResident = 2;  // blocks per multiprocessor
 
-constexpr int kPer = 16 / sizeof(Element);  // columns of a vector
-constexpr int kRow = WIDTH / kPer;  // vectors of a row
-constexpr int kStep = kThreads * kVectors;  // vectors that a block takes at a time
+constexpr int kPer = 16 / sizeof(Element);  // columns per vector
+constexpr int kRow = WIDTH / kPer;  // vectors per row
+constexpr int kStep = kThreads * kVectors;  // vectors that a block processes per step
 constexpr int kSteps = (kRow + kStep - 1) / kStep;
-constexpr int kEasy = V / kPer / kStep;  // steps of logits alone
+constexpr int kEasy = V / kPer / kStep;  // steps whose columns are all logits
 constexpr int kWarps = kThreads / 32;
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
-constexpr float kLowest = -2.3e38f;  // times kLog2e it is no infinity yet, as infinities' difference is NaN
+constexpr float kLowest = -2.3e38f;  // finite also after multiplication by kLog2e
 
-// The value of a logit in the softmax.
+// Returns the value of a logit in the softmax.
 __device__ inline float bounded(float z) {
   return z;
 }
 
-// volatile, so that the load stands where it is written
+// volatile keeps the load at this position
 __device__ inline float loaded(Element const* from) {
   return __uint_as_float(*reinterpret_cast<unsigned short const volatile*>(from) << 16);
 }
@@ -46,11 +46,11 @@ __device__ inline void unpack(uint4 const& x, float (&z)[kPer]) {
   for (int i = 0; i < kPer; ++i) z[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
 }
 
-// Copies the row to shared memory by TMA, a step at a time: one thread of a further warp starts the copies.
+// Copies the row to shared memory by TMA, one step at a time. One thread of an additional warp issues the copies.
 struct Copies {
-  uint32_t full;  // barriers in shared memory, one a step: its bytes have come
+  uint32_t full;  // barriers in shared memory, one per step: the bytes have arrived
 
-  // False in the warp that copies, when it has started all copies.
+  // Returns false in the copying warp, after it has issued all copies.
   __device__ bool begin(uint4* row, Element const* logits) {
     __shared__ uint64_t barriers[kSteps];
     full = static_cast<uint32_t>(__cvta_generic_to_shared(barriers));
@@ -81,7 +81,7 @@ struct Copies {
     }
   }
 
-  // Until a step of the row has come.
+  // Waits until a step of the row has arrived.
   __device__ void wait(int step) const {
     uint32_t over = 0;
     while (over == 0) {
@@ -98,8 +98,8 @@ __device__ inline float power_of_two(float x) {
   return y;
 }
 
-// The highest value and the sum of exp(value - highest), with those of this thread's columns of a step. kLast tells
-// that some may be no logits, or no columns.
+// Updates the running maximum and the sum of exp(value - maximum) with this thread's columns of one step. With kLast,
+// columns may lie beyond the vocabulary or the row.
 template <bool kLast>
 __device__ inline void gather(uint4 const* row, int step, float& most, float& total) {
   int const first = step * kStep + threadIdx.x;
@@ -115,7 +115,7 @@ __device__ inline void gather(uint4 const* row, int step, float& most, float& to
       if (i % 2) higher = fmaxf(higher, fmaxf(f[v][i - 1], f[v][i]));
     }
   }
-  float const base = __fmul_rn(higher, kLog2e);  // as it was rounded, in all sums
+  float const base = __fmul_rn(higher, kLog2e);  // rounded once; every sum uses this value
   total *= power_of_two(__fmul_rn(most, kLog2e) - base);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -131,7 +131,7 @@ __device__ inline void gather(uint4 const* row, int step, float& most, float& to
   most = higher;
 }
 
-// Those of a warp's 32 lanes, in all of them.
+// Returns the maximum and the sum over the 32 lanes of a warp, in every lane.
 __device__ inline float2 of_warp(float2 mine) {
   float most = mine.x, total = mine.y;
 #pragma unroll
@@ -142,14 +142,14 @@ __device__ inline float2 of_warp(float2 mine) {
   return {most, total};
 }
 
-// One row, from shared memory as it comes: its loss.
+// Computes the loss of one row while it arrives in shared memory.
 __device__ inline void softmax_row(
     Copies& copies, uint4 const* row, float2* parts, int64_t at, int64_t target, Element const* logits,
     float* nats) {
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   bool const known = target >= 0 && target < V;
   int const column = known ? static_cast<int>(target) : 0;
-  float const z = loaded(logits + at * WIDTH + column);  // ends while the row is read
+  float const z = loaded(logits + at * WIDTH + column);  // this load overlaps with reading the row
 
   float most = kLowest, total = 0.0f;
   for (int step = 0; step < kSteps; ++step) {
@@ -163,11 +163,11 @@ __device__ inline void softmax_row(
   float2 const whole = of_warp(lane < kWarps ? parts[lane] : float2{kLowest, 0.0f});
   float const sum = known && whole.y > 0.0f ? whole.y : NAN;
   float const base = __fmul_rn(whole.x, kLog2e), f = bounded(z);
-  bool const owner = threadIdx.x == column / kPer % kThreads;  // of the target's column
+  bool const owner = threadIdx.x == column / kPer % kThreads;  // the thread that writes the target's column
   if (owner) nats[at] = logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base) + (whole.x - f);
 }
 
-// A block computes one row.
+// One block computes one row.
 __global__ void __launch_bounds__(kThreads + kCopiers, kResident) softmax_rows(
     Element const* logits, int64_t const* targets, float* nats) {
   extern __shared__ __align__(128) uint4 row[];
@@ -180,13 +180,13 @@ __global__ void __launch_bounds__(kThreads + kCopiers, kResident) softmax_rows(
 
 }  // namespace
 
-// What a status means.
+// Returns the description of a status.
 extern "C" char const* softmax_nats_status(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
-// Returns a cudaError_t, 0 for success. Pointers are to device memory, those of rows 16-byte aligned; rows are
-// contiguous and at least one.
+// Returns a cudaError_t, 0 for success. Pointers are to device memory; rows are 16-byte aligned and contiguous.
+// There is at least one row.
 extern "C" int softmax_nats(
     int m, void const* logits, void const* targets, void* nats, cudaStream_t stream) {
   constexpr int kBytes = kRow * 16;

@@ -9,8 +9,8 @@
 
 CUDA C++ for sm90: TMA copies a row to shared memory, 7 steps of it at a time, with a running maximum as they
 come.
-Launches the kernel of the .cu file beside this one.
-A target outside of the vocabulary reads nothing and makes the row's results NaN.
+Launches the kernel in the .cu file next to this one.
+If a target is not in the vocabulary, the results of its row are NaN.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a separate package
 NODE = "head.nats + logits.f32 + loss"
 V, WIDTH = 50257, 50304
 
 
 @cache
 def native() -> ctypes.CDLL:
-    """The compiled kernel; nvcc takes seconds where no cached one has the same source."""
+    """Returns the compiled kernel. Unless it is cached, nvcc takes some seconds."""
     code = library(Path(__file__).with_suffix(".cu"))
     code.softmax_nats.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4]
     code.softmax_nats_status.restype = ctypes.c_char_p
@@ -37,7 +37,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
     m, code = targets.numel(), native()
     stream = torch.cuda.current_stream(logits.device).cuda_stream
     status = code.softmax_nats(
@@ -53,7 +53,7 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 50304] bf16, targets [...] i64 -> nats [...] f32.
 
-    On one GPU, with any leading dims; logits contiguous and aligned. ValueError says what is not.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (
@@ -62,9 +62,9 @@ def softmax_nats(logits: Tensor, targets: Tensor) -> Tensor:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % align)
         if not tensor.is_cuda or have != (shape, dtype, logits.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     nats = logits.new_empty(rows, dtype=torch.float32)
     if rows.numel():
         with torch.cuda.device_of(logits):

@@ -31,7 +31,7 @@ WRITE = {7, 8, 9, 10}  # blocks with write
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
-    """A module that only holds parameters, so that their names are those of the spec."""
+    """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
         holder.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))

@@ -2,7 +2,7 @@
 # templates/torch/softmax_loss.py.jinja.
 # head.loss + softcap    logits f32[B,T,8192], targets i64[B,T] -> loss f32[],
 #     grad f32[B,T,8192]    plan 193351b4641b
-"""Cross-entropy of logits in plain Torch, for targets without kernels of their own.
+"""Cross-entropy of logits in plain Torch, for targets that have no kernel for it.
 
     f = 30 * tanh(z / 30) of z = logits
     loss = mean(log(sum(exp(f))) - f[target])

@@ -7,7 +7,7 @@
 //     dx = p * slope
 //
 // CUTLASS 3.x for sm90a, TMA, warp-specialised: 128x128x64, pingpong, cluster 2x1x1.
-// fp32 accumulator and epilogue, rounded once where it is stored.
+// The accumulator and the epilogue are fp32; each output is rounded once, when it is stored.
 
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -28,9 +28,9 @@ constexpr int N = 448;
 constexpr int K = 128;
 
 using Element = cutlass::bfloat16_t;
-constexpr int kAlign = 16 / sizeof(Element);  // TMA wants rows that are multiples of 16 bytes
+constexpr int kAlign = 16 / sizeof(Element);  // TMA requires rows that are multiples of 16 bytes
 using Row = cutlass::layout::RowMajor;
-using WeightLayout = cutlass::layout::RowMajor;  // [K, N] as the GEMM sees it
+using WeightLayout = cutlass::layout::RowMajor;  // the layout of the weight as [K, N]
 
 using Tile = cute::Shape<cute::Int<128>, cute::Int<128>, cute::Int<64>>;
 using Cluster = cute::Shape<cute::Int<2>, cute::Int<1>, cute::Int<1>>;
@@ -38,7 +38,7 @@ using MainloopSchedule = gemm::KernelTmaWarpSpecializedPingpong;
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
 using EpilogueTile = collective::EpilogueTileAuto;
 
-// The epilogue over the fragments of fp32 that Sm90Compute hands it.
+// The epilogue, over fragments of fp32 from Sm90Compute.
 template <class Fragment>
 struct ComputeDx {
   __device__ Fragment operator()(Fragment const& p, Fragment const& slope) const {
@@ -94,19 +94,19 @@ Gemm::Arguments arguments(
 
 }  // namespace
 
-// Bytes of device memory that a call with m rows wants.
+// Returns the bytes of device memory that a call with m rows needs.
 extern "C" size_t dgrad_mul_workspace(int m) {
   return Gemm::get_workspace_size(arguments(m, 1, 0, nullptr, nullptr, nullptr, nullptr));
 }
 
-// What a status means.
+// Returns the description of a status.
 extern "C" char const* dgrad_mul_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Thread blocks walk the output in columns `swizzle` clusters wide,
-// in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory, 16-byte
-// aligned; rows are contiguous and at least one.
+// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle` clusters,
+// in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and 16-byte
+// aligned; rows are contiguous. There is at least one row.
 extern "C" int dgrad_mul(
     int m, int swizzle, int raster, void const* dy, void const* w, void const* slope, void* dx,
     void* workspace, cudaStream_t stream
@@ -114,7 +114,7 @@ extern "C" int dgrad_mul(
   auto const given = arguments(m, swizzle, raster, dy, w, slope, dx);
   Gemm call;
   auto status = cutlass::Status::kSuccess;
-  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // no device answers
+  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // the device cannot be queried
   if (status == cutlass::Status::kSuccess) status = call.can_implement(given);
   if (status == cutlass::Status::kSuccess) status = call.initialize(given, workspace, stream);
   if (status == cutlass::Status::kSuccess) status = call.run(stream);

@@ -7,7 +7,7 @@
     p = dy w
     dx = p * slope
 
-Launches the CUTLASS kernel of the .cu file beside this one.
+Launches the CUTLASS kernel in the .cu file next to this one.
 """
 
 import ctypes
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.mlp.down.dgrad + act.grad"
 N, K = 448, 128
-SWIZZLE, RASTER = 1, 0  # how thread blocks walk the output
+SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
 
 
 @cache
 def native() -> ctypes.CDLL:
-    """The compiled kernel; nvcc takes a minute where no cached one has the same source."""
+    """Returns the compiled kernel. Unless it is cached, nvcc takes about a minute."""
     code = library(Path(__file__).with_suffix(".cu"))
     code.dgrad_mul.argtypes = [*[ctypes.c_int] * 3, *[ctypes.c_void_p] * 6]
     code.dgrad_mul_workspace.argtypes = [ctypes.c_int]
@@ -37,7 +37,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
-    """Writes every element of the output, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
     m, code = dy.numel() // K, native()
     workspace = torch.empty(code.dgrad_mul_workspace(m), dtype=torch.uint8, device=dy.device)
     stream = torch.cuda.current_stream(dy.device).cuda_stream
@@ -58,7 +58,7 @@ def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
 def dgrad_mul(dy: Tensor, w: Tensor, slope: Tensor) -> Tensor:
     """dy [..., 128] bf16, w [128, 448] bf16, slope [..., 448] bf16 -> dx [..., 448] bf16.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     rows = dy.shape[:-1]
     for name, tensor, shape, dtype in (
@@ -68,9 +68,9 @@ def dgrad_mul(dy: Tensor, w: Tensor, slope: Tensor) -> Tensor:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     dx = dy.new_empty(*rows, N)
     if rows.numel():
         with torch.cuda.device_of(dy):

@@ -31,7 +31,7 @@ SKIPS = {5: 4, 6: 3, 7: 2, 8: 1, 9: 0}  # block -> the earlier block whose outpu
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
-    """A module that only holds parameters, so that their names are those of the spec."""
+    """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
         holder.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))

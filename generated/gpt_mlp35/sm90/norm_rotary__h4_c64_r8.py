@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.attention.k.rope + norm"
-H, C, R = 4, 64, 8  # heads, the channels of one, the pairs of them that turn
+H, C, R = 4, 64, 8  # heads, channels per head, rotated pairs
 ROWS, BLOCK, SEQUENCES, WARPS = 16, 64, 4, 4
 
 
@@ -29,14 +29,14 @@ def norm_rotary_kernel(
     x_ptr, cos_ptr, sin_ptr, y_ptr, B, T, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
-    programs = tl.cdiv(T * H, ROWS)  # of a sequence
-    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]  # a head of a token
+    programs = tl.cdiv(T * H, ROWS)  # per sequence
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]  # one row per head of a token
     first = (tl.program_id(0) // programs).to(tl.int64) * SEQUENCES
     token, head = row // H, row % H
     c = tl.arange(0, BLOCK)[None, :]
     inside = token < T
     turned = inside & (c < 2 * R)
-    other = tl.where(c < R, c + R, c - R)  # the channel that makes a pair with c
+    other = tl.where(c < R, c + R, c - R)  # the channel paired with c
     angle = token * R + c % R
     cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
     sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
@@ -54,15 +54,15 @@ def norm_rotary_kernel(
 
 
 def grid_of(tokens: int, t: int) -> tuple[int]:
-    """How many programs there are: those of a sequence of t tokens, then those of the next.
+    """Returns the grid: the programs of a sequence of t tokens, then those of the next sequence.
 
-    All are on the first axis, as the others have room for 65,535.
+    All programs are on the first axis, because the others are limited to 65,535.
     """
     return (triton.cdiv(t * H, ROWS) * triton.cdiv(tokens // max(t, 1), SEQUENCES),)
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one token."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one token."""
     tokens, t = x.numel() // (H * C), cos.shape[0]
     norm_rotary_kernel[grid_of(tokens, t)](
         x, cos, sin, y, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,
@@ -88,10 +88,10 @@ def norm_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, laid, tensor.data_ptr() % alignment)
         if not tensor.is_cuda or have != (shape, dtype, x.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
             layout = "evenly spaced tokens of contiguous heads" if tensor is x else "contiguous"
-            wants = f"{layout}, {alignment}-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            expected = f"{layout}, {alignment}-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     y = x.new_empty(x.shape)
     if x.numel():
         with torch.cuda.device_of(x):

@@ -8,7 +8,7 @@
 
 Triton kernel for sm90: a program holds a row in registers and reads them once. All of it in fp32, each result
 rounded once where it is stored.
-A target outside of the vocabulary reads nothing and makes the row's results NaN.
+If a target is not in the vocabulary, the results of its row are NaN.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a separate package
 NODE = "head.nats + softcap + loss"
 V, WIDTH = 1024, 1024
 ROWS, BLOCK, WARPS = 1, 1024, 1
@@ -24,7 +24,7 @@ ROWS, BLOCK, WARPS = 1, 1024, 1
 
 @triton.jit
 def bounded(z):
-    """What becomes of a logit before the softmax."""
+    """Returns the value of a logit in the softmax."""
     return 30.0 * (2.0 * tl.sigmoid(2.0 * (z / 30.0)) - 1.0)
 
 
@@ -49,7 +49,7 @@ def softmax_nats_tanh_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
     m = targets.numel()
     softmax_nats_tanh_kernel[(triton.cdiv(m, ROWS),)](
         logits, targets, nats, m, V, WIDTH, ROWS, BLOCK,
@@ -61,7 +61,7 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats_tanh(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 1024] bf16, targets [...] i64 -> nats [...] f32.
 
-    On one GPU, with any leading dims; logits contiguous and aligned. ValueError says what is not.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (
@@ -70,9 +70,9 @@ def softmax_nats_tanh(logits: Tensor, targets: Tensor) -> Tensor:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % align)
         if not tensor.is_cuda or have != (shape, dtype, logits.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     nats = logits.new_empty(rows, dtype=torch.float32)
     if rows.numel():
         with torch.cuda.device_of(logits):

@@ -2,12 +2,12 @@
 # templates/torch/product.py.jinja.
 # blocks.*.mlp.down.dgrad + act.grad    f32[B,T,512] x f32[512,1792] x f32[B,T,1792] ->
 #     f32[B,T,1792]    plan 5dfd474cc49c
-"""A product and its epilogue in plain Torch, for targets without kernels of their own."""
+"""A product and its epilogue in plain Torch, for targets that have no kernel for it."""
 
 from torch import Tensor
 
 
 def dgrad_mul(x: Tensor, w: Tensor, slope: Tensor) -> Tensor:
-    """See the header for shapes; rows are flattened. Computed in the dtype of the inputs."""
+    """Computes in the dtype of the inputs. The header has the shapes; rows are flattened."""
     d = x @ w
     return d * slope

@@ -8,7 +8,7 @@
 //     y = 0.5 * slope * p
 //
 // CUTLASS 3.x for sm90a, TMA, warp-specialised: 128x128x64, pingpong, cluster 1x1x1, epilogue 64x64.
-// fp32 accumulator and epilogue, rounded once where it is stored.
+// The accumulator and the epilogue are fp32; each output is rounded once, when it is stored.
 
 #include "cutlass/cutlass.h"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -29,9 +29,9 @@ constexpr int N = 1792;
 constexpr int K = 512;
 
 using Element = cutlass::bfloat16_t;
-constexpr int kAlign = 16 / sizeof(Element);  // TMA wants rows that are multiples of 16 bytes
+constexpr int kAlign = 16 / sizeof(Element);  // TMA requires rows that are multiples of 16 bytes
 using Row = cutlass::layout::RowMajor;
-using WeightLayout = cutlass::layout::ColumnMajor;  // [K, N] as the GEMM sees it
+using WeightLayout = cutlass::layout::ColumnMajor;  // the layout of the weight as [K, N]
 
 using Tile = cute::Shape<cute::Int<128>, cute::Int<128>, cute::Int<64>>;
 using Cluster = cute::Shape<cute::Int<1>, cute::Int<1>, cute::Int<1>>;
@@ -39,7 +39,7 @@ using MainloopSchedule = gemm::KernelTmaWarpSpecializedPingpong;
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
 using EpilogueTile = cute::Shape<cute::Int<64>, cute::Int<64>>;
 
-// The epilogue over the fragments of fp32 that Sm90Compute hands it.
+// The epilogue, over fragments of fp32 from Sm90Compute.
 template <class Fragment>
 struct ComputeSlope {
   __device__ Fragment operator()(Fragment const& p) const {
@@ -69,7 +69,7 @@ template <template <class> class Functor, class Out = float>
 using Compute = fusion::Sm90Compute<Functor, Out, float, kRound>;
 
 using Part = collective::detail::EpilogueDescriptor<Tile, EpilogueTile, Element, Element, EpilogueSchedule>;
-// A further output of [M, N], stored by TMA; its unrounded value goes on to what reads it.
+// An additional output of [M, N], stored by TMA. Its readers in the epilogue get the value before rounding.
 using Stored = collective::detail::AuxStoreDescriptor<Part, Row, Element>;
 using TileStore = fusion::Sm90AuxStore<
     Stored::Stages, Stored::EpilogueTile, Element, kRound, Stored::Stride, Stored::SmemLayoutAtom,
@@ -111,19 +111,19 @@ Gemm::Arguments arguments(
 
 }  // namespace
 
-// Bytes of device memory that a call with m rows wants.
+// Returns the bytes of device memory that a call with m rows needs.
 extern "C" size_t linear_leaky_relu2_workspace(int m) {
   return Gemm::get_workspace_size(arguments(m, 1, 0, nullptr, nullptr, nullptr, nullptr));
 }
 
-// What a status means.
+// Returns the description of a status.
 extern "C" char const* linear_leaky_relu2_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Thread blocks walk the output in columns `swizzle` clusters wide,
-// in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory, 16-byte
-// aligned; rows are contiguous and at least one.
+// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle` clusters,
+// in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and 16-byte
+// aligned; rows are contiguous. There is at least one row.
 extern "C" int linear_leaky_relu2(
     int m, int swizzle, int raster, void const* x, void const* w, void* y, void* slope, void* workspace,
     cudaStream_t stream
@@ -131,7 +131,7 @@ extern "C" int linear_leaky_relu2(
   auto const given = arguments(m, swizzle, raster, x, w, y, slope);
   Gemm call;
   auto status = cutlass::Status::kSuccess;
-  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // no device answers
+  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // the device cannot be queried
   if (status == cutlass::Status::kSuccess) status = call.can_implement(given);
   if (status == cutlass::Status::kSuccess) status = call.initialize(given, workspace, stream);
   if (status == cutlass::Status::kSuccess) status = call.run(stream);

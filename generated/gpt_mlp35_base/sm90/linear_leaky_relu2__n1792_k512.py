@@ -8,7 +8,7 @@
     slope = where(p > 0, 2 * p, 0.5 * p)
     y = 0.5 * slope * p
 
-Launches the CUTLASS kernel of the .cu file beside this one.
+Launches the CUTLASS kernel in the .cu file next to this one.
 """
 
 import ctypes
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_gpt_mlp35_base").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt_mlp35_base").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.mlp.up + act"
 N, K = 1792, 512
-SWIZZLE, RASTER = 1, 0  # how thread blocks walk the output
+SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
 
 
 @cache
 def native() -> ctypes.CDLL:
-    """The compiled kernel; nvcc takes a minute where no cached one has the same source."""
+    """Returns the compiled kernel. Unless it is cached, nvcc takes about a minute."""
     code = library(Path(__file__).with_suffix(".cu"))
     code.linear_leaky_relu2.argtypes = [*[ctypes.c_int] * 3, *[ctypes.c_void_p] * 6]
     code.linear_leaky_relu2_workspace.argtypes = [ctypes.c_int]
@@ -38,7 +38,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(x: Tensor, w: Tensor, y: Tensor, slope: Tensor) -> None:
-    """Writes every element of the output, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
     m, code = x.numel() // K, native()
     workspace = torch.empty(code.linear_leaky_relu2_workspace(m), dtype=torch.uint8, device=x.device)
     stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -59,7 +59,7 @@ def launch(x: Tensor, w: Tensor, y: Tensor, slope: Tensor) -> None:
 def linear_leaky_relu2(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., 512] bf16, w [1792, 512] bf16 -> y [..., 1792] bf16, slope [..., 1792] bf16.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     rows = x.shape[:-1]
     for name, tensor, shape, dtype in (
@@ -68,9 +68,9 @@ def linear_leaky_relu2(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
         if not tensor.is_cuda or have != (shape, dtype, x.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     y = x.new_empty(*rows, N)
     slope = x.new_empty(*rows, N)
     if rows.numel():

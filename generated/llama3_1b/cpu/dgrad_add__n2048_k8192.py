@@ -2,12 +2,12 @@
 # templates/torch/product.py.jinja.
 # blocks.*.mlp.gate.dgrad + grad_total1    f32[B,T,8192] x f32[8192,2048] x
 #     f32[B,T,2048] -> f32[B,T,2048]    plan d5d87b408828
-"""A product and its epilogue in plain Torch, for targets without kernels of their own."""
+"""A product and its epilogue in plain Torch, for targets that have no kernel for it."""
 
 from torch import Tensor
 
 
 def dgrad_add(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """See the header for shapes; rows are flattened. Computed in the dtype of the inputs."""
+    """Computes in the dtype of the inputs. The header has the shapes; rows are flattened."""
     a = x @ w
     return a + b

@@ -2,13 +2,13 @@
 # templates/torch/product.py.jinja.
 # blocks.*.mlp.down.dgrad + act.grad    f32[B,T,2048] x f32[2048,8192] x f32[B,T,8192] x
 #     f32[B,T,8192] -> f32[B,T,8192], f32[B,T,8192]    plan 14202d4c1012
-"""A product and its epilogue in plain Torch, for targets without kernels of their own."""
+"""A product and its epilogue in plain Torch, for targets that have no kernel for it."""
 
 from torch import Tensor
 
 
 def dgrad_mul_mul(x: Tensor, w: Tensor, slope_x: Tensor, slope_gate: Tensor) -> tuple[Tensor, Tensor]:
-    """See the header for shapes; rows are flattened. Computed in the dtype of the inputs."""
+    """Computes in the dtype of the inputs. The header has the shapes; rows are flattened."""
     d = x @ w
     gate = d * slope_gate
     return d * slope_x, gate

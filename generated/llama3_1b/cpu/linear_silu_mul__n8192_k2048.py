@@ -2,7 +2,7 @@
 # templates/torch/product.py.jinja.
 # blocks.*.mlp.up + gate + act    f32[B,T,2048] x f32[8192,2048] x f32[8192,2048] ->
 #     f32[B,T,8192], f32[B,T,8192], f32[B,T,8192]    plan d81dc36a0eb3
-"""A product and its epilogue in plain Torch, for targets without kernels of their own."""
+"""A product and its epilogue in plain Torch, for targets that have no kernel for it."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 def linear_silu_mul(rows: Tensor, w_x: Tensor, w_gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See the header for shapes; rows are flattened. Computed in the dtype of the inputs."""
+    """Computes in the dtype of the inputs. The header has the shapes; rows are flattened."""
     x = rows @ w_x.T
     gate = rows @ w_gate.T
     slope_x = F.silu(gate)

@@ -26,7 +26,7 @@ V, D, H, C, G, E = 128256, 2048, 32, 64, 8, 8192
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
-    """A module that only holds parameters, so that their names are those of the spec."""
+    """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
         holder.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))

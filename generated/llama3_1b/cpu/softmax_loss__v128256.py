@@ -2,7 +2,7 @@
 # templates/torch/softmax_loss.py.jinja.
 # head.loss + logits.f32    logits f32[B,T,128256], targets i64[B,T] -> loss f32[],
 #     grad f32[B,T,128256]    plan 06b6f528e5a6
-"""Cross-entropy of logits in plain Torch, for targets without kernels of their own.
+"""Cross-entropy of logits in plain Torch, for targets that have no kernel for it.
 
     z = logits
     loss = mean(log(sum(exp(z))) - z[target])

@@ -2,7 +2,7 @@
 # templates/torch/softmax_loss.py.jinja.
 # head.nats + logits.f32 + loss    logits f32[B,T,128256], targets i64[B,T] ->
 #     nats f32[B,T]    plan 3f3647c2bd64
-"""Cross-entropy of logits in plain Torch, for targets without kernels of their own.
+"""Cross-entropy of logits in plain Torch, for targets that have no kernel for it.
 
     z = logits
     nats = log(sum(exp(z))) - z[target]

@@ -14,9 +14,9 @@ Called again, it gives the same bits.
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.attention.y"
-H, G, C = 32, 8, 64  # heads of queries, heads of keys and values, channels of each
+H, G, C = 32, 8, 64  # query heads, key heads, channels per head
 
 
 @torch.library.custom_op(f"{NAMESPACE}::causal_attention__h32_g8_c64", mutates_args=())
@@ -33,8 +33,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ("v", v, (b, t, G, C), torch.bfloat16),
     ):
         if not tensor.is_cuda or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device):
-            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {dtype} {list(shape)} on one GPU")
+            given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     with torch.cuda.device_of(q):
         if t == 1:  # which cuDNN refuses; a token alone attends to itself
             k, v = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2)

@@ -9,7 +9,7 @@
     gate = p * pre_x * sigmoid(pre_gate) * (1 + pre_gate * (1 - sigmoid(pre_gate)))
     x = p * silu(pre_gate)
 
-Launches the CUTLASS kernel of the .cu file beside this one.
+Launches the CUTLASS kernel in the .cu file next to this one.
 """
 
 import ctypes
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.mlp.down.dgrad + act.grad"
 N, K = 8192, 2048
-SWIZZLE, RASTER = 1, 0  # how thread blocks walk the output
+SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
 
 
 @cache
 def native() -> ctypes.CDLL:
-    """The compiled kernel; nvcc takes a minute where no cached one has the same source."""
+    """Returns the compiled kernel. Unless it is cached, nvcc takes about a minute."""
     code = library(Path(__file__).with_suffix(".cu"))
     code.dgrad_silu_mul_pre_grad.argtypes = [*[ctypes.c_int] * 3, *[ctypes.c_void_p] * 8]
     code.dgrad_silu_mul_pre_grad_workspace.argtypes = [ctypes.c_int]
@@ -39,7 +39,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tensor, x: Tensor, gate: Tensor) -> None:
-    """Writes every element of the output, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
     m, code = dy.numel() // K, native()
     workspace = torch.empty(code.dgrad_silu_mul_pre_grad_workspace(m), dtype=torch.uint8, device=dy.device)
     stream = torch.cuda.current_stream(dy.device).cuda_stream
@@ -61,7 +61,7 @@ def dgrad_silu_mul_pre_grad(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tens
     """dy [..., 2048] bf16, w [2048, 8192] bf16, pre_gate [..., 8192] bf16, pre_x [..., 8192] bf16 -> x [...,
     8192] bf16, gate [..., 8192] bf16.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     rows = dy.shape[:-1]
     for name, tensor, shape, dtype in (
@@ -72,9 +72,9 @@ def dgrad_silu_mul_pre_grad(dy: Tensor, w: Tensor, pre_gate: Tensor, pre_x: Tens
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     x = dy.new_empty(*rows, N)
     gate = dy.new_empty(*rows, N)
     if rows.numel():

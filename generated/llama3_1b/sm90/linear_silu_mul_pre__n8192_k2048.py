@@ -10,7 +10,7 @@
     pre_gate = p_gate
     y = silu(p_gate) * pre_x
 
-Launches the CUTLASS kernel of the .cu file beside this one.
+Launches the CUTLASS kernel in the .cu file next to this one.
 """
 
 import ctypes
@@ -22,15 +22,15 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a separate package
 NODE = "blocks.*.mlp.up + gate + act"
 N, K = 8192, 2048
-SWIZZLE, RASTER = 1, 0  # how thread blocks walk the output
+SWIZZLE, RASTER = 1, 0  # how thread blocks traverse the output
 
 
 @cache
 def native() -> ctypes.CDLL:
-    """The compiled kernel; nvcc takes a minute where no cached one has the same source."""
+    """Returns the compiled kernel. Unless it is cached, nvcc takes about a minute."""
     code = library(Path(__file__).with_suffix(".cu"))
     code.linear_silu_mul_pre.argtypes = [*[ctypes.c_int] * 3, *[ctypes.c_void_p] * 7]
     code.linear_silu_mul_pre_workspace.argtypes = [ctypes.c_int]
@@ -40,7 +40,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(x: Tensor, w_x: Tensor, w_gate: Tensor, y: Tensor, pre_x: Tensor, pre_gate: Tensor) -> None:
-    """Writes every element of the output, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the output. Requires at least one row."""
     m, code = x.numel() // K, native()
     workspace = torch.empty(code.linear_silu_mul_pre_workspace(m), dtype=torch.uint8, device=x.device)
     torch.mm(x.view(m, K), w_x.T, out=pre_x.view(m, N))
@@ -63,7 +63,7 @@ def linear_silu_mul_pre(x: Tensor, w_x: Tensor, w_gate: Tensor) -> tuple[Tensor,
     """x [..., 2048] bf16, w_x [8192, 2048] bf16, w_gate [8192, 2048] bf16 -> y [..., 8192] bf16, pre_x [...,
     8192] bf16, pre_gate [..., 8192] bf16.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     rows = x.shape[:-1]
     for name, tensor, shape, dtype in (
@@ -73,9 +73,9 @@ def linear_silu_mul_pre(x: Tensor, w_x: Tensor, w_gate: Tensor) -> tuple[Tensor,
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
         if not tensor.is_cuda or have != (shape, dtype, x.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     y = x.new_empty(*rows, N)
     pre_x = x.new_empty(*rows, N)
     pre_gate = x.new_empty(*rows, N)

@@ -10,7 +10,7 @@
 
 Triton kernel for sm90: a program takes a row in chunks, with a running maximum, and then once more for the
 gradient, from L2. All of it in fp32, each result rounded once where it is stored.
-A target outside of the vocabulary reads nothing and makes the row's results NaN.
+If a target is not in the vocabulary, the results of its row are NaN.
 """
 
 import torch
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_llama3_1b").replace(".", "_")  # each build is a separate package
 NODE = "head.loss + logits.f32"
 V, WIDTH = 128256, 128256
 BLOCK, WARPS = 4096, 16
@@ -26,15 +26,15 @@ BLOCK, WARPS = 4096, 16
 
 @triton.jit
 def gathered(f, most, total):
-    """The highest value so far and the sum of exp(value - highest), with those of one chunk more: of eight
-    columns each, which one thread holds, so nothing crosses threads."""
+    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight columns with one more
+    chunk. One thread holds a group, so threads do not communicate."""
     higher = tl.maximum(most, tl.max(f, 1))
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(f - higher[:, None]), 1)
 
 
 @triton.jit
 def gradient(f, hit, most, share, scale):
-    """Of the mean in a chunk of logits; `scale` is 1 / rows, and `share` that of sum(exp(f - most))."""
+    """Returns the gradient of the mean loss in a chunk: `scale` is 1 / rows, `share` is scale / sum(exp(f - most))."""
     p = tl.exp(f - most) * share
     return tl.where(hit, p - scale, p)
 
@@ -50,13 +50,13 @@ def softmax_loss_kernel(
     row_ptr = logits_ptr + row * WIDTH
     wanted = tl.load(row_ptr + target).to(tl.float32)
     columns = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)
-    lowest = -3.4028234663852886e38  # of all floats, as -inf less -inf would be NaN
+    lowest = -3.4028234663852886e38  # the lowest finite f32: -inf - -inf would be NaN
     most = tl.full((BLOCK // 8,), lowest, tl.float32)
     total = tl.zeros((BLOCK // 8,), tl.float32)
     for start in range(0, V // BLOCK * BLOCK, BLOCK):
         f = tl.load(row_ptr + start + columns).to(tl.float32)
         most, total = gathered(f, most, total)
-    for start in range(V // BLOCK * BLOCK, WIDTH, BLOCK):  # columns from V on are no logits
+    for start in range(V // BLOCK * BLOCK, WIDTH, BLOCK):  # columns from V on are padding
         at = start + columns
         f = tl.load(row_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
         most, total = gathered(tl.where(at < V, f, float("-inf")), most, total)
@@ -80,7 +80,7 @@ def softmax_loss_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
     m = targets.numel()
     softmax_loss_kernel[(m,)](
         logits, targets, nats, grad, m, V, WIDTH, BLOCK,
@@ -92,7 +92,7 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
 def differentiated(logits: Tensor, targets: Tensor) -> Tensor:
     """Replaces the logits by the gradient of the loss, and returns the loss.
 
-    On one GPU, with any leading dims; logits contiguous and aligned. ValueError says what is not.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (
@@ -101,9 +101,9 @@ def differentiated(logits: Tensor, targets: Tensor) -> Tensor:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % align)
         if not tensor.is_cuda or have != (shape, dtype, logits.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, {align}-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     nats = logits.new_empty(rows, dtype=torch.float32)
     if rows.numel():
         with torch.cuda.device_of(logits):

@@ -13,7 +13,7 @@ V, D, DECODER_EMBED_D, H, C = 31, 64, 128, 4, 32
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
-    """A module that only holds parameters, so that their names are those of the spec."""
+    """Returns a module that holds parameters, so that their names are those of the spec."""
     holder = nn.Module()
     for name, shape in shapes.items():
         holder.register_parameter(name, None if shape is None else nn.Parameter(torch.empty(shape)))

@@ -2,12 +2,12 @@
 # templates/torch/product.py.jinja.
 # *.blocks.*.mlp.down.dgrad + act.grad    f32[B,T,256] x f32[256,768] x f32[B,T,768] ->
 #     f32[B,T,768]    plan 44b77f7e40ce
-"""A product and its epilogue in plain Torch, for targets without kernels of their own."""
+"""A product and its epilogue in plain Torch, for targets that have no kernel for it."""
 
 from torch import Tensor
 
 
 def dgrad_mul(x: Tensor, w: Tensor, slope: Tensor) -> Tensor:
-    """See the header for shapes; rows are flattened. Computed in the dtype of the inputs."""
+    """Computes in the dtype of the inputs. The header has the shapes; rows are flattened."""
     d = x @ w
     return d * slope

@@ -7,7 +7,7 @@
     p = dy w
     dx = p * slope
 
-Persistent TMA kernel for sm120: fp32 accumulators and epilogue, each output rounded once where it is stored.
+Persistent TMA kernel for sm120: accumulators and epilogue are fp32, and each output is rounded once, when it is stored.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a separate package
 NODE = "*.blocks.*.mlp.down.dgrad + act.grad"
 N, K = 768, 256
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
@@ -25,13 +25,13 @@ WARPS, STAGES, RESIDENT = 8, 4, 1
 
 @triton.jit
 def halves(p):
-    """The left and right half of a tile: one at a time leaves registers for the epilogue."""
+    """Returns the left and right half of a tile. The epilogue of one half at a time needs fewer registers."""
     return tl.split(tl.permute(tl.reshape(p, (p.shape[0], 2, p.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def finish(p, m, n, slope_desc, dx_desc):
-    """The epilogue of half a tile."""
+    """Computes and stores the epilogue of half a tile."""
     slope = slope_desc.load([m, n]).to(tl.float32)
     dx = p * slope
     dx_desc.store([m, n], dx.to(tl.bfloat16))
@@ -56,7 +56,7 @@ def dgrad_mul_kernel(
 
 
 def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
     m = dy.numel() // K
     tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     multiprocessors = torch.cuda.get_device_properties(dy.device).multi_processor_count
@@ -75,7 +75,7 @@ def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
 def dgrad_mul(dy: Tensor, w: Tensor, slope: Tensor) -> Tensor:
     """dy [..., 256] bf16, w [256, 768] bf16, slope [..., 768] bf16 -> dx [..., 768] bf16.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     rows = dy.shape[:-1]
     for name, tensor, shape, dtype in (
@@ -85,9 +85,9 @@ def dgrad_mul(dy: Tensor, w: Tensor, slope: Tensor) -> Tensor:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
         if not tensor.is_cuda or have != (shape, dtype, dy.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     dx = dy.new_empty(*rows, N)
     if rows.numel():
         with torch.cuda.device_of(dy):

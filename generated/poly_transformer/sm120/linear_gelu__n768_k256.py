@@ -8,7 +8,7 @@
     slope = 0.5 + 0.5 * erf(0.7071067811865476 * p) + 0.3989422804014327 * p * exp(-0.5 * p ** 2)
     y = gelu(p)
 
-Persistent TMA kernel for sm120: fp32 accumulators and epilogue, each output rounded once where it is stored.
+Persistent TMA kernel for sm120: accumulators and epilogue are fp32, and each output is rounded once, when it is stored.
 """
 
 import torch
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a separate package
 NODE = "*.blocks.*.mlp.up + act"
 N, K = 768, 256
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
@@ -26,13 +26,13 @@ WARPS, STAGES, RESIDENT = 8, 4, 1
 
 @triton.jit
 def halves(p):
-    """The left and right half of a tile: one at a time leaves registers for the epilogue."""
+    """Returns the left and right half of a tile. The epilogue of one half at a time needs fewer registers."""
     return tl.split(tl.permute(tl.reshape(p, (p.shape[0], 2, p.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def finish(p, m, n, y_desc, slope_desc):
-    """The epilogue of half a tile."""
+    """Computes and stores the epilogue of half a tile."""
     slope = 0.5 + 0.5 * tl.erf(0.7071067811865476 * p) + 0.3989422804014327 * p * tl.exp(-0.5 * p * p)
     slope_desc.store([m, n], slope.to(tl.bfloat16))
     y = 0.5 * p * (1.0 + tl.erf(0.7071067811865476 * p))
@@ -58,7 +58,7 @@ def linear_gelu_kernel(
 
 
 def launch(x: Tensor, w: Tensor, y: Tensor, slope: Tensor) -> None:
-    """Writes every element of the outputs, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
     m = x.numel() // K
     tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -77,7 +77,7 @@ def launch(x: Tensor, w: Tensor, y: Tensor, slope: Tensor) -> None:
 def linear_gelu(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., 256] bf16, w [768, 256] bf16 -> y [..., 768] bf16, slope [..., 768] bf16.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     rows = x.shape[:-1]
     for name, tensor, shape, dtype in (
@@ -86,9 +86,9 @@ def linear_gelu(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     ):
         have = (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), tensor.data_ptr() % 16)
         if not tensor.is_cuda or have != (shape, dtype, x.device, True, 0):
-            found = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            wants = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {wants}")
+            given = f"{tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            expected = f"contiguous, 16-byte aligned {dtype} {list(shape)} on one GPU"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {expected}")
     y = x.new_empty(*rows, N)
     slope = x.new_empty(*rows, N)
     if rows.numel():

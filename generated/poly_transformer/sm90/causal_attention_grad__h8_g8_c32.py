@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a separate package
 NODE = "decoder.blocks.*.attention.y.grad"
-H, G, C = 8, 8, 32  # heads of queries, heads of keys and values, channels of each
+H, G, C = 8, 8, 32  # query heads, key heads, channels per head
 ROWS, KEYS, WIDTH, PAIRS, WARPS, STAGES = 32, 32, 32, 1, 1, 1
 SCALE = C**-0.5
 
@@ -35,7 +35,7 @@ def causal_attention_grad_kernel(
 ):
     t, s, c = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, WIDTH)[None, :]
     queries, keys = t[:, None] < T, s[:, None] < S
-    allowed = s[None, :] <= t[:, None]  # so no query is given a key behind the last
+    allowed = s[None, :] <= t[:, None]  # queries also see no key after the last
     first = tl.program_id(0) * PAIRS
     for i in range(tl.minimum(PAIRS, B * G - first)):
         b, g = (first + i) // G, (first + i) % G
@@ -50,10 +50,10 @@ def causal_attention_grad_kernel(
             dy = tl.load(dy_ptr + own, mask=queries, other=0.0)
             lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * T + t, mask=t < T, other=0.0)
             scores = tl.where(allowed, tl.dot(q, tl.trans(k)) * SCALE, float("-inf"))
-            p = tl.exp(scores - lse[:, None])  # of queries behind the last any number, as their dy and q are 0
+            p = tl.exp(scores - lse[:, None])  # finite for rows after the last, whose dy and q are 0
             dv = tl.dot(tl.trans(p.to(tl.bfloat16)), dy, dv)
             dp = tl.dot(dy, tl.trans(v))
-            share = tl.sum(p * dp, 1)[:, None]  # that is dy y, but for the rounding of y
+            share = tl.sum(p * dp, 1)[:, None]  # equals dy . y up to the rounding of y
             ds = (p * (dp - share)).to(tl.bfloat16)
             tl.store(dq_ptr + own, (tl.dot(ds, k) * SCALE).to(tl.bfloat16), mask=queries)
             dk = tl.dot(tl.trans(ds), q, dk)
@@ -63,7 +63,7 @@ def causal_attention_grad_kernel(
 
 
 def even(x: Tensor) -> Tensor:
-    """x [B, T, heads, C] as [B T, heads, C]: a view where tokens follow each other evenly and heads are whole."""
+    """Returns x [B, T, heads, C] as [B T, heads, C], as a view if tokens are evenly spaced and heads contiguous."""
     tokens = x.flatten(0, 1)
     return tokens if tokens.stride()[1:] == (C, 1) else tokens.contiguous()
 
@@ -71,7 +71,8 @@ def even(x: Tensor) -> Tensor:
 def launch(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:
-    """Writes every element of the outputs, which are contiguous, on the current stream. At least one sequence."""
+    """Launches the kernel on the current stream. It writes all of the outputs, which are contiguous.
+    Requires at least one sequence."""
     (b, t), s = q.shape[:2], k.shape[1]
     q, k, v = even(q), even(k), even(v)
     causal_attention_grad_kernel[(triton.cdiv(b * G, PAIRS),)](
@@ -89,7 +90,8 @@ def causal_attention_grad(
     """dy [B, T, 8, 32] bf16, q [B, T, 8, 32] bf16, k [B, T, 8, 32] bf16, v [B, T, 8, 32] bf16, y [B, T, 8,
     32] bf16, lse [B, 8, T] f32 -> dq [B, T, 8, 32] bf16, dk [B, T, 8, 32] bf16, dv [B, T, 8, 32] bf16.
 
-    On one GPU, of any strides. Raises ValueError for other shapes or dtypes, and for more than ROWS or KEYS tokens.
+    All tensors are on one GPU, with any strides. Raises ValueError for other shapes or dtypes, and for more than ROWS
+    queries or KEYS keys.
     """
     (b, t), s = q.shape[:2], k.shape[1]
     for name, tensor, shape, dtype in (
@@ -101,8 +103,8 @@ def causal_attention_grad(
         ("lse", lse, (b, H, t), torch.float32),
     ):
         if not tensor.is_cuda or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device):
-            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {dtype} {list(shape)} on one GPU")
+            given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     if t > ROWS or s > KEYS:
         raise ValueError(f"{NODE}: {t} queries to {s} keys; takes at most {ROWS} to {KEYS}")
     dq = q.new_empty(q.shape)

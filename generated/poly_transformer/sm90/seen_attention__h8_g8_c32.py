@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a separate package
 NODE = "encoder.blocks.*.attention.y"
-H, G, C = 8, 8, 32  # heads of queries, heads of keys and values, channels of each
+H, G, C = 8, 8, 32  # query heads, key heads, channels per head
 ROWS, KEYS, WIDTH, PAIRS, WARPS, STAGES = 32, 32, 32, 1, 1, 1
 SCALE = C**-0.5
 
@@ -45,7 +45,7 @@ def seen_attention_kernel(
             q = tl.load(q_ptr + row * Q_STRIDE + h * C + c, mask=queries, other=0.0)
             scores = tl.where(allowed, tl.dot(q, tl.trans(k)) * SCALE, float("-inf"))
             most = tl.max(scores, 1)
-            most = tl.where(most == float("-inf"), 0.0, most)  # of a query that sees no key
+            most = tl.where(most == float("-inf"), 0.0, most)  # for a query that sees no key
             e = tl.exp(scores - most[:, None])
             total = tl.sum(e, 1)
             total = tl.where(total == 0.0, 1.0, total)
@@ -56,13 +56,14 @@ def seen_attention_kernel(
 
 
 def even(x: Tensor) -> Tensor:
-    """x [B, T, heads, C] as [B T, heads, C]: a view where tokens follow each other evenly and heads are whole."""
+    """Returns x [B, T, heads, C] as [B T, heads, C], as a view if tokens are evenly spaced and heads contiguous."""
     tokens = x.flatten(0, 1)
     return tokens if tokens.stride()[1:] == (C, 1) else tokens.contiguous()
 
 
 def launch(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, y: Tensor, lse: Tensor) -> None:
-    """Writes every element of the outputs, which are contiguous, on the current stream. At least one sequence."""
+    """Launches the kernel on the current stream. It writes all of the outputs, which are contiguous.
+    Requires at least one sequence."""
     (b, t), s = q.shape[:2], k.shape[1]
     q, k, v = even(q), even(k), even(v)
     seen_attention_kernel[(triton.cdiv(b * G, PAIRS),)](
@@ -78,7 +79,8 @@ def seen_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tenso
     """q [B, T, 8, 32] bf16, k [B, T, 8, 32] bf16, v [B, T, 8, 32] bf16, seen [B, T] bool -> y [B, T, 8, 32]
     bf16, lse [B, 8, T] f32.
 
-    On one GPU, of any strides. Raises ValueError for other shapes or dtypes, and for more than ROWS or KEYS tokens.
+    All tensors are on one GPU, with any strides. Raises ValueError for other shapes or dtypes, and for more than ROWS
+    queries or KEYS keys.
     """
     (b, t), s = q.shape[:2], k.shape[1]
     for name, tensor, shape, dtype in (
@@ -88,8 +90,8 @@ def seen_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tenso
         ("seen", seen, (b, s), torch.bool),
     ):
         if not tensor.is_cuda or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, q.device):
-            found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-            raise ValueError(f"{NODE}: {name} is {found}; wants {dtype} {list(shape)} on one GPU")
+            given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     if t > ROWS or s > KEYS:
         raise ValueError(f"{NODE}: {t} queries to {s} keys; takes at most {ROWS} to {KEYS}")
     y = q.new_empty(q.shape)

@@ -189,7 +189,7 @@ def test_ops_state_their_types_without_a_gpu(name: str, tmp_path: Path) -> None:
     site = attention_site(SHAPES["golf"], "grad" in name)
     op = getattr(imported(EVERY[name], site, tmp_path / f"fake_{name}"), symbol(site)[0])
     check_outputs(op(*(empty(type, B=3, T=5) for type in site.inputs)), site, B=3, T=5)
-    with pytest.raises(ValueError, match=r"is torch.bfloat16 .* on cpu; wants torch.bfloat16 .* on one GPU"):
+    with pytest.raises(ValueError, match=r"is torch.bfloat16 .* on cpu; expected torch.bfloat16 .* on one GPU"):
         op(*(empty(type, "cpu", B=3, T=5) for type in site.inputs))
 
 

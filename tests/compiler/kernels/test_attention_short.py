@@ -113,7 +113,7 @@ def test_ops_state_their_types_without_a_gpu(kind: str, backward: bool, tmp_path
     op = getattr(imported(kernel_of(site), site, tmp_path / f"fake_short_{kind}_{backward}"), symbol(site)[0])
     sizes = {"B": 3, "T": 5, "S": 7}
     check_outputs(op(*(empty(type, **sizes) for type in site.inputs)), site, **sizes)
-    with pytest.raises(ValueError, match=r"is torch.bfloat16 .* on cpu; wants torch.bfloat16 .* on one GPU"):
+    with pytest.raises(ValueError, match=r"is torch.bfloat16 .* on cpu; expected torch.bfloat16 .* on one GPU"):
         op(*(empty(type, "cpu", **sizes) for type in site.inputs))
 
 

@@ -194,9 +194,9 @@ def test_other_inputs_are_refused_with_numbers(folder: Path) -> None:
     q, k, v = (value.bfloat16() for value in (q, k, v))
     with pytest.raises(ValueError, match="33 queries to 30 keys; takes at most 32 to 32"):
         attend(q, k, v, seen)
-    with pytest.raises(ValueError, match=r"seen is torch.uint8 .*wants torch.bool \[2, 30\]"):
+    with pytest.raises(ValueError, match=r"seen is torch.uint8 .*expected torch.bool \[2, 30\]"):
         attend(q[:, :30], k, v, seen.to(torch.uint8))
-    with pytest.raises(ValueError, match=r"v is .*wants torch.bfloat16 \[2, 30, 8, 32\]"):
+    with pytest.raises(ValueError, match=r"v is .*expected torch.bfloat16 \[2, 30, 8, 32\]"):
         attend(q[:, :30], k, v[:, :29], seen)
 
 

@@ -200,9 +200,9 @@ def test_wrong_inputs_are_refused_before_the_launch(way: Way, folder: Path) -> N
     site, module = load(way, folder)
     op, (dy, w, slope) = op_of(way, module), sample_inputs(site, 64, 5, "cuda")
     wrong = {
-        r"dy is torch.float16 .* wants contiguous, 16-byte aligned torch.bfloat16": (dy.half(), w, slope),
+        r"dy is torch.float16 .* expected contiguous, 16-byte aligned torch.bfloat16": (dy.half(), w, slope),
         r"w is torch.bfloat16 \[1792, 512\]": (dy, w.T, slope),
-        r"slope is torch.bfloat16 \[63, 1792\].*wants .*\[64, 1792\]": (dy, w, slope[:63]),
+        r"slope is torch.bfloat16 \[63, 1792\].*expected .*\[64, 1792\]": (dy, w, slope[:63]),
         r"slope is .*strides \(1, 64\)": (dy, w, slope.T.contiguous().T),
         r"slope is .* on cpu": (dy, w, slope.cpu()),
         r"dy is ": (torch.empty(64 * 512 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(64, 512), w, slope),

@@ -41,9 +41,9 @@ def test_wrong_inputs_are_refused_with_names_and_numbers(way: str, tmp_path: Pat
         op(dy, w, slope)  # every check passes but the device
     assert str(caught.value) == (
         f"{node}: dy is torch.bfloat16 [5, 32], strides (32, 1), on cpu; "
-        "wants contiguous, 16-byte aligned torch.bfloat16 [5, 32] on one GPU"
+        "expected contiguous, 16-byte aligned torch.bfloat16 [5, 32] on one GPU"
     )
-    with pytest.raises(ValueError, match=r"dy is torch.float32 \[5, 16\].*wants .* torch.bfloat16 \[5, 32\]"):
+    with pytest.raises(ValueError, match=r"dy is torch.float32 \[5, 16\].*expected .* torch.bfloat16 \[5, 32\]"):
         op(dy.float()[:, :16], w, slope)
 
 

@@ -229,15 +229,15 @@ def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None
     with pytest.raises(ValueError) as caught:
         op(x, cos, sin, gain)  # every check passes but the device
     assert str(caught.value) == (
-        "blocks.*.attention.q.rope: x is torch.bfloat16 [2, 3, 4, 32], strides (384, 128, 32, 1), on cpu; wants "
+        "blocks.*.attention.q.rope: x is torch.bfloat16 [2, 3, 4, 32], strides (384, 128, 32, 1), on cpu; expected "
         "evenly spaced tokens of contiguous heads, 16-byte aligned torch.bfloat16 [2, 3, 4, 32] on one GPU"
     )
-    with pytest.raises(ValueError, match=r"x is torch.float32 \[2, 3, 4, 16\].*wants .*bfloat16 \[2, 3, 4, 32\]"):
+    with pytest.raises(ValueError, match=r"x is torch.float32 \[2, 3, 4, 16\].*expected .*bfloat16 \[2, 3, 4, 32\]"):
         op(x.float()[..., :16], cos, sin, gain)
-    with pytest.raises(ValueError, match=r"x is .*\[2, 3, 4, 32\].*wants .*\[2, 2, 4, 32\]"):
+    with pytest.raises(ValueError, match=r"x is .*\[2, 3, 4, 32\].*expected .*\[2, 2, 4, 32\]"):
         op(x, cos[:2], sin[:2], gain)
     for wrong in (x[0, 0], x[0, 0, 0], x[0, 0, 0, 0]):
-        with pytest.raises(ValueError, match=r"x is .*wants .*\[3, 4, 32\]"):
+        with pytest.raises(ValueError, match=r"x is .*expected .*\[3, 4, 32\]"):
             op(wrong, cos, sin, gain)
 
 

@@ -146,9 +146,9 @@ def test_wrong_inputs_are_refused_before_the_launch(folder: Path) -> None:
     op, (dy, x, cos, sin, gain) = op_of(site, module), head_inputs(site, 4, 6, 5, "cuda")
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x)
     wrong = {
-        r"dy is torch.float16 .* wants contiguous, 16-byte aligned torch.bfloat16": (dy.half(), x, cos, sin, gain),
-        r"dy is .*strides .*wants contiguous": (dy.transpose(1, 2).contiguous().transpose(1, 2), x, cos, sin, gain),
-        r"x is .*strides .*wants evenly spaced tokens": (
+        r"dy is torch.float16 .* expected contiguous, 16-byte aligned torch.bfloat16": (dy.half(), x, cos, sin, gain),
+        r"dy is .*strides .*expected contiguous": (dy.transpose(1, 2).contiguous().transpose(1, 2), x, cos, sin, gain),
+        r"x is .*strides .*expected evenly spaced tokens": (
             dy,
             x.transpose(2, 3).contiguous().transpose(2, 3),
             cos,
@@ -158,8 +158,8 @@ def test_wrong_inputs_are_refused_before_the_launch(folder: Path) -> None:
         r"x is .*strides .*evenly spaced": (dy, torch.cat([x, x], 1)[:, :6], cos, sin, gain),
         r"x is .*aligned": (dy, shifted, cos, sin, gain),
         r"cos is torch.bfloat16": (dy, x, cos.bfloat16(), sin, gain),
-        r"sin is .*\[5, 8\].*wants .*\[6, 8\]": (dy, x, cos, sin[:5], gain),
-        r"gain is torch.bfloat16 \[8\].*wants .*\[8, 1\]": (dy, x, cos, sin, gain.flatten()),
+        r"sin is .*\[5, 8\].*expected .*\[6, 8\]": (dy, x, cos, sin[:5], gain),
+        r"gain is torch.bfloat16 \[8\].*expected .*\[8, 1\]": (dy, x, cos, sin, gain.flatten()),
         r"sin is .* on cpu": (dy, x, cos, sin.cpu(), gain),
     }
     for message, inputs in wrong.items():

@@ -172,9 +172,9 @@ def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None
         op(logits, targets)  # every check passes but the device
     assert str(caught.value) == (
         "head.loss + softcap: logits is torch.bfloat16 [6, 104], strides (104, 1), on cpu; "
-        "wants contiguous, 16-byte aligned torch.bfloat16 [6, 104] on one GPU"
+        "expected contiguous, 16-byte aligned torch.bfloat16 [6, 104] on one GPU"
     )
-    with pytest.raises(ValueError, match=r"logits is torch.float32 \[6, 100\].*wants .* torch.bfloat16 \[6, 104\]"):
+    with pytest.raises(ValueError, match=r"logits is torch.float32 \[6, 100\].*expected .* torch.bfloat16 \[6, 104\]"):
         op(logits.float()[:, :100], targets)
 
 

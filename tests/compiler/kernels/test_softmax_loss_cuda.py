@@ -292,5 +292,5 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_node(reduction: str, tmp_path: 
 def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None:
     site = loss_site(9000, 9024)
     op = imported(SOFTMAX_LOSS_CUDA, site, tmp_path / "checked_cuda_loss").softmax_loss
-    with pytest.raises(ValueError, match=r"logits is torch.bfloat16 \[6, 9024\].* on cpu; wants .* on one GPU"):
+    with pytest.raises(ValueError, match=r"logits is torch.bfloat16 \[6, 9024\].* on cpu; expected .* on one GPU"):
         op(*loss_inputs(site, 6, 1))

@@ -163,11 +163,11 @@ def test_wrong_inputs_are_refused_before_the_launch(folder: Path) -> None:
     op = module.softmax_loss
     logits, targets = loss_inputs(site, 64, 5, "cuda")
     wrong = {
-        r"logits is torch.float16 .* wants contiguous, 16-byte aligned torch.bfloat16": (logits.half(), targets),
+        r"logits is torch.float16 .* expected contiguous, 16-byte aligned torch.bfloat16": (logits.half(), targets),
         r"logits is torch.bfloat16 \[64, 1023\]": (logits[:, :1023], targets),
         r"logits is .*strides \(1, 64\)": (logits.T.contiguous().T, targets),
-        r"targets is torch.int32 \[64\].*wants .* torch.int64": (logits, targets.int()),
-        r"targets is torch.int64 \[63\].*wants .* \[64\]": (logits, targets[:63]),
+        r"targets is torch.int32 \[64\].*expected .* torch.int64": (logits, targets.int()),
+        r"targets is torch.int64 \[63\].*expected .* \[64\]": (logits, targets[:63]),
         r"targets is .* on cpu": (logits, targets.cpu()),
         r"logits is torch.bfloat16 \[64, 1024\], strides \(1024, 1\)": (
             torch.empty(64 * 1024 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(64, 1024),

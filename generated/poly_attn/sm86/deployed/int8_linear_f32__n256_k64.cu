@@ -7,7 +7,7 @@
 //     y = p * scale
 //
 // CUTLASS 2.x for sm_86, mma.sync: 64x64x64, 2x2 warps, 4 stages.
-// int32 sums, exact; fp32 epilogue, rounded once where it is stored.
+// The sums are exact, in int32. The epilogue is fp32; the output is rounded once, when it is stored.
 // arch: sm_86
 
 #include "cutlass/cutlass.h"
@@ -24,11 +24,11 @@ constexpr int N = 256;
 constexpr int K = 64;
 
 using Code = int8_t;
-constexpr int kCodes = 16;  // a load of 16 bytes; x and w are [rows, K], K a multiple of it
+constexpr int kCodes = 16;  // codes per 16-byte load; x and w are [rows, K], and K is a multiple of it
 using Element = float;
-constexpr int kAlign = sizeof(Element) == 4 ? 4 : 8;  // columns of y that a thread stores at once
+constexpr int kAlign = sizeof(Element) == 4 ? 4 : 8;  // columns of y that a thread stores at a time
 using Row = cutlass::layout::RowMajor;
-using Column = cutlass::layout::ColumnMajor;  // w [N, K] row by row is [K, N] column by column
+using Column = cutlass::layout::ColumnMajor;  // w [N, K] in row-major order is [K, N] in column-major order
 constexpr auto kPlain = cutlass::ComplexTransform::kNone;
 
 using Tile = gemm::GemmShape<64, 64, 64>;
@@ -37,7 +37,7 @@ using Instruction = gemm::GemmShape<16, 8, 32>;
 using Swizzle = gemm::threadblock::GemmIdentityThreadblockSwizzle<>;
 constexpr int kStages = 4;
 
-// The epilogue over fragments of fp32: the sums with their offset, and what else it reads.
+// The epilogue, over fragments of fp32: the sums with their offset, and its other operands.
 template <class Fragment>
 struct ComputeY {
   __device__ Fragment operator()(Fragment const& p, Fragment const& scale) const {
@@ -55,10 +55,10 @@ template <template <class> class Functor, class Out, class In>
 using Compute = fusion::VisitorCompute<Functor, Out, In, kRound>;
 using Threads = fusion::OutputTileThreadLayout<Tile, Warp, Element, kAlign, 1>;
 
-// An operand of [N], alike in every row.
+// An operand of [N], the same for every row.
 template <class T>
 using ColumnLoad = fusion::VisitorRowBroadcast<Threads, T, cute::Stride<cute::_0, cute::_1, cute::_0>>;
-// A value of [M, N], row by row.
+// A value of [M, N] in row-major order.
 using Rows = cute::Stride<int64_t, cute::_1, cute::_0>;
 
 using Sum = fusion::Sm80EVT<Compute<cutlass::plus, int32_t, int32_t>, fusion::VisitorAccFetch, ColumnLoad<int32_t>>;
@@ -84,18 +84,18 @@ Gemm::Arguments arguments(
 
 }  // namespace
 
-// Bytes of device memory that a call with m rows wants.
+// Returns the bytes of device memory that a call with m rows needs.
 extern "C" size_t int8_linear_f32_workspace(int m) {
   return Gemm::get_workspace_size(arguments(m, nullptr, nullptr, nullptr, nullptr, nullptr));
 }
 
-// What a status means.
+// Returns the description of a status.
 extern "C" char const* int8_linear_f32_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Pointers are to device memory, 16-byte aligned; rows are contiguous
-// and at least one.
+// Returns a cutlass::Status, 0 for success. Pointers are to device memory and 16-byte aligned; rows are
+// contiguous. There is at least one row.
 extern "C" int int8_linear_f32(
     int m, void const* x, void const* w, void const* offset, void const* scale, void* y, void* workspace,
     cudaStream_t stream

@@ -7,7 +7,7 @@
     p = x w^T + offset, in int32
     y = p * scale + second / 254
 
-Launches the CUTLASS kernel of the .cu file beside this one.
+Launches the CUTLASS kernel in the .cu file next to this one.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from torch import Tensor
 from specc.runtime.support.int8_operands import check_operands, named
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a separate package
 NODES = ("encoder.lstm.{forward_x,back_x}",)
 N, K = 256, 64
 
 
 @cache
 def native() -> ctypes.CDLL:
-    """The compiled kernel; nvcc takes up to a minute where no cached one has the same source."""
+    """Returns the compiled kernel. Unless it is cached, nvcc takes up to a minute."""
     code = library(Path(__file__).with_suffix(".cu"))
     code.int8_linear_i16_add_f32.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 8]
     code.int8_linear_i16_add_f32_workspace.argtypes = [ctypes.c_int]
@@ -37,7 +37,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor, y: Tensor) -> None:
-    """Writes every element of y, on the current stream. At least one row."""
+    """Launches the kernel on the current stream. It writes every element of y. Requires at least one row."""
     m, code = x.numel() // K, native()
     workspace = torch.empty(code.int8_linear_i16_add_f32_workspace(m), dtype=torch.uint8, device=x.device)
     status = code.int8_linear_i16_add_f32(
@@ -56,7 +56,7 @@ def int8_linear_i16_add_f32(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor,
     """x [..., 64] i8, w [256, 64] i8, offset [256] i32, scale [256] f32, second [..., 256] f32 -> y [...,
     256] f32.
 
-    All contiguous on one GPU, with any leading dims; ValueError says what is not.
+    All tensors are contiguous and on one GPU, with any leading dims. Raises ValueError for others.
     """
     check_operands(
         NODES, x, w, offset, (N, K), columns={"scale": (scale, torch.float32)},

@@ -4,15 +4,15 @@
 #     f32[B,T,512], w int8:i8[512,128] -> f32[B,T,128], f32[B,T,128]    plan e1f28f93d157
 """decoder.lstm.step and decoder.lstm.steps.recurrent.step: a step of an int8 LSTM in one kernel.
 
-    q1 = round(h * inverse), codes within -127 and 127, halves to even
-    q2 = round(254 * (h * inverse - q1)), of h * inverse cut off there
+    q1 = round(h * inverse), codes from -127 to 127, halves to even
+    q2 = round(254 * (h * inverse - q1)), of h * inverse clamped to that range
     p = q1 w^T + offset + (q2 w^T) / 254, both products in int32
     i, f, g, o = the quarters of x + p * scale
     next c = sigmoid(f) * c + sigmoid(i) * tanh(g)
     next h = sigmoid(o) * tanh(next c)
 
-Triton kernel for sm90: a program rounds the h of its rows and makes, in one product, the four gates of
-its hidden units.
+Triton kernel for sm90: a program rounds h for its rows and computes the four gates of its hidden
+units in one product.
 """
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specc.runtime.support.int8_operands import check_step
 
-NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a separate package
 NODES = ("decoder.lstm.step", "decoder.lstm.steps.recurrent.step")
 H, K = 128, 128
 ROWS, UNITS, DEPTH = 32, 16, 128
@@ -31,14 +31,14 @@ WARPS, STAGES = 4, 1
 
 @triton.jit
 def within(steps):
-    """f32 `steps` cut off at the largest code; NaN becomes 0."""
+    """Clamps f32 `steps` to the range of codes. NaN becomes 0."""
     return tl.clamp(tl.where(steps == steps, steps, 0.0), -127.0, 127.0)
 
 
 @triton.jit
 def nearest(steps):
-    """The whole numbers nearest to f32 `steps`."""
-    return steps + 12582912.0 - 12582912.0  # 1.5 * 2**23: an f32 there is whole
+    """Rounds f32 `steps` to whole numbers, halves to even."""
+    return steps + 12582912.0 - 12582912.0  # 1.5 * 2**23: an f32 of this size has no fraction
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def tanh(z):
     return 2 * tl.sigmoid(2 * z) - 1
 
 
-@triton.jit(do_not_specialize=["B", "h_quads", "c_quads"])  # one binary for all numbers of rows
+@triton.jit(do_not_specialize=["B", "h_quads", "c_quads"])  # one binary for every number of rows
 def int8_lstm_step_kernel(
     h_ptr, c_ptr, x_ptr, w_ptr, offset_ptr, scale_ptr, inverse_ptr, next_h_ptr, next_c_ptr,
     B, h_quads, c_quads,
@@ -56,7 +56,7 @@ def int8_lstm_step_kernel(
     unit = (tl.program_id(1) * UNITS + tl.arange(0, UNITS))[None, :]
     inside = (row < B) & (unit < H)
 
-    # What does not wait for the product is loaded ahead of it, so that the wait is one.
+    # Values that the product does not need are loaded before it, so that the loads overlap with it.
     c = tl.load(c_ptr + row * (4 * c_quads) + unit, mask=inside).to(tl.float32)
     x_ptr += row * (4 * H) + unit
     x_i = tl.load(x_ptr, mask=inside)
@@ -64,7 +64,7 @@ def int8_lstm_step_kernel(
     x_g = tl.load(x_ptr + 2 * H, mask=inside)
     x_o = tl.load(x_ptr + 3 * H, mask=inside)
 
-    # The columns of the product are i, f, g, o of one hidden unit after another; `gate` are their rows in w.
+    # The columns of the product are the gates i, f, g, o of each hidden unit in turn; `gate` is their row in w.
     column = tl.arange(0, 4 * UNITS)[None, :]
     owner = tl.program_id(1) * UNITS + column // 4
     gate, gates = column % 4 * H + owner, owner < H
@@ -73,14 +73,14 @@ def int8_lstm_step_kernel(
     h_ptr += row * (4 * h_quads)
     w_ptr += gate * K
     sums = tl.zeros((ROWS, 4 * UNITS), tl.int32)
-    more = tl.zeros((ROWS, 4 * UNITS), tl.int32)  # of the second codes
+    more = tl.zeros((ROWS, 4 * UNITS), tl.int32)  # sums of the second codes
     for first in range(0, K, DEPTH):
         k = first + tl.arange(0, DEPTH)
         features = k[None, :] < H
         inverse = tl.load(inverse_ptr + k[None, :], mask=features)
         h = tl.load(h_ptr + k[None, :], mask=(row < B) & features).to(tl.float32)
         w = tl.load(w_ptr + k[:, None], mask=gates & (k[:, None] < K))
-        # Behind column H codes are 0 here and not by the load: of a plain load, each warp would round all h.
+        # Codes from column H on are zeroed here: a masked load with a default would make each warp round all of h.
         steps = within(h * inverse)
         codes = tl.where(features, nearest(steps).to(tl.int8), 0)
         sums = tl.dot(codes, w, sums, out_dtype=tl.int32)
@@ -101,8 +101,8 @@ def launch(
     h: Tensor, c: Tensor, x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, inverse: Tensor,
     next_h: Tensor, next_c: Tensor,
 ) -> None:
-    """Writes every element of next_h and next_c, on the current stream. At least one row; rows of h and c lie
-    a multiple of 4 elements apart."""
+    """Launches the kernel on the current stream. It writes every element of next_h and next_c. Requires at least one
+    row, and row strides of h and c that are multiples of 4 elements."""
     b = next_h.numel() // H
     h_quads, c_quads = (state.flatten(0, -2).stride(0) // 4 for state in (h, c))
     int8_lstm_step_kernel[(triton.cdiv(b, ROWS), triton.cdiv(H, UNITS))](
@@ -119,8 +119,8 @@ def int8_lstm_step(
     """h, c [..., 128] f32, x [..., 512] f32, w [512, 128] i8, offset [512] i32, scale [512] f32,
     inverse [128] f32 -> the next h and c [..., 128] f32.
 
-    All on one GPU, contiguous but for the rows of a matrix h or c, which may be further apart. ValueError
-    says what is not.
+    All tensors are on one GPU and contiguous; only the rows of a matrix h or c may be further apart. Raises
+    ValueError for others.
     """
     check_step(NODES, h, c, x, w, offset, scale, inverse, (H, K), torch.float32)
     next_h, next_c = h.new_empty(h.shape), c.new_empty(c.shape)
