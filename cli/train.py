@@ -99,6 +99,7 @@ def command(
         result = run(options, say, world)
         if world is None or world.rank == 0:
             state = "complete" if result.complete else "ended early"
+            state = f"reached the loss {loaded.train.stop_at_loss:g}" if result.reached else state
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
             click.echo(f"next: specc quantize {shlex.quote(str(result.run))}")
     return 0

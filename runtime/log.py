@@ -47,7 +47,7 @@ Progress = Callable[[Step, float], None]  # shows a step, and the completed frac
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
-    The `event` of an object is start, step, validation, checkpoint, end, stopped or failure. Methods raise
+    The `event` of an object is start, step, validation, reached, checkpoint, end, stopped or failure. Methods raise
     EnvironmentFailure if the file cannot be written.
     """
 

@@ -212,6 +212,8 @@ class TrainSpec(StrictModel):
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
         validate_every: the steps between two validations; 0 for one at the end only.
+        stop_at_loss: ends the run at the first validation whose loss, in nats per target of the current weights, is at
+            most this. The run states the seconds of training until then, without compilation and validation.
         validate_tokens: the tokens of the validation split that a validation reads; all of them if unset.
         checkpoint_every: the steps between two checkpoints; 0 for one at the end only.
     """
@@ -234,6 +236,7 @@ class TrainSpec(StrictModel):
     qat: QatSpec | None = later(None)
     validate_every: NonNegative = 0
     validate_tokens: Positive | None = None
+    stop_at_loss: PositiveFloat | None = later(None)
     checkpoint_every: NonNegative = 0
 
     @property
@@ -312,6 +315,9 @@ class TrainSpec(StrictModel):
                 "train needs exactly one of tokens_per_step and batch",
                 "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines",
             )
+        if self.stop_at_loss is not None and not self.validate_every:
+            message = "stop_at_loss reads the loss of validations, but the run has only one, at its end"
+            yield Problem(("stop_at_loss",), "S266", message, "set `validate_every:`, the steps between two")
         names = [term.states or term.kind for term in self.losses]
         for i, name in enumerate(names):
             if name in names[:i]:

@@ -62,6 +62,7 @@ class TrainResult:
         step: the number of updates.
         seconds: seconds of training.
         complete: False if the run ended early.
+        reached: whether a validation reached `train.stop_at_loss`, which ended the run.
         raw, averaged: the validation results of the plain and of the averaged weights.
     """
 
@@ -72,6 +73,7 @@ class TrainResult:
     complete: bool
     raw: Measured
     averaged: Measured | None
+    reached: bool = False
 
     @property
     def final(self) -> Measured:
@@ -108,6 +110,7 @@ class Loop:
         self._signal = 0  # the number of the first signal received
         self._began = time.monotonic()
         self._elapsed = 0.0
+        self._reached: Measured | None = None  # the validation that reached `train.stop_at_loss`
 
     def run(self) -> TrainResult:
         """Runs the loop and returns its result.
@@ -165,6 +168,8 @@ class Loop:
                 self._say(f"compiled {left + 1} segments of the run in {seconds:.1f} s, before its clock starts")
         self._began = time.monotonic()
         self._agree()
+        if train.stop_at_loss is not None and trainer.step and self._due(train.validate_every) and not self._ended():
+            self._stop_at_loss(self._validate("raw", None))  # the run may have ended here
         trainer.clock.start()
         while not self._ended():
             before = trainer.segment
@@ -181,10 +186,20 @@ class Loop:
                     if commits:
                         self._commit()
                     if validates:
-                        self._validate("raw", None)
+                        self._stop_at_loss(self._validate("raw", None))
                 self._agree()
         self._report(trainer.settle())
         trainer.clock.stop()
+
+    def _stop_at_loss(self, result: Measured) -> None:
+        """Ends the run if a validation of the current weights reached `train.stop_at_loss`."""
+        limit, trainer = self._trainer.train.stop_at_loss, self._trainer
+        if limit is None or (loss := result.nats / result.tokens) > limit:
+            return
+        self._reached = result
+        seconds = trainer.clock.seconds
+        self._log.write("reached", step=trainer.step, loss=loss, stop_at_loss=limit, seconds=seconds)
+        self._say(f"step {trainer.step:,}: the loss {loss:.4f} reached {limit:g} after {seconds:.2f} s of training")
 
     def _agree(self) -> None:
         """Synchronizes the causes of an early end over all processes. Raises Stopped after a signal to any of them."""
@@ -207,6 +222,7 @@ class Loop:
         limits, trainer = self._limits, self._trainer
         return (
             trainer.done >= 1
+            or self._reached is not None
             or (limits.steps is not None and trainer.step >= limits.steps)
             or (limits.seconds is not None and self._elapsed >= limits.seconds)
         )
@@ -214,8 +230,10 @@ class Loop:
     def _finish(self) -> TrainResult:
         trainer = self._trainer
         path = self._commit()
-        complete = trainer.done >= 1
-        raw = self._validate("raw", None)
+        raw = self._reached or self._validate("raw", None)
+        if self._reached is None and (trainer.done >= 1 or self._due(trainer.train.validate_every)):
+            self._stop_at_loss(raw)
+        complete = trainer.done >= 1 or self._reached is not None
         averaged = None
         if trainer.average is not None and trainer.average.begun:
             averaged = self._validate("average", trainer.average.tensors)
@@ -223,7 +241,9 @@ class Loop:
             self._say("the average never began: the run ends with the weights as they are")
         step, seconds, totals = trainer.step, trainer.clock.seconds, trainer.totals()
         weights = "raw" if averaged is None else "average"
-        self._log.write("end", step=step, seconds=seconds, complete=complete, weights=weights, **totals)
+        reached = self._reached is not None
+        ends = {"reached": True} if reached else {}
+        self._log.write("end", step=step, seconds=seconds, complete=complete, weights=weights, **ends, **totals)
         if totals:
             self._say(
                 f"{totals['samples']:,} samples and {totals['tokens']:,} tokens in {seconds:.1f} s: "
@@ -231,7 +251,7 @@ class Loop:
             )
         if not complete:
             self._say(f"ended early after step {step:,}; continue with: {self._run.resume_command}")
-        return TrainResult(self._run.directory, path, step, seconds, complete, raw, averaged)
+        return TrainResult(self._run.directory, path, step, seconds, complete, raw, averaged, reached)
 
     def _report(self, steps: list[Step]) -> None:
         for step in steps:

@@ -312,3 +312,27 @@ def test_lines_come_at_each_twentieth() -> None:
     for step in range(1, 401):
         show(Step(step, 1.0, 1.0, 1.0, 1e6, 1.0), step / 400)
     assert len(said) == 21 and said[0].startswith("  0%  step 1  loss 1.0000") and said[-1].startswith("100%")
+
+
+@pytest.mark.parametrize("stop", [None, 4, 6, 7])
+def test_a_run_ends_at_the_loss_that_it_should_reach(stop: int | None, tmp_path: Path) -> None:
+    """At the first validation that reaches it, also after a resume, and not again beyond it."""
+    plain = train_spec(validate_every=3, average=None)
+    go(tmp_path, "plain", plain)
+    records = read_log(tmp_path / "plain" / "log.jsonl")
+    validations = [record for record in records if record["event"] == "validation"]
+    found = {record["step"]: record["nats"] for record in validations}
+    assert found[6] < found[3]
+    train = train_spec(validate_every=3, average=None, stop_at_loss=found[6])
+    said: list[str] = []
+    if stop is not None:
+        result = go(tmp_path, "run", train, limits=Limits(stop))
+        assert result.step == min(stop, 6) and result.reached == result.complete == (stop >= 6)
+    result = go(tmp_path, "run", train, said=said)
+    assert (result.step, result.reached, result.complete) == (6, True, True)
+    records = read_log(tmp_path / "run" / "log.jsonl")
+    reached = [record for record in records if record["event"] == "reached"]
+    assert {(record["step"], record["loss"], record["stop_at_loss"]) for record in reached} == {(6, found[6], found[6])}
+    assert 0 < reached[0]["seconds"] <= reached[-1]["seconds"] <= result.seconds < reached[0]["seconds"] + 1
+    assert any(f"reached {found[6]:g} after" in line for line in said)
+    assert [record.get("reached") for record in records if record["event"] == "end"][-1] is True
