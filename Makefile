@@ -21,7 +21,7 @@ quickstart: setup
 	$(BIN)/specc plan specs/gpt_mini.yaml
 	$(BIN)/specc build specs/gpt_mini.yaml
 	$(BIN)/specc train specs/gpt_mini.yaml --data stdlib --target cpu --run $(RUN)
-	$(BIN)/specc quantize $(RUN)
+	$(BIN)/specc quantize $(RUN) --max-tokens 65536
 	$(BIN)/specc export $(RUN) --format artifact --out $(RUN)/gpt_mini.specc
 	$(BIN)/specc size $(RUN)/gpt_mini.specc
 	$(BIN)/specc eval $(RUN)/gpt_mini.specc --data stdlib --max-tokens 65536
