@@ -23,10 +23,21 @@ def given_arguments() -> list[str]:
 
 
 def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None) -> int | None:
-    """Runs this command in `gpus` processes and returns their exit code.
+    """Runs this command in `gpus` processes, if several are requested.
 
-    Returns None if this process runs the command itself: `gpus` is None or 1, or the process is one of a `world`.
-    Raises UsageError if the world has another size, and as `require_devices`.
+    Args:
+        gpus: the number of processes, or None.
+        spec: the spec to run, for the choice of devices.
+        target: the target to run, or None for the default.
+        world: the processes that already run this command, or None.
+
+    Returns:
+        The exit code of the processes; None if this process runs the command itself, because `gpus` is None or 1, or
+        because it is one of `world`.
+
+    Raises:
+        UsageError: if `world` does not have `gpus` processes.
+        EnvironmentFailure: if this machine does not have enough GPUs.
     """
     from specc.runtime.distributed.launch import launch, require_devices
 

@@ -74,6 +74,9 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
         targets: the names of the targets to plan. If empty, all targets of the spec are planned.
         lock: the measured kernels and tiles to use.
 
+    Returns:
+        The spec with the plan of each target.
+
     Raises:
         SpecError: with every problem, if the spec cannot be planned and `source` is given.
         LoweringError: with every problem, if the spec cannot be planned and `source` is None.

@@ -1,4 +1,4 @@
-"""What tests need: a GPU and nvcc are deselected where they are missing, with a line that says so."""
+"""Requirements of tests: tests that need a GPU or nvcc are deselected without them, with a line that says so."""
 
 import os
 import shutil

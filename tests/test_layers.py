@@ -165,7 +165,7 @@ def test_templates_stay_templates() -> None:
 
 
 def modules_after(code: str) -> set[str]:
-    """What a fresh interpreter has imported after running some code."""
+    """The modules that a fresh interpreter has imported after running some code."""
     text = f"{code}\nimport sys\nprint(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, check=True)
     return set(done.stdout.splitlines()[-1].split())

@@ -1,4 +1,4 @@
-"""What pyproject.toml installs is what there is."""
+"""pyproject.toml installs exactly the packages that exist."""
 
 import tomllib
 from pathlib import Path

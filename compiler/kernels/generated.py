@@ -128,11 +128,31 @@ def constants(values: Mapping[str, int]) -> str:
 
 
 def python_file(op: GeneratedFunction, template: str, context: object, tile: str = "") -> Rendered:
-    """Returns a kernel of one Python file."""
+    """Returns a kernel of one Python file.
+
+    Args:
+        op: The function that the file defines.
+        template: The path of its template below templates/.
+        context: The context of the template.
+        tile: The tile, as text for the plan page.
+
+    Returns:
+        The kernel, with a file named after `op.symbol`.
+    """
     return Rendered(op.function, op.symbol, {f"{op.symbol}.py": (template, context)}, tile)
 
 
 def cuda_files(op: GeneratedFunction, source: tuple[str, object], launcher: tuple[str, object], tile: str) -> Rendered:
-    """Returns a kernel of a CUDA C++ file and of the Python file that launches it, each as template and context."""
+    """Returns a kernel of a CUDA C++ file and of the Python file that launches it.
+
+    Args:
+        op: The function that the Python file defines.
+        source: Template and context of the CUDA C++ file.
+        launcher: Template and context of the Python file.
+        tile: The tile, as text for the plan page.
+
+    Returns:
+        The kernel, with two files named after `op.symbol`.
+    """
     files = {f"{op.symbol}.cu": source, f"{op.symbol}.py": launcher}
     return Rendered(op.function, op.symbol, files, tile)

@@ -57,7 +57,18 @@ class Function:
 
 
 def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation: str = "") -> Function:
-    """Returns a rendered body as a method with these arguments besides `self`. By default it returns tensors."""
+    """Returns a rendered body as a method.
+
+    Args:
+        body: The body, after all of its lines are written.
+        name: The name of the method.
+        doc: The docstring of the method.
+        arguments: The arguments besides `self`, with annotations.
+        annotation: The annotation of the result; by default that of as many tensors as the body returns.
+
+    Returns:
+        The method.
+    """
     annotation = annotation or tensors(len(body.merged.outputs))
     return Function(name, doc, ("self", *arguments), body.lines, body.returned(), annotation)
 

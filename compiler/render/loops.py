@@ -211,7 +211,14 @@ def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping
 
 
 def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, Where]) -> None:
-    """Adds a dict with the initial state of every block. All blocks are given the same inputs."""
+    """Adds the line that makes a dict with the initial state of every block.
+
+    Args:
+        body: The body to add the line to.
+        slot: The node, whose inputs every block receives.
+        block: The class of the blocks.
+        flags: The flags of the body, by name, with the variants in which they are true.
+    """
     begin = slot.node.op
     assert isinstance(begin, Begin)
     _assign_pending(body, slot.inputs)

@@ -172,6 +172,9 @@ def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 
         message: the problem.
         hint: how to fix it.
         at: the index in `text` of the character at fault.
+
+    Returns:
+        The error.
     """
     return SpecError([Diagnostic(code, message, hint, name, mark_of(text, at))], {name: text})
 

@@ -97,6 +97,12 @@ class Decoder:
     graph per such length, captured after two uncaptured steps. When the cache of `window` tokens is full, the most
     recent `window // 2` tokens are prefilled again as the start of a text. The model therefore attends to between
     `window // 2` and `window` tokens, at an average cost of about two token computations per token.
+
+    Args:
+        model: the model, on `device`.
+        window: the number of tokens that the cache holds.
+        device: the device of the model.
+        rows: the number of texts.
     """
 
     def __init__(self, model: GeneratedText, window: int, device: torch.device, rows: int = 1) -> None:

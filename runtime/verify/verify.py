@@ -71,6 +71,9 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
 
     Returns:
         An iterator over the results, in order of targets.
+
+    Raises:
+        ModuleNotFoundError: if a module of specc itself is missing.
     """
     if (small := reduced(spec)) is not None:
         for target in targets:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def imported(*arguments: str, codes: tuple[int, ...] = (0, 1)) -> set[str]:
-    """What a fresh interpreter has imported when a command ends."""
+    """The modules that a fresh interpreter has imported when a command ends."""
     text = (
         "import sys\nfrom specc.cli.app import run\n"
         f"code = run({list(arguments)!r})\nsys.stdout.flush()\n"

@@ -1,4 +1,4 @@
-"""What test_adapt.py and test_adapt_ranks.py work with: a model that adapts, and the nats of each token.
+"""Helpers of test_adapt.py and test_adapt_ranks.py: a model that adapts, and the nats of each token.
 
 usage: adapt_scene.py RUN DATA, in the environment of torchrun: prints the nats that each method counts, as JSON.
 """

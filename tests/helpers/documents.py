@@ -57,7 +57,7 @@ class Command:
 
 
 def steps_of(path: Path) -> Iterator[ShownFile | ShownChange | Command]:
-    """What a document shows, in its order."""
+    """The files, changes and commands of a document, in order."""
     text = path.read_text()
     for block in BLOCK.finditer(text):
         language, body = block.groups()

@@ -1,4 +1,4 @@
-"""What test_heartbeat.py looks at from outside: a process of a world that stops itself.
+"""A process of test_heartbeat.py: a process of a world that stops itself.
 
 usage: hang_scene.py STOPPED, in the environment of torchrun: the rank that stops, or -1 for none.
 """

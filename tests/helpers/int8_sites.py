@@ -74,7 +74,7 @@ def operands(site: Site, rows: tuple[int, ...], seed: int, device: str = "cpu") 
 
 
 def exact(site: Site, given: list[Tensor]) -> Tensor:
-    """What a site has to give: sums in whole numbers, by numpy; the epilogue in float64, not rounded."""
+    """The expected outputs of a site: sums in whole numbers, by numpy; the epilogue in float64, not rounded."""
     x, w, offset, *others = (tensor.cpu() for tensor in given)
     sums = torch.from_numpy(x.long().numpy() @ w.long().numpy().T) + offset.long()
     epilogue = site.epilogue

@@ -1,4 +1,4 @@
-"""What test_optimizer_files.py looks at from inside. usage: lion_scene.py FOLDER
+"""A process of test_optimizer_files.py. usage: lion_scene.py FOLDER
 
 Adds an optimizer to specc as two files and nothing else, and prints, as one JSON object, what a run makes of it.
 """
@@ -31,7 +31,7 @@ REST = {"kind": "adamw", "match": "*", "lr": 0.01}
 
 
 def problems(**changes: object) -> str:
-    """What is wrong with a spec whose optimizers are Lion and AdamW."""
+    """The problems of a spec whose optimizers are Lion and AdamW."""
     data = spec_data()
     data["train"] = {**data["train"], "optimizers": [{**LION, **changes}, REST]}
     try:
@@ -42,7 +42,7 @@ def problems(**changes: object) -> str:
 
 
 def refusal() -> str:
-    """What is said of a parameter that the optimizer refuses."""
+    """The message for a parameter that the optimizer refuses."""
     try:
         owners(train_spec(optimizers=(LION, REST)).optimizers, {"blocks.scale": (), "embed": (4, 2)})
     except LoweringError as error:

@@ -1,4 +1,4 @@
-"""What a run wrote down."""
+"""The lines of the log of a run."""
 
 import json
 from pathlib import Path

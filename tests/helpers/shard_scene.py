@@ -1,4 +1,4 @@
-"""What test_optim_shards.py looks at from inside: each process of a world runs this file and prints one JSON object.
+"""A process of test_optim_shards.py: each process of a world runs this file and prints one JSON object.
 
 usage: shard_scene.py DEVICE, in the environment of torchrun. Steps with Muon's matrices shared out, beside the same
 steps of one process with the sum of all gradients.

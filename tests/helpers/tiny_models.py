@@ -111,7 +111,7 @@ class Pair:
         return ids, torch.randint(self.spec.model.vocabulary, shape, generator=generator)
 
     def reference(self, program: str, **inputs: Tensor) -> dict[str, Tensor]:
-        """What the program gives by plain references, unfused."""
+        """The outputs of the unfused program, by plain references."""
         plain = pipeline.lower(replace_fuse(self.spec), "cpu")
         return reference.run(plain, program, inputs, self.params)
 

@@ -1,4 +1,4 @@
-"""What test_distributed.py looks at from inside: each process of a world runs this file and prints one JSON object.
+"""A process of test_distributed.py: each process of a world runs this file and prints one JSON object.
 
 usage: world_scenes.py FOLDER [turn], in the environment of torchrun. The last scene ends in a failure of rank 1; with
 `turn`, the only one is a failure of rank 0 in its turn.
@@ -65,7 +65,7 @@ def calls(folder: Path, world: World) -> dict[str, Any]:
 
 
 def gradients(folder: Path, world: World) -> dict[str, Any]:
-    """What steps leave: the first one's loss and norm, and after four the weights and the optimizers' state, summed in
+    """The loss and norm of the first of four steps, and the weights and the optimizers' state after the last, summed in
     float64."""
     one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
     steps = [step for _ in range(4) for step in one.advance()]

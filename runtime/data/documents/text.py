@@ -35,10 +35,16 @@ def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
 
 
 def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
-    """Yields the documents between separator lines.
+    """Yields the documents between separator lines, with their last line end and without the separators.
 
-    Documents include their last line end, but not the separators. If `may_run`, a large file without separators is cut
-    into blocks.
+    Args:
+        file: the open file.
+        path: its path, to read it again and for messages.
+        ends: returns whether a line is a separator.
+        may_run: whether to cut a large file without separators into blocks.
+
+    Raises:
+        DataError: if a document has more than DOCUMENT_BYTES.
     """
     pending: list[bytes] = []
     size = 0

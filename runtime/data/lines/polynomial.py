@@ -58,7 +58,17 @@ class Lines:
 
     @classmethod
     def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> Lines:
-        """Brings products into canonical form: moves factors of monomials to `outer`, and sorts the binomials."""
+        """Brings products into canonical form: moves the coefficients of monomials to `outer`, and sorts the binomials.
+
+        Args:
+            variable: the index of the variable of each line, i64 [N].
+            function: the index of the outer function of each line, i64 [N].
+            outer: the factor before each product, i64 [N].
+            forms: the coefficients (a, b) of both factors a * v + b, i64 [N, 2, 2].
+
+        Returns:
+            The lines, with equal values for equal products.
+        """
         a, b = forms[..., 0], forms[..., 1]
         lone = b == 0
         outer = outer * np.where(lone, a, 1).prod(axis=1)

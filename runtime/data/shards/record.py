@@ -64,7 +64,17 @@ class ShardRecord(StrictModel):
 
     @classmethod
     def of(cls, source: str, tokenizer: Tokenizer, marks: Marks, splits: dict[Split, SplitEntry]) -> ShardRecord:
-        """Returns the record of shards that `tokenizer` wrote. Raises DataError if the tokenizer has no BOS."""
+        """Returns the record of new shards.
+
+        Args:
+            source: the source of the text, as the user stated it.
+            tokenizer: the tokenizer of the shards.
+            marks: where BOS tokens are.
+            splits: the shards of each split.
+
+        Raises:
+            DataError: if the tokenizer has no BOS token.
+        """
         return cls(
             format=1,
             source=source,

@@ -100,8 +100,14 @@ class Source(ABC):
     @staticmethod
     @abstractmethod
     def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
-        """Returns the feed of one process that only measures the speed of its steps: at least `batches` batches, from
-        no file."""
+        """Returns the feed of a process that only measures the speed of training steps. It reads no file.
+
+        Args:
+            spec: the spec.
+            loaded: the loaded model.
+            batches: the least number of batches that the feed provides.
+            stack: closes the feed.
+        """
 
 
 def source_of(spec: Spec) -> type[Source]:

@@ -82,8 +82,14 @@ class _Streams:
 
 
 class RandomTokens:
-    """A substitute for a loader: yields batches of ids and targets, i64 [batch, length], uniform over the vocabulary.
-    It cycles through `count` different batches."""
+    """A substitute for a loader, which yields random ids and targets, uniform over the vocabulary.
+
+    Args:
+        batch, length: the shape of ids and targets, i64 [batch, length].
+        vocabulary: the number of different ids.
+        count: the number of different batches, after which they repeat.
+        seed: the seed of the random numbers.
+    """
 
     def __init__(self, batch: int, length: int, vocabulary: int, count: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

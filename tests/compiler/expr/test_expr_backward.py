@@ -1,4 +1,4 @@
-"""What plan_backward saves, how its plans read, and that they compute f and its gradient."""
+"""The values that plan_backward saves, the text of its plans, and their value and gradient."""
 
 import pytest
 import torch

@@ -103,7 +103,7 @@ def test_the_deployed_model_computes_what_its_reference_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_deployed_model_is_near_the_floats(name: str) -> None:
-    """What its reference computes too is what the model computed before: no part of it is lost or taken twice."""
+    """The references of the parts compute the same as the model before: no part is lost or counted twice."""
     spec = spec_of(CASES[name])
     torch.manual_seed(1)
     programs = pipeline.lower(spec, "cpu")

@@ -1,4 +1,4 @@
-"""What an op states of its derivative, against autograd through its reference."""
+"""Derivatives of ops, against autograd through their references."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What ops refuse, in words: the node and both numbers."""
+"""Refusals of ops: messages name the node and both numbers."""
 
 import pytest
 from test_ops import Sample, graph_of

@@ -100,7 +100,7 @@ def test_an_optional_argument_that_decides_a_condition_is_never_assigned() -> No
 
 
 def run(lines: list[str], values: dict[str, object]) -> torch.Tensor:
-    """What a spelled body returns."""
+    """The values that a rendered body returns."""
     space: dict[str, object] = {"torch": torch, "F": torch.nn.functional}
     exec("\n".join([f"def f({', '.join(values)}):", *(f"    {line}" for line in lines)]), space)
     return space["f"](**values)  # type: ignore[operator, no-any-return]

@@ -1,4 +1,4 @@
-"""What a model costs, counted by hand."""
+"""The cost of a model, counted by hand."""
 
 from pathlib import Path
 

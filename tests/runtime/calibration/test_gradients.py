@@ -1,4 +1,4 @@
-"""What an error costs in a table that is looked up: against what it does to the loss, and of rows that calibration does
+"""The cost of an error in a lookup table, against its effect on the loss, and of rows that calibration does
 not read."""
 
 import json

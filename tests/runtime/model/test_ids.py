@@ -1,4 +1,4 @@
-"""What a loaded model refuses to be given, and when it looks."""
+"""Inputs that a loaded model refuses, and when it checks them."""
 
 from pathlib import Path
 from typing import Any

@@ -15,7 +15,7 @@ from specc.runtime.distributed import launch
 
 
 def world(size: int, device: str) -> list[dict[str, Any]]:
-    """What each rank printed."""
+    """The output of each rank."""
     command = [sys.executable, str(HELPERS / "shard_scene.py"), device]
     processes = []
     with launch._reserved_port() as port:

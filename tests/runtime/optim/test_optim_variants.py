@@ -1,4 +1,4 @@
-"""What is said of Muon beyond the plain one, against the papers' formulas in float64."""
+"""Variants of Muon, against the formulas of the papers in float64."""
 
 import math
 from typing import Any
@@ -183,7 +183,7 @@ def test_updates_are_the_papers(settings: dict[str, Any]) -> None:
 
 
 def test_normuon_evens_out_the_rows() -> None:
-    """What it is for: rows of an orthogonalized tall matrix differ in length, and after it hardly."""
+    """Rows of an orthogonalized tall matrix differ in length; with the second moment, they hardly do."""
     wide = nn.Parameter(torch.zeros(128, 16))
     plain = nn.Parameter(torch.zeros(128, 16))
     for param, more in ((wide, {"second_moment": 0.0}), (plain, {})):

@@ -58,7 +58,7 @@ BEFORE, AFTER = ("--max-tokens", "100"), ("--max-tokens", "150")  # reports that
 
 @dataclass(frozen=True)
 class Whole:
-    """What comes out where nothing is killed, and how many seconds it takes once it is at work."""
+    """The output of a run that is not killed, and its seconds of work."""
 
     folder: Path
     run: Path

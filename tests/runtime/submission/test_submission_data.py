@@ -1,4 +1,4 @@
-"""What a submission says of its data and its surroundings, before it trains for minutes."""
+"""Messages of a submission about its data and its machine, before it trains."""
 
 import json
 import shutil

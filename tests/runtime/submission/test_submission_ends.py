@@ -1,4 +1,4 @@
-"""What a submission says where it ends early, is over its budget, or was not written to its end."""
+"""Messages of a submission that ends early, exceeds its budget, or was not written completely."""
 
 import errno
 import os

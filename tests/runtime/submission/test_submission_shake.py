@@ -1,4 +1,4 @@
-"""What is taken out of a package, and the stand-in for pydantic in it."""
+"""The code that is cut out of a package, and its substitute for pydantic."""
 
 import ast
 import importlib

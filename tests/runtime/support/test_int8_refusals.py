@@ -182,7 +182,7 @@ def test_a_kernel_of_several_nodes_names_them_all(tmp_path: Path) -> None:
 
 
 def test_a_status_is_never_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever can_implement, initialize or the launch answers reaches the caller, with the node's name."""
+    """An error status of can_implement, initialize or the launch reaches the caller, with the name of the node."""
     site = int8_site("plain", N, K, "sm86")
     module = imported(GEMM_INT8_SM80, site, tmp_path)
     name = GEMM_INT8_SM80.render(site).function

@@ -1,4 +1,4 @@
-"""What begins late in a run: the plain mean of the weights, and rounding them as they will be stored."""
+"""Work that begins late in a run: the plain mean of the weights, and rounding them as they will be stored."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,7 @@ SCHEDULE = {"warmdown_steps": 10}
 
 
 def stored(name: str, weight: Tensor) -> Tensor:
-    """What an artifact gives back of a weight that is rounded to nearest."""
+    """A weight that is rounded to nearest, as an artifact returns it."""
     scheme = SCHEMES[name] if name == "embed" else Round(bits=5)
     shape = tuple(weight.shape)
     return scheme.dequantize(scheme.quantize(weight.detach(), None), shape)

@@ -1,4 +1,4 @@
-"""What `specc train` does before its first step, and when nobody reads its progress."""
+"""`specc train` before its first step, and with a closed output."""
 
 import subprocess
 import sys

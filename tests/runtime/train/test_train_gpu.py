@@ -1,4 +1,4 @@
-"""What training does otherwise on a GPU: bf16 copies, compiled, numbers a step late, Muon in bf16."""
+"""Training on a GPU: bf16 copies, compiled, numbers a step late, Muon in bf16."""
 
 import math
 from collections.abc import Mapping
