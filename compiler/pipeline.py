@@ -1,6 +1,7 @@
 """The pass pipeline, from a spec to a plan."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -70,7 +71,10 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
 
 def lower(spec: Spec, target: str) -> Programs:
     """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if that fails."""
-    return _lowered(spec.model, spec.name, TARGETS[target].dtype, spec.eval.halves, spec.train.losses)
+    programs = _lowered(spec.model, spec.name, TARGETS[target].dtype, spec.eval.halves, spec.train.losses)
+    if programs.context is None or programs.context >= spec.eval.longest:
+        return programs
+    return replace(programs, context=spec.eval.longest)
 
 
 @lru_cache(maxsize=8)  # planning, deployment and counting lower the same programs within one build

@@ -54,6 +54,12 @@ class Architecture(StrictModel):
         return settled(self, done)
 
     @property
+    def bounded(self) -> str:
+        """The name of a part with learned values for each position, so that no text longer than the context can be
+        scored; empty if there is none."""
+        return ""
+
+    @property
     def losses(self) -> frozenset[str]:
         """The losses that layers can state, as LAYER.LOSS, for terms of the kind `auxiliary`."""
         return frozenset()

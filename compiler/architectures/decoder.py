@@ -193,6 +193,11 @@ class Decoder(Architecture):
             yield Problem(("blocks", *place), "S230", message, hint)
 
     @property
+    def bounded(self) -> str:
+        steps = (step.title for step in self.embed if step.bounded)
+        return next(iter((*steps, *(layer.title for _, _, layer in self.blocks.all_layers if layer.bounded), "")))
+
+    @property
     def losses(self) -> frozenset[str]:
         return frozenset(f"{layer.title}.{loss}" for _, _, layer in self.blocks.all_layers for loss in layer.losses)
 

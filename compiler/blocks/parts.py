@@ -116,6 +116,9 @@ def _by_layer(value: float | str | None) -> bool:
 class Embed(StrictModel):
     """One step of the computation from token ids to the first block's input."""
 
+    # The step has learned values for each position, as many as the context. Longer texts cannot be scored.
+    bounded: ClassVar[bool] = False
+
     @property
     def title(self) -> str:
         """The name of the step in node names: its kind."""
@@ -165,6 +168,8 @@ class Part(StrictModel):
     recurrent: ClassVar[bool] = False
     # The part reads the last h of a recurrent encoder.
     reads_final: ClassVar[bool] = False
+    # The part has learned values for each position, as many as the context. Longer texts cannot be scored.
+    bounded: ClassVar[bool] = False
 
     name: PartName | None = None
 

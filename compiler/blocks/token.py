@@ -1,7 +1,7 @@
 """The token table and the embedding steps that may follow it."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from specc.compiler.blocks.context import Lowered, Shape, Tokens
 from specc.compiler.blocks.init import Init, formula, stated, value_of
@@ -76,6 +76,8 @@ class EmbedPositions(Embed):
     Attributes:
         init: the initialization of the table; the model's if unset.
     """
+
+    bounded: ClassVar[bool] = True
 
     kind: Literal["positions"]
     init: Init | None = None

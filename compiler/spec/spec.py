@@ -255,4 +255,6 @@ class Spec(StrictModel):
         if self.quant is not None:
             problems = self.quant.calibrate.problems_with(self.model.window, reads)
             yield from (problem.under("quant", "calibrate") for problem in problems)
-        yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, reads))
+        yield from (
+            problem.under("eval") for problem in self.eval.problems_with(self.model.window, reads, self.model.bounded)
+        )

@@ -370,7 +370,7 @@ class BitsSpec(StrictModel):
     """`specc eval` in bits per byte.
 
     Attributes:
-        window: the tokens of a window; the context if unset.
+        window: the tokens of a window; the context if unset. It may exceed the context, unless positions are learned.
         stride: the tokens from one window to the next; the window if unset.
         batch: the windows of one forward pass.
         adapt: the settings of `specc eval --adapt KIND`. They do not affect the score.
@@ -389,16 +389,22 @@ class BitsSpec(StrictModel):
         """True if the model needs the two halves of its program `score`."""
         return self.adapt is not None
 
-    def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Yields a problem if the model reads lines, the window exceeds the context or the stride the window."""
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest text that is scored at once; 0 if that is the context."""
+        return self.window or 0
+
+    def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
+        """Yields a problem if the model reads lines or the stride exceeds the window, or if the window exceeds the
+        context of a model with a part `bounded`, whose learned positions end there."""
         length = self.window or window
         if reads == "lines":
             message = "bits_per_byte is for text, but the model translates lines"
             yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
             return
-        if length > window:
-            message = f"windows of {length} tokens are longer than the context of {window}"
-            yield Problem(("window",), "S218", message, f"use at most {window}")
+        if length > window and bounded:
+            message = f"windows of {length} tokens are longer than the context of {window}, where learned {bounded} end"
+            yield Problem(("window",), "S218", message, f"use at most {window}, or rotary positions")
         elif self.stride is not None and self.stride > length:
             what = "context" if self.window is None else "window"
             message = f"a stride of {self.stride} tokens skips some tokens; the {what} is {length}"
@@ -429,8 +435,9 @@ class ExactMatchSpec(StrictModel):
     batch: Positive = 1024
     lines: Annotated[int, Field(ge=1, le=100_000)] = 100_000
     halves: ClassVar[bool] = False  # models of lines do not use the halves of `score`
+    longest: ClassVar[int] = 0
 
-    def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
+    def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
         """Yields a problem if the model does not read lines."""
         if reads != "lines":
             message = "exact_match compares lines, but the model reads one stream of tokens"

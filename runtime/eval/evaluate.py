@@ -60,7 +60,7 @@ def evaluate(
         world = (world or World.alone()).on(torch.device(device or device_of(TARGETS[target])))
         device = str(world.device)
     world = world or World.alone()
-    prepared = (lambda spec: spec) if options.adapt is None else partial(adapting, options=options)
+    prepared = partial(adapting, options=options)
     with world.in_turn("open"):  # the first process compiles the kernels that the others load
         opened = open_model(path, target, device, quantized=quantized, search=search, say=say, prepared=prepared)
     if world.size > 1:

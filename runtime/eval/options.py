@@ -34,7 +34,7 @@ class EvaluateOptions:
         max_tokens: score only this many tokens from the start of the split; for lines, target tokens.
         cache: folder of tokenized text.
         compiled: use torch.compile on a GPU.
-        window: window length in tokens, 1 to the context that the model is built for.
+        window: window length in tokens. It may exceed the context, unless the model has learned positions.
         adapt: the method by which the model adapts to the text, as a `kind` or a YAML mapping. The result is then not a
             score of the model. None never adapts, even if the spec has `eval.adapt`.
         hopeless: for lines, stop scoring a set if none of its first `hopeless` lines is exact.
@@ -68,8 +68,9 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
     if not isinstance(how, BitsSpec):
         raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
     window = how.window or context if options.window is None else options.window
-    if not 1 <= window <= context:
-        message = f"the window {window} is not in 1 .. {context}, the context of the model"
+    if window < 1 or (spec.model.bounded and window > context):
+        reason = f", where learned {spec.model.bounded} end" if spec.model.bounded else ""
+        message = f"the window {window} is not in 1 .. {context}, the context of the model{reason}"
         raise EvaluateError(message, "change --window")
     stride = how.stride if options.stride is None else options.stride
     if options.stride is None and stride is not None and options.window is not None:

@@ -68,18 +68,23 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
-    """Returns the spec with the windows and the adaptation of `options`.
+    """Returns the spec with the windows and the adaptation of `options`, if the generated code depends on them: if the
+    model adapts, or if a window exceeds the context.
 
     If `options.adapt` is only a kind, and `eval.adapt` of the spec has the same kind, the settings of the spec are
     used. Raises EvaluateError if the options do not apply, and SpecError if the settings are invalid.
     """
+    if options.adapt is None and (options.window or 0) <= spec.model.window:
+        return spec
     windows = windows_of(spec, options, spec.name)
+    over = (f"eval.window={windows.length}", f"eval.stride={windows.step}")
+    if options.adapt is None:
+        return load(readable(spec), over)[0]
     wanted, stated = (options.adapt or "").strip(), spec.eval.adapt if isinstance(spec.eval, BitsSpec) else None
     settings = wanted if wanted.startswith("{") else f"{{kind: {wanted}}}"
     if stated is not None and stated.kind == wanted:
         settings = stated.model_dump_json()
-    over = (f"eval.window={windows.length}", f"eval.stride={windows.step}", f"eval.adapt={settings}")
-    return load(readable(spec), over)[0]
+    return load(readable(spec), (*over, f"eval.adapt={settings}"))[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ def scored(run: Run, stride: int | None = None, max_tokens: int | None = None) -
 
 def expected_nats(run: Run, stride: int, last: int | None, window: int = 32) -> tuple[float, int, int]:
     """Nats, tokens and bytes by the definition: each target once, one window at a time, in float64."""
-    model = model_of(run.spec, fuse=False).model.double()
+    longer = run.spec.model.model_copy(update={"context": max(window, 32)})
+    model = model_of(run.spec.model_copy(update={"model": longer}), fuse=False).model.double()
     documents = (Path(run.data) / "val.txt").read_bytes().split(b"<|endoftext|>\n")
     tokens = [token for document in documents for token in (256, *document)]
     last = len(tokens) - 1 if last is None else last
@@ -60,13 +61,24 @@ def test_it_is_the_loss_of_every_token_once(run: Run, stride: int | None, max_to
     assert ("==" in result.audit()) == whole and ("unknown" in result.audit()) != whole
 
 
-@pytest.mark.parametrize(("window", "stride"), [(16, None), (20, 7), (1, 1), (32, 32)])
-def test_windows_may_be_shorter_than_the_context(run: Run, window: int, stride: int | None) -> None:
+@pytest.mark.parametrize(("window", "stride"), [(16, None), (20, 7), (1, 1), (32, 32), (64, None), (48, 16)])
+def test_windows_may_be_shorter_or_longer_than_the_context(run: Run, window: int, stride: int | None) -> None:
     options = replace(scored(run, stride, 150), window=window)
     result = evaluate(run.directory, options)
     nats, tokens, size = expected_nats(run, stride or window, 150, window)
     assert (result.tokens, result.piece_bytes) == (tokens, size)
     assert result.nats == pytest.approx(nats, rel=1e-6)
+
+
+def test_learned_positions_end_with_the_context(run: Run, tmp_path: Path) -> None:
+    spec = small_spec("model.embed=[{kind: token}, {kind: positions}]").model_copy(update={"quant": None})
+    other = make_run(tmp_path / "run", spec, run.data)
+    options = EvaluateOptions(cache=run.directory.parent / "cache", max_tokens=99, window=33)
+    with pytest.raises(
+        EvaluateError, match=r"the window 33 is not in 1 \.\. 32, the context of the model, .* positions"
+    ):
+        evaluate(other.directory, options)
+    assert evaluate(other.directory, replace(options, window=32)).tokens == 99
 
 
 def test_a_spec_may_state_its_windows(run: Run, tmp_path: Path) -> None:
