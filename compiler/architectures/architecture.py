@@ -32,7 +32,7 @@ class Architecture(StrictModel):
         Raises:
             LoweringError: if the spec does not describe a valid model.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+        raise TypeError(f"{type(self).__name__} must override `lower`")
 
     @property
     def title(self) -> str:

@@ -211,7 +211,7 @@ class Shared:
         Returns one value per label. In a program that extends a sequence, the new state follows; `tokens.cache` holds
         the previous state.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+        raise TypeError(f"{type(self).__name__} must override `lower`")
 
     @property
     def refs(self) -> tuple[str, ...]:

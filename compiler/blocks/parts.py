@@ -59,7 +59,7 @@ class Norm(StrictModel):
     @property
     def op(self) -> Op:
         """The op of the norm. Its inputs are the value, then the weight and the bias that the norm has."""
-        raise TypeError(f"{type(self).__name__} does not say how it normalizes")
+        raise TypeError(f"{type(self).__name__} must override `op`")
 
     def lower(self, b: Builder, x: str, name: str, shape: Shape, learned: str = "norm") -> str:
         """Adds the norm of `x` as the node `name`, with its scale, and returns the result.
@@ -152,7 +152,7 @@ class Embed(StrictModel):
             tokens: the token inputs. `tokens.cache` is the step's own state.
             shape: the shape dims of the model.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+        raise TypeError(f"{type(self).__name__} must override `lower`")
 
 
 class Part(StrictModel):
@@ -249,7 +249,7 @@ class Part(StrictModel):
         Raises:
             TypeRuleError: if an op does not accept the shapes or dtypes of its inputs.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+        raise TypeError(f"{type(self).__name__} must override `lower`")
 
     def dropped(self, b: Builder, y: str, context: LoweringContext) -> str:
         """Returns `y`, the part's value. In training, drops each element with probability `dropout`, if the part has
@@ -315,7 +315,7 @@ class Bridge(StrictModel):
         Raises:
             TypeRuleError: if the bridge cannot return `width` features.
         """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+        raise TypeError(f"{type(self).__name__} must override `lower`")
 
 
 class Head(StrictModel):
@@ -330,4 +330,4 @@ class Head(StrictModel):
             shape: the shape dims of the model.
             embedding: the reference of the token table's parameter, [V, D].
         """
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+        raise TypeError(f"{type(self).__name__} must override `lower`")

@@ -50,7 +50,7 @@ class Scaling(StrictModel):
 
     def share(self, dims: int, base: float) -> str:
         """Returns the share of each frequency that stays as it is, an expression of `f` and `pair`."""
-        raise TypeError(f"{type(self).__name__} does not say how it blends")
+        raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:
         if self.low >= self.high:

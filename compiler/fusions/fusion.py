@@ -47,7 +47,7 @@ class Fusion:
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
         """Returns the same as `refusal`, for members whose fields are all known. Subclasses must override it."""
-        raise TypeError(f"{type(self).__name__} does not say what it takes")
+        raise TypeError(f"{type(self).__name__} must override `refuses`")
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
         """Returns the rewritten members. Called only if `refusal` returned None. Subclasses must override it.
@@ -55,7 +55,7 @@ class Fusion:
         Raises:
             ExprError: If an expression is too long.
         """
-        raise TypeError(f"{type(self).__name__} does not say what it makes")
+        raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def _unknown_field(self, member: Node) -> str | None:
         op = member.op

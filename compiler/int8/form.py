@@ -22,16 +22,16 @@ class Int8Form:
 
     def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
         """Returns the products of a node. Empty if the node cannot be computed in int8."""
-        raise TypeError(f"{type(self).__name__} does not say what it multiplies")
+        raise TypeError(f"{type(self).__name__} must override `factors`")
 
     def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces a node whose weights are all int8."""
-        raise TypeError(f"{type(self).__name__} does not say what a node becomes")
+        raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces such a node in a training program by float ops that round wherever `rewrite` rounds. `edit.codes`
         then returns a single value: the float value that the codes represent."""
-        raise TypeError(f"{type(self).__name__} does not say how a node is trained for int8")
+        raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 
 def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:

@@ -33,11 +33,13 @@ class Additive(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         query, keys, values, seen, *weight = inputs
         if query.width != keys.width or keys.shape[:-1] != values.shape[:-1] or keys.shape[:-1] != seen.shape:
-            raise TypeRuleError(f"attends with queries {query}, keys {keys}, values {values}, seen {seen}", (0, 1, 2))
+            raise TypeRuleError(
+                f"has queries {query}, keys {keys}, values {values}, seen {seen}, which do not match", (0, 1, 2)
+            )
         if self.form == "relu" and query.width != 1:
-            raise TypeRuleError(f"scores by one number, but queries have {query.width}", (0,))
+            raise TypeRuleError(f"needs queries of 1 feature, not {query.width}", (0,))
         if any(w.shape != (query.width,) for w in weight):
-            raise TypeRuleError(f"weighs {query.width} features by {weight[0]}", (0, 4))
+            raise TypeRuleError(f"needs a weight of {query.width} features, not {weight[0]}", (0, 4))
         return (query.with_shape(*query.shape[:-1], values.width),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -52,7 +52,7 @@ class DocumentStartsKept(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         ids, state, _ = inputs
         if len(ids.shape) != 2 or state.shape != (ids.shape[0], 1):
-            raise TypeRuleError(f"keeps {state} of ids {ids}", (0, 1))
+            raise TypeRuleError(f"needs a state [B, 1] for ids {ids}, not {state}", (0, 1))
         return (ids,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

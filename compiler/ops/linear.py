@@ -68,7 +68,7 @@ class Linear(Product):
             if weight.width != x.width:
                 raise TypeRuleError(f"takes {weight.width} features but {{input}} gives {x.width}", (0, i))
             if weight.shape != weights[0].shape:
-                raise TypeRuleError(f"has weights of shapes {weights[0].shape} and {weight.shape}", (1, i))
+                raise TypeRuleError(f"needs weights of equal shape, not {weights[0].shape} and {weight.shape}", (1, i))
         return tuple(x.with_shape(*rows(x), weight.shape[0]) for weight in weights)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -129,7 +129,7 @@ class Wgrad(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         dy, x = inputs
         if rows(dy) != rows(x):
-            raise TypeRuleError(f"sums over rows {rows(dy)} and {rows(x)}", (0, 1))
+            raise TypeRuleError(f"needs inputs with equal rows, not {rows(dy)} and {rows(x)}", (0, 1))
         return (x.with_shape(dy.width, x.width),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -37,7 +37,7 @@ class CrossEntropy(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         logits, targets, *_ = inputs
         if logits.shape[:-1] != targets.shape:
-            raise TypeRuleError(f"scores {logits} by targets {targets}", (0, 1))
+            raise TypeRuleError(f"needs one target per row of {logits}, not {targets}", (0, 1))
         return (TensorType(targets.shape if self.reduction == "none" else (), "f32"),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -135,7 +135,7 @@ class SoftmaxLoss(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         logits, targets, *_ = inputs
         if logits.shape[:-1] != targets.shape:
-            raise TypeRuleError(f"scores {logits} by targets {targets}", (0, 1))
+            raise TypeRuleError(f"needs one target per row of {logits}, not {targets}", (0, 1))
         if not isinstance(logits.width, int) or logits.width < self.vocab:
             raise TypeRuleError(f"takes {self.vocab} logits but {{input}} gives {logits.width}", (0,))
         if self.reduction == "none":

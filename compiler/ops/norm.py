@@ -14,7 +14,7 @@ def _check(inputs: Sequence[TensorType]) -> TensorType:
     x, *learned = inputs
     for i, weight in enumerate(learned, 1):
         if weight.shape != (x.width,):
-            raise TypeRuleError(f"scales {weight.shape} but {{input}} gives {x.width} features", (0, i))
+            raise TypeRuleError(f"has a weight {weight.shape} but {{input}} gives {x.width} features", (0, i))
     return x
 
 

@@ -129,7 +129,7 @@ class NormRopeGrad(HeadRotation):
         dy, *others = inputs
         x = others.pop(0) if self.reads_x else dy
         if x != dy:
-            raise TypeRuleError(f"takes the gradient {dy} of {x}", (0, 1))
+            raise TypeRuleError(f"needs a gradient of the type of {x}, not {dy}", (0, 1))
         cos, sin, *gain = others
         _check(x, cos, sin, gain)
         return (x, *gain)
@@ -160,12 +160,12 @@ def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[Tenso
         raise TypeRuleError(f"takes heads [..., T, H, C] but {{input}} gives {x}", (0,))
     (tokens, heads), channels, pairs = x.shape[-3:-1], x.width, cos.width
     if cos != sin or cos.shape != (tokens, pairs):
-        raise TypeRuleError(f"turns {x} by angles {cos} and {sin}", (0, 1, 2))
+        raise TypeRuleError(f"needs angles [T, R] for the tokens of {x}, not {cos} and {sin}", (0, 1, 2))
     assert isinstance(channels, int) and isinstance(pairs, int)
     if 2 * pairs > channels:
-        raise TypeRuleError(f"rotates {2 * pairs} dims of heads of {channels}", (0, 1))
+        raise TypeRuleError(f"cannot rotate {2 * pairs} dims of heads of {channels}", (0, 1))
     if gain and gain[0].shape != (heads, 1):
-        raise TypeRuleError(f"scales {heads} heads by {gain[0]}", (0, 3))
+        raise TypeRuleError(f"needs a gain ({heads}, 1), not {gain[0]}", (0, 3))
 
 
 def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:

@@ -66,7 +66,7 @@ class Pointwise(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if len(inputs) != len(self.variables):
-            raise TypeRuleError(f"names {len(self.variables)} operands but is given {len(inputs)}")
+            raise TypeRuleError(f"has {len(self.variables)} operands but is given {len(inputs)} inputs")
         known = set(self.variables)
         for text in self.outputs:
             if unknown := [name for name in variables(reread(text)) if name not in known]:
@@ -104,7 +104,7 @@ class SumTo(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if broadcast([inputs[0].shape, self.shape]) != inputs[0].shape:
-            raise TypeRuleError(f"sums {inputs[0]} to {list(self.shape)}", (0,))
+            raise TypeRuleError(f"cannot sum {inputs[0]} to {list(self.shape)}", (0,))
         return (inputs[0].with_shape(*self.shape),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -104,7 +104,7 @@ class Reset(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, ids = inputs
         if x.shape[:2] != ids.shape:
-            raise TypeRuleError(f"resets {x} by ids {ids}", (0, 1))
+            raise TypeRuleError(f"needs one id per row of {x}, not {ids}", (0, 1))
         return (x,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -123,4 +123,4 @@ class Reset(Moves):
 
 def _check_kept(x: TensorType, state: TensorType, at: tuple[int, ...]) -> None:
     if state.shape != (x.shape[0], 1, *x.shape[2:]) or state.dtype != x.dtype:
-        raise TypeRuleError(f"keeps {state} of {x}", at)
+        raise TypeRuleError(f"needs a state of one row like {x}, not {state}", at)

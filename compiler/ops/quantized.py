@@ -65,11 +65,11 @@ class QuantizeRows(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, inverse = inputs
         if not x.floating or inverse.dtype != "f32":
-            raise TypeRuleError(f"quantizes floats by f32 numbers, not {x} by {inverse}", (0, 1))
+            raise TypeRuleError(f"needs floats and f32 scales, not {x} and {inverse}", (0, 1))
         if inverse.shape != (x.width,):
             raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
         if not isinstance(x.width, int) or x.width > self.columns:
-            raise TypeRuleError(f"makes {self.columns} columns of {x.width}", (0,))
+            raise TypeRuleError(f"cannot pad {x.width} columns to {self.columns}", (0,))
         return (TensorType((*rows(x), self.columns), "i8"),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

@@ -27,9 +27,9 @@ def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[Tensor
         raise TypeRuleError(f"takes {into.width} features but {{input}} gives {x.width}", (0,))
     if any(weight.shape[0] != GATES * size for weight in weights):
         shown = ", ".join(map(str, weights))
-        raise TypeRuleError(f"has gates of {size} features but weights {shown}")
+        raise TypeRuleError(f"needs weights for gates of {size} features, not {shown}")
     if h.shape != c.shape:
-        raise TypeRuleError(f"starts from h {h} and c {c}", (1, 2))
+        raise TypeRuleError(f"needs h and c of equal shape, not {h} and {c}", (1, 2))
     return size
 
 
@@ -72,7 +72,7 @@ class Lstm(Op):
         each = 2 + self.biases
         sizes = [_check(x, h, c, weights[i : i + each]) for i in range(0, len(weights), each)]
         if len(inputs) != self.arity or h.width != sum(sizes):
-            raise TypeRuleError(f"starts {sum(sizes)} features from h {h}", (1,))
+            raise TypeRuleError(f"needs an initial h of {sum(sizes)} features, not {h}", (1,))
         return x.with_shape(*x.shape[:-1], sum(sizes)), h, c
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

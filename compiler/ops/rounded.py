@@ -32,7 +32,7 @@ class RoundRows(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, inverse = inputs
         if not x.floating or inverse.dtype != "f32":
-            raise TypeRuleError(f"rounds floats by f32 numbers, not {x} by {inverse}", (0, 1))
+            raise TypeRuleError(f"needs floats and f32 scales, not {x} and {inverse}", (0, 1))
         if inverse.shape != (x.width,):
             raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
         return (x,)
@@ -65,7 +65,7 @@ class LstmGates(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         sums, c = inputs
         if not isinstance(c.width, int) or sums.shape != (*rows(c), GATES * c.width):
-            raise TypeRuleError(f"updates {c} by four gates a feature, not {sums}", (0, 1))
+            raise TypeRuleError(f"needs four gates per feature of {c}, not {sums}", (0, 1))
         return c, c
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

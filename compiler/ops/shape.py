@@ -50,7 +50,7 @@ class SplitHeads(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
         if not isinstance(x.width, int) or x.width % self.heads:
-            raise TypeRuleError(f"splits {{input}} of {x.width} features into {self.heads} equal heads", (0,))
+            raise TypeRuleError(f"cannot split the {x.width} features of {{input}} into {self.heads} equal heads", (0,))
         return (x.with_shape(*x.shape[:-1], self.heads, x.width // self.heads),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -115,7 +115,7 @@ class Split(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, parts = inputs[0], len(self.labels)
         if not isinstance(x.width, int) or x.width % parts:
-            raise TypeRuleError(f"splits {{input}} of {x.width} features into {parts} equal parts", (0,))
+            raise TypeRuleError(f"cannot split the {x.width} features of {{input}} into {parts} equal parts", (0,))
         return (x.with_shape(*x.shape[:-1], x.width // parts),) * parts
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -137,7 +137,7 @@ class Part(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         (x,) = inputs
         if not isinstance(x.width, int) or x.width % self.parts or not 0 <= self.index < self.parts:
-            raise TypeRuleError(f"takes part {self.index} of {self.parts} of {x}", (0,))
+            raise TypeRuleError(f"cannot take part {self.index} of {self.parts} equal parts of {x}", (0,))
         return (x.with_shape(*x.shape[:-1], x.width // self.parts),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
