@@ -34,7 +34,7 @@ class _ForEditors(GenerateJsonSchema):
         generated["description"] = description_of(model)
         texts = field_descriptions(model)
         for key, field in generated.get("properties", {}).items():
-            if key in _TAGS:
+            if key in _TAGS and "const" in field:
                 field["description"] = f"The {key} of this section."
                 if not model.untagged:
                     generated["required"] = sorted({*generated.get("required", ()), key})
