@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from specc.compiler.blocks.init import Init
 from specc.compiler.expr import KEEPS, Keep
-from specc.compiler.ir.graph import Graph, Named, Node, TensorType, node_of
+from specc.compiler.ir.graph import Dim, Graph, Named, Node, TensorType, node_of
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.strict import Path, Problem
 
@@ -169,7 +169,7 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "")
         at: the path at which `graph` runs.
     """
     nodes: list[Node] = []
-    renamed = _inline(programs, graph, at, at, {name: name for name, _ in graph.inputs}, nodes, groups)
+    renamed = _inline(programs, graph, at, at, {name: name for name, _ in graph.inputs}, nodes, groups, {})
     outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
     params = (*((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params), *programs.buffers)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
@@ -189,7 +189,14 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 
 
 def _inline(
-    programs: Programs, graph: Graph, at: str, run: str, values: Mapping[str, str], nodes: list[Node], groups: bool
+    programs: Programs,
+    graph: Graph,
+    at: str,
+    run: str,
+    values: Mapping[str, str],
+    nodes: list[Node],
+    groups: bool,
+    dims: Mapping[Dim, Dim],
 ) -> dict[str, str]:
     """Appends the nodes of `graph` to `nodes`, under full names, and returns the new reference of each of its values.
 
@@ -201,6 +208,7 @@ def _inline(
         values: the references that replace the graph's inputs.
         nodes: the list that receives the nodes.
         groups: whether to expand every fused group; see `flatten`.
+        dims: the dims that replace those of the graph, such as S for T in a function that runs in an encoder.
     """
     here = dict(values)
     prefix, scope = (f"{name}." if name else "" for name in (run, at))
@@ -216,16 +224,22 @@ def _inline(
             given = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
             begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
             ran.add(node.op.at)
-            inner = _inline(programs, callee, f"{scope}{node.op.at}", f"{prefix}{begins}", given, nodes, groups)
+            (_, x), *_ = callee.inputs
+            passed = [dims.get(dim, dim) for dim in graph.types[node.inputs[0]].shape]
+            within = {dim: other for dim, other in zip(x.shape, passed, strict=True) if isinstance(dim, str)}
+            place_of_callee = f"{scope}{node.op.at}", f"{prefix}{begins}"
+            inner = _inline(programs, callee, *place_of_callee, given, nodes, groups, within)
             results = [inner[ref] for _, ref in callee.outputs]
         elif isinstance(node.op, Fused) and (groups or not programs.group(node.op.group).backward.outputs):
             forward = programs.group(node.op.group).forward
             given = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
-            inner = _inline(programs, forward, at, run, given, nodes, groups)
+            inner = _inline(programs, forward, at, run, given, nodes, groups, dims)
             results = [inner[ref] for _, ref in forward.outputs]
         else:
             name = f"{prefix}{node.name}"
-            nodes.append(replace(node, name=name, inputs=inputs, members=tuple(f"{prefix}{m}" for m in node.members)))
+            members = tuple(f"{prefix}{member}" for member in node.members)
+            types = tuple(type.with_shape(*(dims.get(dim, dim) for dim in type.shape)) for type in node.types)
+            nodes.append(replace(node, name=name, inputs=inputs, members=members, types=types))
             results = list(nodes[-1].outputs)
         here |= zip(node.outputs, results, strict=False)
     return here

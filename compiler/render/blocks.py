@@ -3,12 +3,12 @@
 All blocks of a list share one class, with optional arguments for inputs that only some of them have.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.int8.fake_quantize import SUFFIX
-from specc.compiler.ir.graph import Graph, Node, TensorType
+from specc.compiler.ir.graph import Graph, Named, Node, TensorType
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.merge import Merged, Where, free, merge
 from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block
@@ -187,24 +187,27 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     arguments = optional_arguments(merged, inputs, used, ["cache=None"] * keeps)
     methods = [method(body, "forward", doc, arguments)]
     begin_flags: tuple[str, ...] = ()
+    attributes = {fact.name: uses.having(runs[i] for i in sorted(fact.where)) for fact in layer_facts}
+    asked = set(body.asked)
     if begins:
-        begin, begin_flags = _begin(plan, uses, begins, reserved)
+        begin, begin_flags = _begin(plan, uses, begins, reserved, attributes, asked)
         methods.append(begin)
+    attributes = {name: layers for name, layers in attributes.items() if name in asked}
     table = f"{name.upper()}_{BUFFERS}"
-    init = _init(uses, runs, [fact for fact in layer_facts if fact.name in body.asked], tables, table)
+    buffers, definitions = _buffers(uses, table, tables)
+    init = _init(uses, attributes, tables, buffers)
     parts = merged_order(
         [list(dict.fromkeys(n.name.split(".")[0] for n in g.nodes if "." in n.name)) for g in uses.functions]
     )
     doc = f"One block: {', '.join(parts)}." if parts else f"One {kind}."
     numbered = any("layer" in text for text in init)
-    params = tuple(dict.fromkeys(entry for graph in uses.functions for entry in graph.params))
     context = ClassContext(
         name,
         tuple(docstring(doc)),
         ("layer: int",) if numbered else (),
         init,
         tuple(methods),
-        tables=buffer_tables(params, table),
+        tables=definitions,
     )
     over = f"range({max(uses.every) + 1})"
     make = f"{name}(layer) for layer in {over}" if numbered else f"{name}() for _ in {over}"
@@ -231,8 +234,15 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
     return frozenset(flags)
 
 
-def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact]) -> list[Fact]:
-    """Returns the conditions that attributes of a block decide, for variants that the arguments do not distinguish."""
+def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Collection[str] = ()) -> list[Fact]:
+    """Returns the conditions that attributes of a block decide, for variants that the arguments do not distinguish.
+
+    Args:
+        merged: the variants.
+        uses: the functions of the module list.
+        facts: the conditions that there are.
+        taken: the names of other attributes.
+    """
     known = {fact.where for fact in facts}
     attribute_facts: dict[str, Fact] = {}
     common = frozenset.intersection(
@@ -258,7 +268,8 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact]) -> list[Fac
             path = min(names, key=shared).split(".")
             options = [path[0]] if path[0] not in common else []
             options += [path[-1], "_".join(path[-2:]), "_".join(path), f"{'_'.join(path)}_layer"]
-            word = next(option for option in options if option not in (*attribute_facts, *LOCALS, *common, *holders))
+            used = {*made, *LOCALS, *common, *holders, *(name.removeprefix("self.") for name in taken)}
+            word = free(options, used.__contains__)
             known.add(where)
             attribute_facts[word] = Fact(f"self.{word}", where)
     return list(attribute_facts.values())
@@ -287,12 +298,27 @@ def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Wher
 
 
 def _begin(
-    plan: Plan, uses: _Uses, begins: Sequence[Graph], reserved: frozenset[str]
+    plan: Plan,
+    uses: _Uses,
+    begins: Sequence[Graph],
+    reserved: frozenset[str],
+    attributes: dict[str, frozenset[int]],
+    asked: set[str],
 ) -> tuple[Function, tuple[str, ...]]:
-    """Returns the method that creates the state of a block, and the flags that it has as arguments."""
+    """Returns the method that creates the state of a block, and the flags that it has as arguments.
+
+    Adds to `attributes` the attributes that it needs, each with the blocks in which it is true, and to `asked` the names
+    of all that it reads.
+    """
     merged = merge(begins, kind=Speller(plan).kernel)
     flags = flag_variants([_flags(graph, begins) for graph in begins])
-    body = _body(plan, merged, uses, facts_of(merged, {}, flags), reserved)
+    facts = facts_of(merged, {}, flags)
+    for name, layers in attributes.items():
+        facts.append(Fact(name, frozenset(i for i, graph in enumerate(begins) if uses.layers[graph.name] <= layers)))
+    own = _layer_facts(merged, uses, facts, attributes)
+    attributes |= {fact.name: uses.having(begins[i] for i in sorted(fact.where)) for fact in own}
+    body = _body(plan, merged, uses, (*facts, *own), reserved)
+    asked |= body.asked
     used = tuple(flag for flag in flags if flag in body.asked)
     graph = begins[0]
     doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs])
@@ -310,13 +336,33 @@ def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[st
             yield shape_text(other), uses.having(g for g in uses.functions if dict(g.params).get(path) == other)
 
 
-def _init(uses: _Uses, runs: Sequence[Graph], facts: Sequence[Fact], tables: Tables, table: str) -> tuple[str, ...]:
-    """Returns the lines of a block's constructor: parameters, scalars, and attributes from tables."""
+def _buffers(uses: _Uses, table: str, tables: Tables) -> tuple[str, tuple[str, ...]]:
+    """Returns the text of the buffers of a block, and the definitions of the tables that it reads."""
+    groups: dict[frozenset[int], list[Named]] = {}
+    for entry in dict.fromkeys(entry for graph in uses.functions for entry in graph.params if entry[1].storage):
+        groups.setdefault(uses.having(graph for graph in uses.functions if entry in graph.params), []).append(entry)
+    texts: list[str] = []
+    definitions: list[str] = []
+    for having, params in groups.items():
+        name = text = table
+        if having != uses.every:
+            chosen = tables.of(uses.place, having, params[0][0].rpartition(".")[2])
+            name = f"{table}_{chosen}"
+            text = f"({name} if layer in {chosen} else {{}})"
+        texts.append(text)
+        definitions += buffer_tables(params, name)
+    return " | ".join(texts), tuple(definitions)
+
+
+def _init(
+    uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables, table: str
+) -> tuple[str, ...]:
+    """Returns the lines of a block's constructor: parameters, scalars, and attributes that are true in some blocks."""
     params = {path: type for graph in reversed(uses.functions) for path, type in graph.params}
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
     where: dict[str, str] = {}
     shapes: dict[str, str] = {}
-    for path in dict.fromkeys(path for graph in uses.functions for path, _ in graph.params):
+    for path in dict.fromkeys(path for graph in uses.functions for path, type in graph.params if not type.storage):
         having = uses.having(graph for graph in uses.functions if path in dict(graph.params))
         if having != uses.every:
             where[path] = f"layer in {tables.of(uses.place, having, path.rpartition('.')[2])}"
@@ -331,7 +377,6 @@ def _init(uses: _Uses, runs: Sequence[Graph], facts: Sequence[Fact], tables: Tab
             numbers = tuple_text([repr(values[layer]) for layer in sorted(values)])
             text = f"{tables.add(uses.place, f'{scalar.upper()}S', numbers, 'of each block')}[layer]"
         lines.append(f"self.{scalar} = {text}")
-    for fact in facts:
-        holds = uses.having(runs[i] for i in sorted(fact.where))
-        lines.append(f"{fact.name} = layer in {tables.of(uses.place, holds, fact.name.removeprefix('self.'))}")
+    for name, layers in attributes.items():
+        lines.append(f"{name} = layer in {tables.of(uses.place, layers, name.removeprefix('self.'))}")
     return tuple(lines)

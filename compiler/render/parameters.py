@@ -47,7 +47,7 @@ def parameter_lines(
         where: the condition under which an instance of the class has a parameter, for those that not all instances
             have.
         modules: paths of modules that are created elsewhere; the lines create their parent modules.
-        table: the name of the table of buffers.
+        table: the table of buffers, by name or as an expression.
         shapes: the text of the shape of parameters whose shape depends on the instance.
 
     Returns:
@@ -78,8 +78,9 @@ def parameter_lines(
         condition = together.removeprefix(" ").removesuffix(" else None")
         lines += [f"{condition}:", f"    {line}"] if together else [line]
     if stored:
+        lines += [f"buffers = {table}"] if " " in table else []
         lines += [
-            f"for name, (shape, dtype) in {table}.items():",
+            f"for name, (shape, dtype) in {'buffers' if ' ' in table else table}.items():",
             '    owner, _, leaf = name.rpartition(".")',
             "    self.get_submodule(owner).register_buffer(leaf, torch.empty(shape, dtype=dtype))",
         ]

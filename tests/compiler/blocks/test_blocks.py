@@ -378,6 +378,16 @@ CASES: Mapping[str, dict[str, Any]] = {
         "blocks": {"changes": [{"where": "layer % 3 == 2", "attention": {"rope": {"base": 900}}}]},
         "count": 4,
     },
+    "norms_by_layer": {
+        "blocks": {
+            "norm": {"kind": "rms", "weight": "w"},
+            "changes": [
+                {"where": "layer == 1", "norm": {"kind": "layer", "bias": False}},
+                {"where": "layer == 2", "norm": {"places": ["behind"], "weight": "none"}},
+            ],
+        },
+        "count": 4,
+    },
     "heads_norms_biases_and_bases": {
         "embed": [{"kind": "token"}, {"kind": "scale", "by": "sqrt(dim)"}, {"kind": "positions"}],
         "layers": (

@@ -73,6 +73,30 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks(SELF, MLP, norm={"kind": "rms", "scale": "1/sqrt(layer + 1)", "affine": True})],
         [LEARNED, blocks(SELF, CROSS, norm={"kind": "layer", "scale": "0.5 + layer/layers"})],
     ),
+    "norms_behind_and_weights": case(
+        [LEARNED, blocks(SELF, {**MLP, "bias": True}, norm={"kind": "rms", "weight": "1 + w", "places": ["behind"]})],
+        [
+            LEARNED,
+            blocks(
+                {**SELF, "qk_norm": {"weight": "w"}, "bias": ["v"]},
+                {**CROSS, "qk_norm": {"weight": "1 + w", "over": "all"}, "bias": ["q"]},
+                norm={"kind": "layer", "bias": False, "places": ["before", "behind"]},
+            ),
+        ],
+    ),
+    "heads_by_layer": case(
+        [LEARNED, blocks(SELF, MLP, changes=[{"where": "layer == 1", "attention": {"head_dim": 2}}])],
+        [
+            LEARNED,
+            blocks(
+                {**SELF, "rope": {}},
+                CROSS,
+                MLP,
+                count=3,
+                changes=[{"where": "layer == 2", "attention": {"rope": {"base": 30}}, "cross": {"kv_heads": 1}}],
+            ),
+        ],
+    ),
     "mixed": case(
         [LEARNED, blocks({**SELF, "exclude": {"layers": [1]}, "gate": {"features": 4}}, MLP, mix={"kind": "embedded"})],
         [LEARNED, blocks(SELF, {**CROSS, "gate": {}}, MLP, mix={"kind": "embedded"}, parallel=[0])],

@@ -48,6 +48,14 @@ def gated(bits: int) -> dict[str, Any]:
     return pairs(side, [EMBED, blocks(SELF, CROSS, GATED)], quant("*.mlp.{up,gate,down}", bits=bits))
 
 
+def by_layer(**attention: Any) -> dict[str, Any]:
+    """Biases, norms before and behind, and another form of attention in one layer."""
+    data = text(({**ATTENTION, "bias": ["q", "k"]}, {**GATED, "bias": True}), quant("*.{q,k,v,out,up,gate,down}"))
+    norm = {"kind": "rms", "weight": "1 + w", "places": ["before", "behind"]}
+    data["model"]["blocks"] |= {"norm": norm, "changes": [{"where": "layer == 1", "attention": attention}]}
+    return data
+
+
 CASES: Mapping[str, dict[str, Any]] = {
     "gate": text((ATTENTION, GATED), quant("*.mlp.{up,gate}")),
     "gate of 16 bits": text((ATTENTION, GATED), quant("*.mlp.{up,gate}", bits=16)),
@@ -90,6 +98,8 @@ CASES: Mapping[str, dict[str, Any]] = {
         quant("encoder.*.{input,hidden,back_input,back_hidden,bias,back_bias}"),
         bridge={"kind": "concat"},
     ),
+    "heads by layer": by_layer(kv_heads=1, qk_norm={"weight": "w", "over": "all"}),
+    "mlp instead of attention": by_layer(**{**GATED, "hidden": 24}),
     "sequence unread": pairs([EMBED, BOTH], [EMBED, LSTM], quant("encoder.lstm.*"), bridge={"kind": "concat"}),
 }
 
