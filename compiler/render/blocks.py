@@ -268,7 +268,7 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
             path = min(names, key=shared).split(".")
             options = [path[0]] if path[0] not in common else []
             options += [path[-1], "_".join(path[-2:]), "_".join(path), f"{'_'.join(path)}_layer"]
-            used = {*made, *LOCALS, *common, *holders, *(name.removeprefix("self.") for name in taken)}
+            used = {*attribute_facts, *LOCALS, *common, *holders, *(name.removeprefix("self.") for name in taken)}
             word = free(options, used.__contains__)
             known.add(where)
             attribute_facts[word] = Fact(f"self.{word}", where)
@@ -307,17 +307,17 @@ def _begin(
 ) -> tuple[Function, tuple[str, ...]]:
     """Returns the method that creates the state of a block, and the flags that it has as arguments.
 
-    Adds to `attributes` the attributes that it needs, each with the blocks in which it is true, and to `asked` the names
-    of all that it reads.
+    Adds to `attributes` the attributes that it needs, each with the blocks in which it is true, and to `asked` the
+    names of all that it reads.
     """
     merged = merge(begins, kind=Speller(plan).kernel)
     flags = flag_variants([_flags(graph, begins) for graph in begins])
     facts = facts_of(merged, {}, flags)
     for name, layers in attributes.items():
         facts.append(Fact(name, frozenset(i for i, graph in enumerate(begins) if uses.layers[graph.name] <= layers)))
-    own = _layer_facts(merged, uses, facts, attributes)
-    attributes |= {fact.name: uses.having(begins[i] for i in sorted(fact.where)) for fact in own}
-    body = _body(plan, merged, uses, (*facts, *own), reserved)
+    layer_facts = _layer_facts(merged, uses, facts, attributes)
+    attributes |= {fact.name: uses.having(begins[i] for i in sorted(fact.where)) for fact in layer_facts}
+    body = _body(plan, merged, uses, (*facts, *layer_facts), reserved)
     asked |= body.asked
     used = tuple(flag for flag in flags if flag in body.asked)
     graph = begins[0]
@@ -354,9 +354,7 @@ def _buffers(uses: _Uses, table: str, tables: Tables) -> tuple[str, tuple[str, .
     return " | ".join(texts), tuple(definitions)
 
 
-def _init(
-    uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables, table: str
-) -> tuple[str, ...]:
+def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables, table: str) -> tuple[str, ...]:
     """Returns the lines of a block's constructor: parameters, scalars, and attributes that are true in some blocks."""
     params = {path: type for graph in reversed(uses.functions) for path, type in graph.params}
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
