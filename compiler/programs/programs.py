@@ -226,7 +226,9 @@ def _inline(
             ran.add(node.op.at)
             (_, x), *_ = callee.inputs
             passed = [dims.get(dim, dim) for dim in graph.types[node.inputs[0]].shape]
-            within = {dim: other for dim, other in zip(x.shape, passed, strict=True) if isinstance(dim, str)}
+            within: dict[Dim, Dim] = {
+                dim: other for dim, other in zip(x.shape, passed, strict=True) if isinstance(dim, str)
+            }
             place_of_callee = f"{scope}{node.op.at}", f"{prefix}{begins}"
             inner = _inline(programs, callee, *place_of_callee, given, nodes, groups, within)
             results = [inner[ref] for _, ref in callee.outputs]
