@@ -225,7 +225,7 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
     rendered for.
     """
     from specc.compiler.render.jinja import render
-    from specc.compiler.render.model import OpContext, model_context
+    from specc.compiler.render.model import model_context
 
     files: dict[str, str] = {}
     for choice in plan.choices:
@@ -233,10 +233,9 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
             with _rendering(plan, choice.site.label, source):
                 files |= kernel_files(choice.rendered, choice.key, plan.source)
     context = model_context(plan)
-    for name in context.ops:
-        template, package = f"torch/ops/{name}.py.jinja", OpContext(f"specc_{plan.name}")
-        key = hashlib.sha256(f"{template}\n{package!r}".encode()).hexdigest()[:12]
-        files[f"{name}.py"] = render(template, package, plan.source, key)
+    for name, (template, op) in context.ops.items():
+        key = hashlib.sha256(f"{template}\n{op!r}".encode()).hexdigest()[:12]
+        files[f"{name}.py"] = render(template, op, plan.source, key)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
     context = replace(context, supports=supports)
     with _rendering(plan, "", source):

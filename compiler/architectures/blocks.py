@@ -147,7 +147,8 @@ class Block(StrictModel):
     def wiring_problems(self, streams: tuple[str, ...], layer: int, layers: int) -> Iterator[Problem]:
         """Yields the problems of the block's expressions: names that are not there, numbers without a value, and
         learned values that no expression reads. `streams` are the streams before the block."""
-        learned, read = self.learned, set()
+        learned = self.learned
+        read = {f"{part.title}.{name}" for part in self.layers for name in part.own_values}
         titles = [part.title for part in self.layers]
         for path, wiring, title in self.expressions():
             streams = self._streams_at(path, streams)

@@ -182,6 +182,13 @@ class Decoder(Architecture):
                 yield Problem(
                     tuple(at), "S249", message, "use the id that the tokenizer puts before a document, or remove bos"
                 )
+        found: dict[tuple[Path, str], Problem] = {}
+        for i, j, layer in self.blocks.all_layers:
+            for problem in layer.problems_of_context(self.context, True):
+                path = ("blocks", *self.blocks.source_of(("layers", j, *problem.path), i))
+                moved = Problem(path, problem.code, problem.message, problem.hint)
+                found.setdefault((path, problem.code), moved)
+        yield from found.values()
         reading = {
             self.blocks.source_of(("layers", j), i): layer
             for i, j, layer in self.blocks.all_layers

@@ -150,7 +150,9 @@ class _Run:
         if any(one.state() for one in stage.shared(self.side.shape_of(stage))):
             message = f"{stage.title} has `bos`, but a model of pairs has lines and no documents"
             raise LoweringError((Problem(self.side.place(i), "S248", message, "remove `bos`"),))
-        if problems := tuple(problem.under(*self.side.place(i)) for problem in stage.problems_in(width)):
+        shape = self.side.shape_of(stage)
+        found = (*stage.problems_in(width), *stage.problems_of_context(shape.context, self.context.causal))
+        if problems := tuple(problem.under(*self.side.place(i)) for problem in found):
             raise LoweringError(problems)
 
     def write(self, stage: Part, state: Mapping[str, str]) -> None:

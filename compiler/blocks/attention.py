@@ -1,6 +1,7 @@
-"""Self-attention and cross-attention: grouped queries, rotary positions, normalized q and k, a sliding window."""
+"""Self-attention and cross-attention: grouped queries, rotary positions, normalized q and k, any score and mask."""
 
 from collections.abc import Iterator, Mapping
+from math import isclose
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -8,14 +9,19 @@ from pydantic import AfterValidator, Field
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
 from specc.compiler.blocks.document_mask import Documents
-from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.blocks.parts import WEIGHTLESS, Layer, NormWeight, normalized
 from specc.compiler.blocks.previous import TokenId
 from specc.compiler.blocks.rope import RopeSpec, RopeTable
 from specc.compiler.blocks.values import ValueEmbedding, ValueTable
-from specc.compiler.expr import parse, variables
+from specc.compiler.blocks.wiring import number
+from specc.compiler.expr import Const, ExprError, parse, substitute, variables
+from specc.compiler.expr.interval import atoms
+from specc.compiler.expr.mask import CAUSAL, bound_mask, parse_mask, window_of
+from specc.compiler.expr.score import PLAIN, bound_score, parse_score
+from specc.compiler.expr.values import Read
 from specc.compiler.ir.graph import Builder, TensorType
-from specc.compiler.ops.attention import CacheWrite, Exclusive, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.attention import CacheWrite, Exclusive, RingKeys, ScoreFields, Sdpa, SdpaCached, SdpaSeen
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
@@ -81,6 +87,15 @@ class HeadGate(StrictModel):
     init: Init = constant(0.0)
 
 
+def _mask(text: str) -> str:
+    parse_mask(text)  # ExprError is a ValueError
+    return text
+
+
+MaskText = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_mask)]
+ScoreText = Annotated[str, Field(min_length=1, max_length=500)]
+
+
 class Attention(Layer):
     """softmax(q k^T / sqrt(C)) v in several heads (Ainslie et al., 2023).
 
@@ -90,14 +105,22 @@ class Attention(Layer):
         head_dim: the features C of a head; the model's divided by `heads` if unset.
         rope: rotary positions.
         qk_norm: the normalization of q and k.
-        window: the tokens that a token attends to, itself included; all earlier ones if unset.
+        score: the score of a query and a key, an expression of `s`, their scaled product. It may read the positions `i`
+            of the query and `j` of the key, the head `h`, `heads`, `context`, `slope(h)` (the slopes of ALiBi, Press et
+            al., 2022), elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`, and `bucket` (the buckets
+            of distances of T5, Raffel et al., 2020).
+        mask: the condition under which a query attends to a key, over `i`, `j` and `h`, such as `j <= i and i - j <
+            512`. `document(i) == document(j)` holds within a document.
+        scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`;
+            `1/sqrt(head_dim)` if unset.
+        sinks: whether each head has a learned logit that adds to the denominator of the softmax alone.
         of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
             `encoder`: it attends to the source.
         bias: whether the four matrices have a bias, or those that have one.
         values: value embeddings, which are added to the values.
         exclude: exclusive self-attention.
         gate: a gate per head.
-        bos: the id that starts a document. A token then attends only to its own document.
+        bos: the id that starts a document, for `document` in the mask.
     """
 
     kind: Literal["attention"]
@@ -106,7 +129,10 @@ class Attention(Layer):
     head_dim: Positive | None = None
     rope: RopeSpec | None = None
     qk_norm: QkNorm | None = None
-    window: Positive | None = None
+    score: ScoreText = later(PLAIN)
+    mask: MaskText = later(CAUSAL)
+    scale: Annotated[float | str, formula("head_dim", "layer", "layers")] | None = later(None)
+    sinks: bool = later(False)
     of: Literal["self", "encoder"] = "self"
     bias: bool | Biases = False
     values: ValueEmbedding | None = later(None)
@@ -155,7 +181,8 @@ class Attention(Layer):
             yield Problem(("kv_heads",), "S211", message, hint, related=(("the query heads", ("heads",)),))
         if self.rope is not None:
             yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(dim)))
-        for name in ("rope", "window", "values", "exclude", "bos"):
+        yield from self._expression_problems()
+        for name in ("rope", "values", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
@@ -166,6 +193,80 @@ class Attention(Layer):
         if self.gate is not None and (self.gate.features or 0) > dim:
             message = f"the gate reads {self.gate.features} features; the input has {dim}"
             yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or remove the key to read all")
+
+    def _expression_problems(self) -> Iterator[Problem]:
+        """Yields the problems of the score and the mask that do not depend on the context."""
+        documents = "document" in self.mask
+        if documents and self.bos is None:
+            message = "the mask reads documents, but no id starts a document"
+            yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
+        if self.bos is not None and not documents and not self.reads_source:
+            message = f"bos is {self.bos}, but the mask reads no documents"
+            hint = f"add it to the mask: `{self.mask} and document(i) == document(j)`, or remove bos"
+            yield Problem(("bos",), "S272", message, hint)
+        dims = {name: len(shape) for name, shape in self.tables(1).items()}
+        try:
+            expr = parse_score(self.score, dims)
+        except ExprError as error:
+            yield Problem(("score",), "S271", error.message, error.hint or "write an expression of s")
+            return
+        for name in dims:
+            if name not in {part.table for part in atoms(expr) if isinstance(part, Read)}:
+                message = f"the score does not read the table {name}"
+                yield Problem(("learn", name), "S247", message, f"read an element of {name} in `score`, or remove it")
+
+    def problems_of_context(self, context: int, causal: bool) -> Iterator[Problem]:
+        if not causal or self.reads_source:
+            for name, default in (("score", PLAIN), ("mask", CAUSAL), ("scale", None), ("sinks", False)):
+                if getattr(self, name) != default:
+                    message = f"{name} is for attention to earlier tokens; this attends to a whole source"
+                    yield Problem((name,), "S275", message, f"remove {name}")
+            return
+        try:
+            mask = bound_mask(self.mask, self.heads, context)
+        except ExprError as error:
+            yield Problem(("mask",), "S276", error.message, error.hint or "write a simpler mask")
+            return
+        try:
+            bound_score(self.score, tuple(self.tables(context).items()), mask, self.heads, context)
+        except ExprError as error:
+            yield Problem(("score",), "S271", error.message, error.hint or "write a simpler score")
+
+    def tables(self, context: int) -> Mapping[str, tuple[int, ...]]:
+        """Returns the shapes of the learned tables of the score, by name, in a model of `context` tokens."""
+        sizes = {"heads": self.heads, "context": context}
+        learned = {name: value.dims(sizes) for name, value in self.learn.items()}
+        return {name: shape for name, shape in learned.items() if shape is not None}
+
+    @property
+    def own_values(self) -> tuple[str, ...]:
+        return tuple(self.tables(1))
+
+    def _expressions(self, shape: Shape) -> ScoreFields:
+        """Returns the settings of attention in a model of this shape."""
+        heads, tables = self.heads, self.tables(shape.context)
+        mask = bound_mask(self.mask, heads, shape.context)
+        score = bound_score(self.score, tuple(tables.items()), mask, heads, shape.context)
+        scale = None if self.scale is None or self._layered else self._scale(shape)
+        usual = scale is not None and isclose(scale, self.size(shape.dim) ** -0.5, rel_tol=1e-12)
+        return ScoreFields(score, mask, None if usual else scale, tuple(tables), self.sinks)
+
+    @property
+    def _layered(self) -> bool:
+        """Whether the scale depends on the layer. q is then scaled, so that layers share their code."""
+        return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
+
+    def _scale(self, shape: Shape) -> float:
+        assert self.scale is not None
+        values = {"head_dim": self.size(shape.dim), "layer": shape.layer, "layers": shape.layers}
+        return value_of(self.scale, **{name: float(value) for name, value in values.items()})
+
+    def _ring(self, shape: Shape) -> tuple[int, int] | None:
+        """Returns the numbers of first and of last positions that the cache keeps; None if it keeps all."""
+        if self.reads_source or not isinstance(shape.kept, str):
+            return None
+        fields = self._expressions(shape)
+        return window_of(fields.mask, self.heads, shape.context)
 
     def _rope(self, shape: Shape) -> RopeTable | None:
         return None if self.rope is None else self.rope.table(self.size(shape.dim), shape.context)
@@ -184,7 +285,8 @@ class Attention(Layer):
         return None if self.bos is None else Documents(f"documents{self.bos}", ("starts",), mark=self.bos)
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        kept = "S" if self.reads_source else shape.kept
+        ring = self._ring(shape)
+        kept = "S" if self.reads_source else shape.kept if ring is None else sum(ring)
         rows = shape.activation("B", kept, self._groups(shape), self._channels(shape))
         return {"k": rows, "v": rows}
 
@@ -204,20 +306,40 @@ class Attention(Layer):
             attended = b.add("y", SdpaSeen(), (q, kept["k"], kept["v"], context.seen))
             return Lowered(self._out(b, self._gated(b, x, attended, shape), shape))
         keys = self._keys(b, x, shape, context, q)
-        q, k, v = self._gained(b, keys["q"], shape), keys["k"], keys["v"]
-        state: dict[str, str] = {}
-        starts = () if self._documents is None else (context.shared[self._documents.name],)
-        if context.cache:
-            for name, value in (("k", k), ("v", v)):
-                state[name] = b.add(f"{name}.cache", CacheWrite(), (context.cache[name], value, context.positions))
-            read = (q, state["k"], state["v"], context.positions, *starts)
-            attended = b.add("y", SdpaCached(self.window, bool(starts)), read)
-        elif context.causal:
-            attended = b.add("y", Sdpa(self.window, bool(starts)), (q, k, v, *starts))
-        else:
+        q, k, v = self._scaled(b, self._gained(b, keys["q"], shape), shape), keys["k"], keys["v"]
+        if not context.causal:
             attended = b.add("y", SdpaSeen(), (q, k, v, context.seen))
+            return Lowered(self._out(b, self._gated(b, x, self._excluded(b, attended, v), shape), shape))
+        form = self._expressions(shape)
+        further = tuple(self._further(b, form, shape, context))
+        state: dict[str, str] = {}
+        if context.cache:
+            ring = self._ring(shape)
+            read = {"k": k, "v": v}
+            for name, value in read.items() if ring is not None else ():
+                read[name] = b.add(f"{name}.kept", RingKeys(), (context.cache[name], value))
+            for name, value in (("k", k), ("v", v)):
+                written = (context.cache[name], value, context.positions)
+                state[name] = b.add(f"{name}.cache", CacheWrite(ring), written)
+            read = state if ring is None else read
+            op = SdpaCached(form.score, form.mask, form.scale, form.tables, form.sinks, ring)
+            attended = b.add("y", op, (q, read["k"], read["v"], context.positions, *further))
+        else:
+            whole = Sdpa(form.score, form.mask, form.scale, form.tables, form.sinks)
+            attended = b.add("y", whole, (q, k, v, *further))
         attended = self._gated(b, x, self._excluded(b, attended, v), shape)
         return Lowered(self._out(b, attended, shape), state)
+
+    def _further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
+        """Yields the further inputs of attention: the starts of documents, the sinks, and the tables."""
+        if form.documents:
+            assert self._documents is not None
+            yield context.shared[self._documents.name]
+        if self.sinks:
+            yield b.param("sinks", shape.activation(self._queries(shape)), constant(0.0))
+        sizes = {"heads": self._queries(shape), "context": shape.context}
+        for name in form.tables:
+            yield self.learn[name].declare(b, name, shape, sizes)
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
         """Adds k and v of `x`, and the norm and rotary positions of `q` if it is given. Returns them by name."""
@@ -226,6 +348,14 @@ class Attention(Layer):
         v = self._heads(b, x, "v", groups, shape, context)
         found = {"q": self._positioned(b, q, "q", context, shape)} if q else {}
         return found | {"k": self._positioned(b, k, "k", context, shape), "v": v}
+
+    def _scaled(self, b: Builder, q: str, shape: Shape) -> str:
+        """Returns q with the factor that replaces 1 / sqrt(C), if the scale depends on the layer."""
+        if not self._layered:
+            return q
+        formula = substitute(parse(str(self.scale)), {"head_dim": Const(self.size(shape.dim))})
+        text, numbers = number(b, f"({formula}) * sqrt({self.size(shape.dim)})", "attention_scale", shape)
+        return b.add("q.scaled", Pointwise((f"q * {text}",), ("q", *numbers)), (q, *numbers.values()))
 
     def _gained(self, b: Builder, q: str, shape: Shape) -> str:
         if self.qk_norm is None or self.qk_norm.gain is None:

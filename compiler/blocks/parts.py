@@ -223,6 +223,11 @@ class Part(StrictModel):
         to the part."""
         yield from ()
 
+    def problems_of_context(self, context: int, causal: bool) -> Iterator[Problem]:
+        """Yields the problems of this part in a model of `context` tokens. `causal` states whether a token reads only
+        itself and earlier ones. Paths are relative to the part."""
+        yield from ()
+
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
         """Returns the computations that it shares with other parts."""
         return ()
@@ -282,6 +287,11 @@ class Layer(Part):
 
     def __hash__(self) -> int:  # mappings have no hash
         return hash(self.model_dump_json())
+
+    @property
+    def own_values(self) -> tuple[str, ...]:
+        """The learned values that the layer itself reads, and not its wiring."""
+        return ()
 
     @property
     def losses(self) -> tuple[str, ...]:

@@ -25,22 +25,36 @@ NUMBERS = ("layer", "layers")  # the names of numbers that every expression may 
 INDEX = ("layer", "layers", "run", "runs")  # the names that the k of output(k) may read
 
 
+TableDim = Annotated[int, Field(gt=0, le=2**24)] | Literal["heads", "context"]
+
+
 class Learned(StrictModel):
     """A learned value.
 
     Attributes:
         init: the value that it starts with, a number or a formula of `layer` and `layers`.
-        shape: 1 for a single number. If unset, there is one number per feature.
+        shape: 1 for a single number, or the dims of a table that a score reads, such as `[heads, 32]`. If unset, there
+            is one number per feature.
     """
 
     init: LayerFormula
-    shape: Literal[1] | None = None
+    shape: Literal[1] | Annotated[tuple[TableDim, ...], Field(min_length=1, max_length=4)] | None = None
 
-    def declare(self, b: Builder, name: str, shape: Shape) -> str:
-        """Declares the parameter `name`, a path such as `mix.stream`, and returns its reference."""
+    def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+        """Returns the dims of a table, with `sizes` for those that have names; None if the value is not a table."""
+        if not isinstance(self.shape, tuple):
+            return None
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+    def declare(self, b: Builder, name: str, shape: Shape, sizes: Mapping[str, int] | None = None) -> str:
+        """Declares the parameter `name`, a path such as `mix.stream`, and returns its reference.
+
+        `sizes` are the dims of a table that have names.
+        """
         outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
         start = constant(value_of(self.init, layer=float(shape.layer), layers=float(shape.layers)))
-        ref = b.param(name.rpartition(".")[2], shape.activation(self.shape or shape.dim), start)
+        dims = self.dims(sizes or {}) or (self.shape if isinstance(self.shape, int) else shape.dim,)
+        ref = b.param(name.rpartition(".")[2], shape.activation(*dims), start)
         b.scope = outer
         return ref
 

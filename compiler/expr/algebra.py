@@ -16,7 +16,7 @@ from functools import lru_cache, reduce
 from operator import mul
 
 from .primitives import PRIMITIVES
-from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, children
+from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, children
 
 Factor = tuple[Expr, Fraction]  # base, exponent; the base is not a product or number, and a quotient only by a sum
 Factors = tuple[Factor, ...]
@@ -144,14 +144,16 @@ def key(expr: Expr) -> Hashable:
             return expr
         case Call("sqrt", _) | Neg() | Binary():
             coefficient, factors = split(expr)
-            if factors == ((expr, Fraction(1)),):  # a power of a number, not yet simplified
-                return "power", *(key(part) for part in children(expr))
+            if factors == ((expr, Fraction(1)),):  # a power of a number that is not yet simplified, or // or %
+                return getattr(expr, "op", "power"), *(key(part) for part in children(expr))
             return "product", coefficient, monomial_key(factors)
         case Call(function, args):
             keys = tuple(key(arg) for arg in args)
             return function, frozenset(keys) if function in ("min", "max") else keys
         case Compare(op, a, b):
             return op, key(a), key(b)
+        case Logic(op, parts) | Read(op, parts):
+            return type(expr).__name__, op, *map(key, parts)
     raise TypeError(f"not an expression: {expr!r}")
 
 

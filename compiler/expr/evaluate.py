@@ -3,16 +3,18 @@
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from .primitives import PRIMITIVES
-from .values import Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, plain
+from .primitives import POSITIONAL, PRIMITIVES, bucket_bounds
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "**": math.pow,
+    "//": operator.floordiv, "%": operator.mod,
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 
@@ -23,7 +25,8 @@ def apply(name: str, *values: float) -> float:
     Raises ExprError if the result is undefined or not finite.
     """
     try:
-        result = (PRIMITIVES[name].value if name in PRIMITIVES else OPERATORS[name])(*values)
+        known = PRIMITIVES.get(name) or POSITIONAL.get(name)
+        result = (known.value if known is not None else OPERATORS[name])(*values)
     except (ArithmeticError, ValueError):
         result = math.nan
     if not math.isfinite(result):
@@ -51,6 +54,9 @@ def number(expr: Expr, /, **values: float) -> float:
             return number(a if number(condition, **values) else b, **values)
         case Binary(name, a, b) | Compare(name, a, b):
             return apply(name, number(a, **values), number(b, **values))
+        case Logic(op, parts):
+            truths = [bool(number(part, **values)) for part in parts]
+            return not truths[0] if op == "not" else all(truths) if op == "and" else any(truths)
         case Call(name, args):
             return apply(name, *(number(arg, **values) for arg in args))
     raise TypeError(f"not an expression: {expr!r}")
@@ -89,6 +95,20 @@ def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
                 return torch.pow(visit(a), number(b))
             case Binary(name, a, b) | Compare(name, a, b):
                 return OPERATORS[name](visit(a), visit(b))  # type: ignore[no-any-return]
+            case Logic("not", (part,)):
+                return ~visit(part)
+            case Logic(op, (first, *rest)):
+                return reduce(torch.logical_and if op == "and" else torch.logical_or, map(visit, rest), visit(first))
+            case Read(table, indices):
+                elements = tensor(values[table])  # indices may be out of range where a mask hides the result
+                at = (visit(index).long() for index in indices)
+                return elements[tuple(i.clamp(0, size - 1) for i, size in zip(at, elements.shape, strict=True))]
+            case Call("bucket", (d, *limits)):
+                distance = visit(d)
+                ends = bucket_bounds(*(int(number(limit)) for limit in limits))
+                return torch.bucketize(
+                    distance, torch.tensor(ends, dtype=distance.dtype, device=distance.device), right=True
+                )
             case Call(name, (first, *rest)):
                 primitive = PRIMITIVES[name]
                 module, _, attribute = primitive.torch.partition(".")

@@ -6,13 +6,14 @@ Python evaluates nothing.
 import ast
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import NoReturn
 
 from .evaluate import apply
-from .primitives import PRIMITIVES
-from .values import Binary, Call, Compare, Const, Expr, ExprError, Var
+from .primitives import POSITIONAL, PRIMITIVES
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var
 
 LONGEST = 500  # maximum length in characters
 DEEPEST = 64  # maximum levels of nesting
@@ -21,6 +22,7 @@ LARGEST_EXPONENT = 64.0
 OPERATORS: Mapping[type[ast.operator], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**",
 }  # fmt: skip
+WHOLE_OPERATORS: Mapping[type[ast.operator], str] = {ast.FloorDiv: "//", ast.Mod: "%"}
 COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
@@ -35,31 +37,55 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def parse(text: str, variables: Collection[str] | None = None) -> Expr:
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What an expression over positions of tokens may contain beyond the pointwise language.
+
+    It may compute with whole numbers (// and %, `bucket`) and read elements of tables.
+
+    Attributes:
+        whole: the variables that are whole numbers.
+        tables: the names of the tables, each with its number of dims, or 0 for any number.
+        condition: whether the text is a condition: comparisons of whole numbers, joined by `and`, `or` and `not`.
+    """
+
+    whole: tuple[str, ...]
+    tables: tuple[tuple[str, int], ...] = ()
+    condition: bool = False
+
+
+def parse(text: str, variables: Collection[str] | None = None, positions: Positions | None = None) -> Expr:
     """Parses one expression.
 
-    `variables` are the allowed variable names; None allows any identifier that is not a function name. Raises
-    ExprError, with the column and a hint, if the text is outside the language, too long or too deeply nested, or if it
-    has a constant that is not finite.
+    `variables` are the allowed variable names; None allows any identifier that is not a function name. With
+    `positions`, the text may also have the forms that it describes. Raises ExprError, with the column and a hint, if
+    the text is outside the language, too long or too deeply nested, or if it has a constant that is not finite.
     """
-    return _written(text, None if variables is None else frozenset(variables))
+    return _written(text, None if variables is None else frozenset(variables), positions)
 
 
 @lru_cache(maxsize=4096)  # a build parses the same few texts thousands of times; expressions are immutable
-def _written(text: str, variables: Collection[str] | None) -> Expr:
-    return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT)
+def _written(text: str, variables: Collection[str] | None, positions: Positions | None) -> Expr:
+    return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT, positions)
 
 
 @lru_cache(maxsize=4096)
-def reread(text: str) -> Expr:
+def reread(text: str, positions: Positions | None = None) -> Expr:
     """Parses text that this package printed.
 
     Its limits are wider, because derivatives exceed those for written text.
     """
-    return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT)
+    return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT, positions)
 
 
-def _parse(text: str, variables: Collection[str] | None, longest: int, deepest: int, largest_exponent: float) -> Expr:
+def _parse(
+    text: str,
+    variables: Collection[str] | None,
+    longest: int,
+    deepest: int,
+    largest_exponent: float,
+    positions: Positions | None,
+) -> Expr:
     if len(text) > longest:
         raise ExprError(
             f"the expression has {len(text)} characters; it may have at most {longest}", longest, "split it"
@@ -76,7 +102,10 @@ def _parse(text: str, variables: Collection[str] | None, longest: int, deepest: 
         raise ExprError(f"not an expression: {error.msg}", column) from None
     except (ValueError, MemoryError, RecursionError):
         raise ExprError("not an expression that Python can read") from None
-    return _Reader(variables, deepest, largest_exponent).read(tree.body, 1)[0]
+    reader = _Reader(variables, deepest, largest_exponent, positions)
+    if positions is not None and positions.condition:
+        return reader.truth(tree.body, 1)
+    return reader.read(tree.body, 1)[0]
 
 
 def _scan(text: str, deepest: int) -> None:
@@ -106,9 +135,16 @@ def _scan(text: str, deepest: int) -> None:
 class _Reader:
     """Converts `ast` nodes to expressions. Each result comes with its value if it has no variables, else None."""
 
-    def __init__(self, variables: Collection[str] | None, deepest: int, largest_exponent: float) -> None:
+    def __init__(
+        self,
+        variables: Collection[str] | None,
+        deepest: int,
+        largest_exponent: float,
+        positions: Positions | None = None,
+    ) -> None:
         self.deepest, self.largest_exponent = deepest, largest_exponent
-        self.variables = variables
+        self.variables, self.positions = variables, positions
+        self.functions = PRIMITIVES if positions is None else {**PRIMITIVES, **POSITIONAL}
 
     def read(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:
         if depth > self.deepest:
@@ -135,6 +171,10 @@ class _Reader:
                 if symbol == "**":
                     self.check_exponent(b[1], right)
                 return Binary(symbol, a[0], b[0]), fold(symbol, (a[1], b[1]), node)
+            case ast.BinOp(left=left, op=op, right=right) if self.positions and type(op) in WHOLE_OPERATORS:
+                return self.whole_division(WHOLE_OPERATORS[type(op)], left, right, node, depth)
+            case ast.Subscript(value=ast.Name(id=name), slice=index) if self.positions:
+                return self.table(name, index, node, depth), None
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
                 return self.call(name, args, keywords, node, depth)
             case ast.Compare():
@@ -150,8 +190,10 @@ class _Reader:
         )
 
     def name(self, name: str, node: ast.expr) -> Expr:
-        if name in PRIMITIVES:
-            fail(f"{name} is a function", node, f"write {PRIMITIVES[name].example}")
+        if name in self.functions:
+            fail(f"{name} is a function", node, f"write {self.functions[name].example}")
+        if self.positions and name in dict(self.positions.tables):
+            fail(f"{name} is a table", node, f"read an element of it, for example {name}[h, i - j]")
         if self.variables is not None and name not in self.variables:
             known = sorted(self.variables)
             fail(
@@ -164,9 +206,10 @@ class _Reader:
     def call(
         self, name: str, args: list[ast.expr], keywords: list[ast.keyword], node: ast.expr, depth: int
     ) -> tuple[Expr, float | None]:
-        primitive = PRIMITIVES.get(name)
+        primitive = self.functions.get(name)
         if primitive is None:
-            hint = ELSEWHERE.get(name) or suggest(name, PRIMITIVES) or f"choose from {', '.join(sorted(PRIMITIVES))}"
+            known = f"choose from {', '.join(sorted(self.functions))}"
+            hint = ELSEWHERE.get(name) or suggest(name, self.functions) or known
             fail(f"unknown function {name}", node, hint)
         example = f"write {primitive.example}"
         if keywords:
@@ -178,7 +221,86 @@ class _Reader:
         if primitive.derivative and any(value is None for _, value in read[1:]):
             hint = f"write {primitive.definition}" if primitive.definition else example
             fail(f"the arguments of {name} after the first must be constants", args[1], hint)
+        if name in POSITIONAL:
+            self.check_positional(name, tuple(arg for arg, _ in read), args)
+            return Call(name, tuple(arg for arg, _ in read)), None
         return Call(name, tuple(arg for arg, _ in read)), fold(name, tuple(value for _, value in read), node)
+
+    def is_whole(self, expr: Expr) -> bool:
+        """Returns whether the values of an expression are whole numbers."""
+        match expr:
+            case Const(value):
+                return value.is_integer()
+            case Var(name):
+                return self.positions is not None and name in self.positions.whole
+            case Neg(a):
+                return self.is_whole(a)
+            case Binary("+" | "-" | "*" | "//" | "%", a, b) | Call("min" | "max", (a, b)):
+                return self.is_whole(a) and self.is_whole(b)
+            case Call("abs", (a,)):
+                return self.is_whole(a)
+        return isinstance(expr, Call) and expr.function == "bucket"
+
+    def whole(self, node: ast.expr, depth: int) -> Expr:
+        """Returns an expression whose values are whole numbers."""
+        expr, _ = self.read(node, depth)
+        if not self.is_whole(expr):
+            fail(f"{expr} is not a whole number", node, "use whole numbers with + - * // % min max abs")
+        return expr
+
+    def whole_division(
+        self, op: str, left: ast.expr, right: ast.expr, node: ast.expr, depth: int
+    ) -> tuple[Expr, float | None]:
+        a, divisor = self.whole(left, depth + 1), self.read(right, depth + 1)
+        if divisor[1] is None or not divisor[1].is_integer() or divisor[1] < 1:
+            fail(f"{op} divides by {divisor[0]}, which is not a positive whole constant", right, "for example i // 64")
+        return Binary(op, a, Const(divisor[1])), None
+
+    def table(self, name: str, index: ast.expr, node: ast.expr, depth: int) -> Expr:
+        assert self.positions is not None
+        known = dict(self.positions.tables)
+        if name not in known:
+            hint = suggest(name, known) or "declare it: `learn: {bias: {shape: [heads, 32], init: 0}}`"
+            fail(f"unknown table {name}", node, hint)
+        parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        if known[name] not in (0, len(parts)):
+            fail(f"{name} has {known[name]} dims; it is read with {len(parts)}", node, "give one index for each dim")
+        return Read(name, tuple(self.whole(part, depth + 1) for part in parts))
+
+    def check_positional(self, name: str, args: tuple[Expr, ...], nodes: list[ast.expr]) -> None:
+        if name == "document":
+            fail("document(...) is not a number", nodes[0], "compare it: document(i) == document(j)")
+        if not self.is_whole(args[0]):
+            fail(f"{args[0]} is not a whole number", nodes[0], f"write {POSITIONAL[name].example}")
+        if name == "bucket":
+            count, distance = (part.value if isinstance(part, Const) else 0.0 for part in args[1:])
+            if not (count.is_integer() and distance.is_integer() and count >= 2 and distance > count // 2):
+                hint = "give at least 2 buckets and a distance above half their number, as in bucket(i - j, 32, 128)"
+                fail(f"bucket has no {args[1]} buckets up to {args[2]}", nodes[1], hint)
+
+    def truth(self, node: ast.expr, depth: int) -> Expr:
+        """Returns a condition."""
+        if depth > self.deepest:
+            fail(f"nested more than {self.deepest} deep", node, "split the expression")
+        match node:
+            case ast.BoolOp(op=op, values=parts):
+                return Logic("and" if isinstance(op, ast.And) else "or", tuple(self.truth(p, depth + 1) for p in parts))
+            case ast.UnaryOp(op=ast.Not(), operand=inner):
+                return Logic("not", (self.truth(inner, depth + 1),))
+            case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in COMPARISONS for op in ops):
+                sides = (left, *others)
+                pairs = zip(ops, sides, others, strict=False)
+                compared = [self.comparison(COMPARISONS[type(op)], a, b, depth + 1) for op, a, b in pairs]
+                return compared[0] if len(compared) == 1 else Logic("and", tuple(compared))
+        fail("this is not a condition", node, "compare positions, for example j <= i and i - j < 512")
+
+    def comparison(self, op: str, left: ast.expr, right: ast.expr, depth: int) -> Expr:
+        documents = [_document_of(side) for side in (left, right)]
+        if documents == [None, None]:
+            return Compare(op, self.whole(left, depth), self.whole(right, depth))
+        if sorted(filter(None, documents)) != ["i", "j"] or op not in ("==", "!="):
+            fail("documents have no order and no number", left, "write document(i) == document(j)")
+        return Compare(op, *(Call("document", (Var(name),)) for name in "ij"))
 
     def condition(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:
         match node:
@@ -195,6 +317,16 @@ class _Reader:
             fail("the exponent of ** must be a constant", node, "write exp(n * log(x))")
         if abs(value) > self.largest_exponent:
             fail(f"an exponent must be at most {self.largest_exponent:g}", node)
+
+
+def _document_of(node: ast.expr) -> str | None:
+    """Returns the argument of a call of `document`, or None for other nodes."""
+    match node:
+        case ast.Call(func=ast.Name(id="document"), args=[ast.Name(id=name)], keywords=[]):
+            return name
+        case ast.Call(func=ast.Name(id="document")):
+            fail("document takes one position", node, "write document(i) == document(j)")
+    return None
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:

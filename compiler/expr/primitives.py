@@ -1,6 +1,7 @@
 """The functions of the pointwise language. Each is one entry of PRIMITIVES. A new function needs no other change."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -139,6 +140,10 @@ __device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + 
 __device__ inline float quick_bell(float s) { return exp2f(-s * s); }"""},
         ),
         Primitive(
+            "exp2(x)", 4, lambda x: 2.0**x, "0.6931471805599453 * exp2(x)", "torch.exp2", sign="> 0",
+            triton="tl.exp2({})", cuda="exp2f({})",
+        ),
+        Primitive(
             "erf(x)", 12, math.erf, "1.1283791670955126 * exp(-(x ** 2))", "torch.erf",
             triton="tl.erf({})", cuda="quick_erf({})",
             cuda_helpers={"quick_erf": """\
@@ -151,3 +156,38 @@ __device__ inline float quick_erf(float s) {
         ),
     )
 }  # fmt: skip
+
+
+def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
+    """Returns the smallest distance of each bucket of `bucket` after the first, in exact arithmetic.
+
+    The first half of the buckets holds one distance each. Of the others, bucket `exact + k` starts at the smallest d
+    with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5, Raffel et al., 2020).
+    """
+    exact = buckets // 2
+    bounds, rest = list(range(1, exact + 1)), buckets - exact
+    for k in range(1, rest):
+        low, high = bounds[-1], distance  # d ** rest * exact ** k >= distance ** k * exact ** rest holds for `distance`
+        while low < high:
+            middle = (low + high) // 2
+            if middle**rest * exact**k >= distance**k * exact**rest:
+                high = middle
+            else:
+                low = middle + 1
+        bounds.append(low)
+    return tuple(bounds)
+
+
+def _bucket(d: float, buckets: float, distance: float) -> float:
+    return float(bisect_right(bucket_bounds(int(buckets), int(distance)), d))
+
+
+# Functions of expressions over positions of tokens, in attention.
+POSITIONAL = {
+    primitive.name: primitive
+    for primitive in (
+        Primitive("bucket(i - j, 32, 128)", 8, _bucket, "0", "torch.bucketize"),
+        Primitive("slope(h)", 4, lambda h: h, "", ""),
+        Primitive("document(i)", 0, lambda i: i, "", ""),
+    )
+}

@@ -29,7 +29,7 @@ from .algebra import (
 )
 from .evaluate import apply, number
 from .piecewise import FLIPPED, decided, has_zero_arm, implied, logistic_argument, may_be_infinite, single_where
-from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, rebuild, variables
+from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, rebuild, variables
 
 PASSES = 20  # known expressions need a few passes; the bound stops rules that would alternate
 
@@ -61,6 +61,11 @@ def _once(expr: Expr) -> Expr:
             return _product(*ratio(_once(a), _once(b)))
         case Binary("**", a, b):
             return power(_once(a), exponent_of(number(b)))
+        case Binary("//" | "%" as op, a, b):
+            a, b = _once(a), _once(b)
+            return Binary(op, a, b) if variables(a) else _constant(op, number(a), number(b))
+        case Read() | Logic() | Compare():
+            return rebuild(expr, _once)
         case Call("where", (Compare() as condition, a, b)):
             return where(compare(condition.op, _once(condition.a), _once(condition.b)), _once(a), _once(b))
         case Call(name, args):

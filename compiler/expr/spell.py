@@ -3,19 +3,23 @@
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from math import sqrt
+from math import log2, sqrt
+from types import MappingProxyType
 from typing import ClassVar
 
 from .algebra import Factors, product_of, rational, split
 from .evaluate import number
+from .interval import FAR, bounds
 from .parse import parse
-from .primitives import PRIMITIVES
+from .primitives import PRIMITIVES, bucket_bounds
 from .values import (
     ATOM,
     CHOICE,
     COMPARE,
+    NOT,
     POWER,
     PRODUCT,
+    SUM,
     UNARY,
     ZERO,
     Binary,
@@ -36,22 +40,38 @@ LONGEST_PRODUCT = 16  # largest integer power that prints as a product in langua
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
-def torch_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
+def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
     """Returns Python source over `torch` and `F` (torch.nn.functional), such as `F.leaky_relu(x, 0.5) ** 2`.
 
     `names` maps variables to source text, which is parenthesized if necessary. Variables are tensors that broadcast,
-    and the result has their dtype.
+    and the result has their dtype. With `whole`, all of them are tensors of whole numbers, and the expression is a
+    condition or a whole number.
     """
-    return _Torch(names or {}).text(decided(expr))
+    return _Torch(names or {}, whole).text(decided(expr))
 
 
-def triton_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
-    """Returns Triton source over `tl`. Variables are fp32 tensors.
+def triton_text(
+    expr: Expr,
+    names: Mapping[str, str] | None = None,
+    whole: bool = False,
+    floats: Mapping[str, str] | None = None,
+    calls: Mapping[str, str] | None = None,
+) -> str:
+    """Returns Triton source over `tl`. Variables are fp32 tensors; i, j, h and start, in attention, are int32.
 
     The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN stays
-    NaN, as in Torch. Raises ExprError if the text is too long: an argument is repeated for each use in a definition.
+    NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Without, parts of it may be whole
+    numbers, whose values are right where j <= i. Raises ExprError if the text is too long: an argument is repeated for
+    each use in a definition.
+
+    Args:
+        expr: the expression.
+        names: the source text of variables.
+        whole: whether it is a condition or a whole number.
+        floats: the source text of whole-number variables as fp32, for the parts that are floats.
+        calls: the source text of functions, with {} for each argument, instead of the primitives' own.
     """
-    return _Triton(names or {}).text(decided(expr))
+    return _Triton(names or {}, whole, floats=floats or {}, calls=calls or {}).text(decided(expr))
 
 
 def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
@@ -84,20 +104,68 @@ def is_primary(text: str) -> bool:
 
 
 class _Target(Printer):
-    """Common base of the printers of the three target languages. Floats print with a decimal point or exponent."""
+    """Common base of the printers of the three target languages. Floats print with a decimal point or exponent.
 
-    def __init__(self, names: Mapping[str, str]) -> None:
+    With `whole`, all numbers are whole and print without one. Parts of other expressions that are whole numbers are
+    printed by `inner`.
+    """
+
+    def __init__(self, names: Mapping[str, str], whole: bool = False) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.whole = names, whole
+        self.inner: _Target = self if whole else self.of_whole()
+
+    def of_whole(self) -> "_Target":
+        """Returns the printer of the parts that are whole numbers."""
+        return type(self)(self.names, True)
 
     def write(self, expr: Expr) -> tuple[str, int]:
         match expr:
             case Neg(Binary("*" | "/" as op, a, b)):
                 return self.write(Binary(op, -a, b))  # -2 * x instead of -(2 * x)
+            case Binary("//" | "%", _, _) | Call("bucket", _) if not self.whole:
+                return self.inner.write(expr)
+            case Call("bucket", (d, *limits)):
+                return self.bucket(d, *(int(number(limit)) for limit in limits)), ATOM
         return super().write(expr)
 
+    def bucket(self, d: Expr, count: int, distance: int) -> str:
+        """Prints the bucket of a distance: itself below `exact`, then the floor of a logarithm.
+
+        The offset of the logarithm is chosen such that its rounding in fp32 changes no bucket. Raises ExprError if
+        there is none, for distances of which fp32 cannot separate the logarithms.
+        """
+        exact, ends = count // 2, bucket_bounds(count, distance)
+        rest = count - exact
+        scale = rest / log2(distance / exact)
+        slack = 4e-6 * (scale + rest)
+        steps = list(enumerate(ends[exact:], 1))
+        least = max((k - scale * log2(end) for k, end in steps), default=0.0) + slack
+        most = min((k - scale * log2(end - 1) for k, end in steps if end > exact), default=1.0) - slack
+        if least > most:
+            raise ExprError(
+                f"buckets up to a distance of {distance} cannot be computed in f32", hint="use a smaller distance"
+            )
+        far = self.floored_logarithm(self.text(d, ATOM), scale, (least + most) / 2, rest - 1)
+        return self.choice(f"{self.side(d)} < {exact}", self.text(d), f"{exact} + {far}")
+
+    def floored_logarithm(self, d: str, scale: float, offset: float, last: int) -> str:
+        """Returns the text of min(floor(scale * log2(d) + offset), last), for a distance d of at least 1."""
+        raise ExprError("positions of tokens are not part of this language")
+
+    def choice(self, condition: str, a: str, b: str) -> str:
+        """Returns the text of a choice between whole numbers."""
+        raise ExprError("positions of tokens are not part of this language")
+
     def constant(self, value: float) -> str:
-        return repr(value)
+        return plain(value) if self.whole else repr(value)
+
+    def logic(self, op: str, parts: tuple[Expr, ...]) -> tuple[str, int]:
+        if not parts:
+            return super().logic(op, parts)
+        if op == "not":
+            return f"~{self.text(parts[0], ATOM)}", UNARY
+        return f" {'&' if op == 'and' else '|'} ".join(self.text(part, ATOM) for part in parts), NOT
 
     def variable(self, name: str) -> tuple[str, int]:
         text = self.names.get(name, name)
@@ -125,6 +193,12 @@ class _Torch(_Target):
         texts += [f"{name}={value!r}" for name, value in PRIMITIVES[function].torch_keywords.items()]
         return f"{PRIMITIVES[function].torch}({', '.join(texts)})", ATOM
 
+    def floored_logarithm(self, d: str, scale: float, offset: float, last: int) -> str:
+        return f"({scale!r} * torch.log2({d}.clamp(min=1).float()) + {offset!r}).long().clamp(max={last})"
+
+    def choice(self, condition: str, a: str, b: str) -> str:
+        return f"torch.where({condition}, {a}, {b})"
+
     def full(self, like: Expr, text: str) -> str:
         """Returns a number as a tensor with the dtype of the first variable of `like`."""
         return f"torch.full_like({self.variable(variables(like)[0])[0]}, {text})"
@@ -134,9 +208,11 @@ class _Kernel(_Target):
     """Common base for Triton and CUDA C++, which have fewer functions and print powers as products."""
 
     language: ClassVar[str]  # the field of a Primitive
+    calls: Mapping[str, str] = MappingProxyType({})  # the text of functions that differs from the primitives' own
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
-        spelling: str = getattr(PRIMITIVES[function], self.language) or PRIMITIVES[function].definition
+        primitive = PRIMITIVES[function]
+        spelling: str = self.calls.get(function) or getattr(primitive, self.language) or primitive.definition
         if "{" in spelling:
             return spelling.format(*map(self.text, args)), ATOM
         return self.write(substitute(parse(spelling), dict(zip("xs", args, strict=False))))
@@ -172,6 +248,56 @@ class _Kernel(_Target):
 
 class _Triton(_Kernel):
     language = "triton"
+
+    def __init__(
+        self,
+        names: Mapping[str, str],
+        whole: bool = False,
+        ordered: bool = False,
+        floats: Mapping[str, str] | None = None,
+        calls: Mapping[str, str] | None = None,
+    ) -> None:
+        self.ordered = ordered  # the text is of values where j <= i
+        self.positions = names
+        super().__init__(names if whole else {**names, **(floats or {})}, whole)
+        self.calls = calls or {}
+
+    def of_whole(self) -> "_Target":
+        return _Triton(self.positions, True, ordered=True)
+
+    def write(self, expr: Expr) -> tuple[str, int]:
+        match expr:
+            case Binary("//" | "%" as op, a, b) if self.whole and not self.nonnegative(a):
+                divisor = self.text(b)  # tl rounds towards 0
+                rest = f"{self.text(a, PRODUCT)} % {divisor}"
+                if op == "%":
+                    return f"({rest} + {divisor}) % {divisor}", PRODUCT
+                return f"{self.text(a, PRODUCT)} // {divisor} - ({rest} < 0).to(tl.int32)", SUM
+        return super().write(expr)
+
+    def nonnegative(self, expr: Expr) -> bool:
+        """Returns True if a whole number is provably at least 0."""
+        far = {"i1": FAR, "j1": FAR, "h1": FAR, "start1": FAR, "d1": FAR}
+        least = {"i0": 0.0, "j0": 0.0, "h0": 0.0, "start0": 0.0, "d0": 0.0 if self.ordered else -FAR}
+        return number(bounds(expr)[0], **far, **least) >= 0
+
+    def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+        text = self.text(args[0])
+        if (
+            not self.whole
+            and PRIMITIVES[function].derivative
+            and set(variables(args[0])) <= {"i", "j", "h"}
+            and "." not in text
+        ):
+            return super().call(function, (Const(1.0) * args[0], *args[1:]))  # functions of tl take floats
+        return super().call(function, args)
+
+    def floored_logarithm(self, d: str, scale: float, offset: float, last: int) -> str:
+        logarithm = f"tl.log2(tl.maximum({d}, 1).to(tl.float32))"
+        return f"tl.minimum(({scale!r} * {logarithm} + {offset!r}).to(tl.int32), {last})"
+
+    def choice(self, condition: str, a: str, b: str) -> str:
+        return f"tl.where({condition}, {a}, {b})"
 
     def side(self, expr: Expr) -> str:
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)

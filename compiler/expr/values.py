@@ -119,7 +119,10 @@ class Call(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Binary(Expr):
-    """`a op b`, where op is one of + - * / **. The exponent of ** has no variables."""
+    """`a op b`, where op is one of + - * / ** // %. The exponent of ** has no variables.
+
+    // and % are of whole numbers, and round down. Their divisor is a positive constant.
+    """
 
     __hash__ = Expr.__hash__
     op: str
@@ -142,12 +145,33 @@ class Neg(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Compare(Expr):
-    """`a op b`, where op is one of < <= > >= == !=. Only valid as the condition of `where`."""
+    """`a op b`, where op is one of < <= > >= == !=. Only valid as the condition of `where`, or in a `Logic`."""
 
     __hash__ = Expr.__hash__
     op: str
     a: Expr
     b: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Logic(Expr):
+    """The conditions `parts` joined by op, one of `and`, `or` and `not`. `not` has one part.
+
+    Without parts, `and` is the condition that always holds, and `or` that which never holds.
+    """
+
+    __hash__ = Expr.__hash__
+    op: str
+    parts: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Expr):
+    """The element of a learned table at whole-number indices, one for each dim."""
+
+    __hash__ = Expr.__hash__
+    table: str
+    indices: tuple[Expr, ...]
 
 
 def as_expr(value: Expr | float) -> Expr:
@@ -157,8 +181,8 @@ def as_expr(value: Expr | float) -> Expr:
 def children(expr: Expr) -> tuple[Expr, ...]:
     """Returns the direct children of `expr`, in reading order."""
     match expr:
-        case Call(_, args):
-            return args
+        case Call(_, parts) | Logic(_, parts) | Read(_, parts):
+            return parts
         case Binary(_, a, b) | Compare(_, a, b):
             return (a, b)
         case Neg(a):
@@ -167,6 +191,7 @@ def children(expr: Expr) -> tuple[Expr, ...]:
 
 
 ZERO, ONE = Const(0.0), Const(1.0)
+ALWAYS, NEVER = Logic("and", ()), Logic("or", ())
 
 
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
@@ -178,6 +203,10 @@ def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
             return Binary(op, change(a), change(b))
         case Compare(op, a, b):
             return Compare(op, change(a), change(b))
+        case Logic(op, parts):
+            return Logic(op, tuple(map(change, parts)))
+        case Read(table, indices):
+            return Read(table, tuple(map(change, indices)))
         case Neg(a):
             return -change(a)
     return expr
@@ -199,7 +228,7 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
 
 
 # Binding strengths of text. A part that binds less strongly than its context requires is parenthesized.
-CHOICE, COMPARE, SUM, PRODUCT, UNARY, POWER, ATOM = range(7)
+CHOICE, OR, AND, NOT, COMPARE, SUM, PRODUCT, UNARY, POWER, ATOM = range(10)
 LONGEST = 20_000  # in characters; targets without `silu` or `**` repeat arguments, which multiplies under nesting
 
 
@@ -236,6 +265,10 @@ class Printer:
                 return f"{self.text(a, strength)} {op} {self.right(op, b, strength)}", strength
             case Call(function, args):
                 return self.call(function, args)
+            case Logic(op, parts):
+                return self.logic(op, parts)
+            case Read(table, indices):
+                return self.read(table, indices)
         raise TypeError(f"not an expression: {expr!r}")
 
     def constant(self, value: float) -> str:
@@ -257,6 +290,17 @@ class Printer:
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         return f"{function}({', '.join(self.text(arg) for arg in args)})", ATOM
+
+    def logic(self, op: str, parts: tuple[Expr, ...]) -> tuple[str, int]:
+        if not parts:
+            return str(op == "and"), ATOM
+        if op == "not":
+            return f"not {self.text(parts[0], NOT)}", NOT
+        strength = AND if op == "and" else OR
+        return f" {op} ".join(self.text(part, strength + 1) for part in parts), strength
+
+    def read(self, table: str, indices: tuple[Expr, ...]) -> tuple[str, int]:
+        return f"{table}[{', '.join(map(self.text, indices))}]", ATOM
 
 
 def plain(value: float) -> str:

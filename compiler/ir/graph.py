@@ -134,11 +134,13 @@ class TorchCall:
             function (`rope_angles`), which is defined in templates/torch/<function>.py.jinja.
         args: the positional arguments: inputs of the op, other calls, and constants.
         keywords: the keyword arguments.
+        generated: for a support function that is generated for the op, its template and typed context.
     """
 
     function: str
     args: tuple[object, ...]
     keywords: tuple[tuple[str, object], ...] = ()
+    generated: tuple[str, Any] | None = None
 
     @property
     def recorded(self) -> str:

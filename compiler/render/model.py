@@ -5,11 +5,11 @@ The context has classes, methods, groups and tables, all as text.
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from specc.compiler.ir.graph import Graph, Named
+from specc.compiler.ir.graph import Graph, Named, TorchCall
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.merge import merge
 from specc.compiler.passes.outline import outline
@@ -36,7 +36,11 @@ class OpContext:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """The context of model.py. `ops` are functions in separate files, because they register ops with Torch."""
+    """The context of model.py.
+
+    `ops` are functions in separate files, by name, each with the template and the context of its file: those that
+    register ops with Torch, and those that are generated for an op.
+    """
 
     TEMPLATE: ClassVar[str] = "torch/model.py.jinja"
     header: tuple[str, ...]
@@ -44,7 +48,7 @@ class ModelContext:
     imports: tuple[tuple[str, str], ...]
     constants: tuple[str, ...]
     supports: tuple[str, ...]
-    ops: tuple[str, ...]
+    ops: Mapping[str, tuple[str, object]]
     groups: tuple[GroupContext, ...]
     blocks: tuple[ClassContext, ...]
     model: ClassContext
@@ -65,8 +69,14 @@ def model_context(plan: Plan) -> ModelContext:
         (module, symbols[module] if symbols[module] == name else f"{symbols[module]} as {name}")
         for module, name in called.items()
     ]
-    called_ones = dict.fromkeys(name for graph in _rendered_graphs(plan) for name in _supports(graph))
-    ops = tuple(name for name in called_ones if exists(f"torch/ops/{name}.py.jinja"))
+    called_ones: dict[str, tuple[str, Any] | None] = {}
+    for call in (call for graph in _rendered_graphs(plan) for call in _supports(graph)):
+        if called_ones.setdefault(call.support, call.generated) != call.generated:
+            raise ValueError(f"two functions are named {call.support}")
+    package = f"specc_{plan.name}"
+    ops = {
+        name: _op_file(name, generated, package) for name, generated in called_ones.items() if _is_op(name, generated)
+    }
     supports = tuple(name for name in called_ones if name not in ops)
     imports += [(name, name) for name in ops]
     names = {name for name, _, _ in programs.sizes} | {
@@ -133,11 +143,23 @@ def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
     yield from plan.programs.programs
 
 
-def _supports(graph: Graph) -> Iterator[str]:
+def _supports(graph: Graph) -> Iterator[TorchCall]:
     for node in graph.nodes:
         call = node.op.call([graph.types[ref] for ref in node.inputs])
         if call is not None and call.support:
-            yield call.support
+            yield call
+
+
+def _is_op(name: str, generated: tuple[str, Any] | None) -> bool:
+    return generated is not None or exists(f"torch/ops/{name}.py.jinja")
+
+
+def _op_file(name: str, generated: tuple[str, Any] | None, package: str) -> tuple[str, object]:
+    """Returns the template of an op's file and its context."""
+    if generated is None:
+        return f"torch/ops/{name}.py.jinja", OpContext(package)
+    template, context = generated
+    return template, replace(context, package=package)
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:

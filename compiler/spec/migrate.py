@@ -91,6 +91,7 @@ def migrate(data: Data) -> None:
             if part.get("parallel"):
                 norm["shared"] = True
     _turn_backward(data.get("model"))
+    _migrate_masks(model)
     for blocks in _block_sections(data):
         _migrate_blocks(blocks)
     if isinstance(train := data.get("train"), MutableMapping):
@@ -105,6 +106,21 @@ def _turn_backward(part: Any) -> None:
         part = list(part.values())
     for inner in part if isinstance(part, list) else ():
         _turn_backward(inner)
+
+
+def _migrate_masks(part: Any) -> None:
+    """Writes the windows and documents of attention as masks."""
+    for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
+        _migrate_masks(inner)
+    if not isinstance(part, MutableMapping) or part.get("kind") != "attention" or part.get("of") == "encoder":
+        return
+    window = part.get("window")
+    conditions = [f"i - j < {window}"] if isinstance(window, int) and not isinstance(window, bool) else []
+    conditions += ["document(i) == document(j)"] if part.get("bos") is not None else []
+    if conditions and "mask" not in part:
+        part["mask"] = " and ".join(("j <= i", *conditions))
+    if window is None or conditions:
+        part.pop("window", None)
 
 
 def _block_sections(data: Data) -> Iterator[Data]:

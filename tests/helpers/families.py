@@ -220,11 +220,11 @@ def gemma3(config: Any) -> dict[str, Any]:
     weight = {"weight": "1 + w", "eps": config.rms_norm_eps}
     local, full = (config.rope_parameters[kind] for kind in ("sliding_attention", "full_attention"))
     layers = [
-        attention(config, qk_norm=weight, rope=rope(local), window=config.sliding_window),
+        attention(config, qk_norm=weight, rope=rope(local), mask=f"j <= i and i - j < {config.sliding_window}"),
         mlp(config, "gelu_tanh(gate) * x"),
     ]
     pattern = config.layer_types.index("full_attention") + 1
-    changes = [{"where": f"layer % {pattern} == {pattern - 1}", "attention": {"rope": rope(full), "window": None}}]
+    changes = [{"where": f"layer % {pattern} == {pattern - 1}", "attention": {"rope": rope(full), "mask": "j <= i"}}]
     model = shape(config, {"kind": "rms", **weight, "places": ["before", "behind"]}, layers, changes=changes)
     model["embed"].append({"kind": "scale", "by": "sqrt(dim)"})
     model["head"]["softcap"] = config.final_logit_softcapping

@@ -34,7 +34,7 @@ SMALL = (
 VARIANTS = {
     "grouped, rope over all dims": (),
     "partial rope": ("model.blocks.layers.0.rope={base: 10000, dims: 4}",),
-    "window": ("model.blocks.layers.0.window=5",),
+    "window": ("model.blocks.layers.0.mask=j <= i and i - j < 5",),
     "no qk norm": (
         "model.blocks.layers.0.qk_norm=null",
         'fuse=[{"blocks.*.attention": [q.rope]}, {"blocks.*.mlp": [up, act, down]}]',

@@ -194,7 +194,11 @@ def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> No
     model = open_model(make_run(tmp_path / "run", small, "stdlib").directory, search=[tmp_path])
     with pytest.raises(DataError, match="has 257 ids, but the model has only 200"):
         _ = model.tokenizer
-    marked = small_spec("train.data={tokenizer: letters.tiktoken}", "model.blocks.layers.0.bos=0")
+    marked = small_spec(
+        "train.data={tokenizer: letters.tiktoken}",
+        "model.blocks.layers.0.bos=0",
+        "model.blocks.layers.0.mask=j <= i and document(i) == document(j)",
+    )
     model = open_model(make_run(tmp_path / "marked", marked, "stdlib").directory, search=[tmp_path])
     with pytest.raises(DataError, match=r"layers\.0\.bos is 0, but before each document letters.tiktoken writes 256"):
         _ = model.tokenizer

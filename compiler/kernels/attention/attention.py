@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from specc.compiler.expr.mask import CAUSAL
+from specc.compiler.expr.score import PLAIN
 from specc.compiler.ir.graph import TensorType
 from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SeenAttentionGrad, SeenOp
+from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SavedAttentionGrad, ScoreFields, SeenOp
 
 FORWARD, BACKWARD = ("q", "k", "v"), ("dy", "q", "k", "v", "y", "lse")
 REPEATS = {
@@ -156,12 +158,14 @@ FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HO
 
 def is_gradient(site: Site) -> bool:
     """Returns whether the site is the gradient of attention."""
-    return isinstance(site.node.op, CausalAttentionGrad | SeenAttentionGrad)
+    return isinstance(site.node.op, SavedAttentionGrad)
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
     """Returns the inputs of the site by their names in generated code."""
-    names = (*(BACKWARD if is_gradient(site) else FORWARD), "seen")
+    op = site.node.op
+    further = op.further if isinstance(op, ScoreFields) else ("seen",)
+    names = (*(BACKWARD if is_gradient(site) else FORWARD), *further)
     return dict(zip(names, site.inputs, strict=False))
 
 
@@ -169,23 +173,37 @@ def attention_function(site: Site, summary: str) -> GeneratedFunction:
     """Describes the function of attention or its gradient. `summary` follows the site's label."""
     inputs = inputs_of(site)
     outputs = dict(zip(site.node.op.output_labels, site.node.types, strict=True))
-    shapes = {name: f"[{', '.join(_dims(name, inputs['q'], inputs['k']))}]" for name in (*inputs, *outputs)}
+    dims = {name: _dims(name, inputs["q"], inputs["k"]) for name in (*inputs, *outputs)}
+    further = site.node.op.further if isinstance(site.node.op, ScoreFields) else ()
+    dims |= {name: tuple(map(str, inputs[name].shape)) for name in further}
+    dims |= {f"d{name}": dims[name] for name in further if f"d{name}" in dims}
+    shapes = {name: f"[{', '.join(shape)}]" for name, shape in dims.items()}
     return generated_function(site, inputs, outputs, shapes, f"{site.label}: {summary}.", _formulas(site))
 
 
 def _formulas(site: Site) -> list[str]:
-    backward, inputs = is_gradient(site), inputs_of(site)
+    op, backward, inputs = site.node.op, is_gradient(site), inputs_of(site)
     shared = number_of(inputs["q"].shape[-2]) // number_of(inputs["k"].shape[-2])
-    root = f"{number_of(inputs['q'].width)} ** 0.5"
-    keys = "that are seen" if isinstance(site.node.op, SeenOp) else "up to a query's own token"
-    lines = [f"s = q k^T / {root} for the keys {keys}"]
+    scored = op if isinstance(op, ScoreFields) else ScoreFields()
+    scale = f"/ {number_of(inputs['q'].width)} ** 0.5" if scored.scale is None else f"* {scored.scale:g}"
+    keys = "that are seen" if isinstance(op, SeenOp) else "up to a query's own token"
+    keys = f"where {scored.mask}" if scored.mask != CAUSAL else keys
+    lines = [f"s = q k^T {scale} for the keys {keys}" if scored.mask == CAUSAL else f"s = q k^T {scale} {keys}"]
+    value = "s" if scored.score == PLAIN else "score"
+    lines += [f"score = {scored.score}"] if value == "score" else []
+    ds = "(dscore * dscore / ds)" if value == "score" else "ds"
     if backward:
-        lines += ["p = exp(s - lse), dv = p^T dy", "ds = p * (dy v^T - sum(dy * y))"]
-        lines += [f"dq = ds k / {root}, dk = ds^T q / {root}"]
+        lines += [f"p = exp({value} - lse), dv = p^T dy", f"d{value} = p * (dy v^T - sum(dy * y))"]
+        lines += [f"dq = {ds} k {scale}, dk = {ds}^T q {scale}"]
+        lines += [
+            f"d{name} sums dscore * dscore / d{name} over the scores that read an element" for name in scored.tables
+        ]
+        lines += ["dsinks = -sum(exp(sinks - lse) * sum(dy * y))"] if scored.sinks else []
     else:
-        lines += ["lse = log(sum(exp(s))), y = exp(s - lse) v"]
+        sinks = " + exp(sinks)" if scored.sinks else ""
+        lines += [f"lse = log(sum(exp({value})){sinks}), y = exp({value} - lse) v"]
     lines += [f"{shared} heads of queries read one of keys and values"] if shared > 1 else []
-    lines += ["A query that sees no key gives 0"] if isinstance(site.node.op, SeenOp) and not backward else []
+    lines += ["A query that sees no key gives 0"] if isinstance(op, SeenOp) and not backward else []
     return lines
 
 

@@ -1,12 +1,23 @@
 """Attention and its gradient on the CPU, by Torch's own attention kernel."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.kernels.attention.attention import attention_function, is_gradient
-from specc.compiler.kernels.generated import GeneratedFunction, python_file
+from specc.compiler.expr import Const, torch_text, variables
+from specc.compiler.expr.python_lines import fitted, operand
+from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient
+from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SeenAttention, SeenAttentionGrad, SeenOp
+from specc.compiler.ops.attention import (
+    CausalAttention,
+    CausalAttentionGrad,
+    ScoredAttention,
+    ScoredAttentionGrad,
+    SeenAttention,
+    SeenAttentionGrad,
+    SeenOp,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +51,99 @@ ATTENTION_TORCH = AttentionTorch("attention_torch", "torch", computes=CausalAtte
 ATTENTION_GRAD_TORCH = AttentionTorch("attention_grad_torch", "torch", computes=CausalAttentionGrad)
 SEEN_TORCH = AttentionTorch("seen_attention_torch", "torch", computes=SeenAttention)
 SEEN_GRAD_TORCH = AttentionTorch("seen_attention_grad_torch", "torch", computes=SeenAttentionGrad)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredContext:
+    """The context of templates/torch/scored_attention_cpu.py.jinja. `lines` are the body of the function."""
+
+    op: GeneratedFunction
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTorch(AttentionTorch):
+    """Computes all scores of a sequence at once, on the CPU only."""
+
+    def render(self, site: Site) -> Rendered:
+        op = attention_function(site, f"{site.node.op.words}, with all scores in memory")
+        statements = (*_scores(site), *(_backward(site) if is_gradient(site) else _forward(site)))
+        lines = tuple(line for statement in statements for line in fitted(statement, 106))
+        return python_file(op, "torch/scored_attention_cpu.py.jinja", ScoredContext(op, lines))
+
+
+def _form(site: Site) -> ScoredAttention | ScoredAttentionGrad:
+    assert isinstance(site.node.op, ScoredAttention | ScoredAttentionGrad)
+    return site.node.op
+
+
+def _scale(site: Site) -> str:
+    scale = _form(site).scale
+    return "/ q.shape[3] ** 0.5" if scale is None else f"* {scale!r}"
+
+
+def _scores(site: Site) -> Iterator[str]:
+    """Yields the statements that compute the scaled products `s`, `seen` and the masked scores `score`."""
+    op, heads = _form(site), number_of(inputs_of(site)["q"].shape[-2])
+    score, mask = op.parsed(heads)
+    given = "dy, q, k, v, y" if is_gradient(site) else "q, k, v"
+    yield f"{given} = (x.transpose(1, 2) for x in ({given}))"
+    yield "shared = q.shape[1] // k.shape[1]"
+    yield "k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))"
+    yield "position = torch.arange(q.shape[2], device=q.device)"
+    yield "i, j = position[:, None], position"
+    reads = {name for read in score.reads for index in read.indices for name in variables(index)}
+    if "h" in reads | set(variables(score.value)) | set(variables(mask.condition)):
+        yield "h = torch.arange(q.shape[1], device=q.device)[:, None, None]"
+    start = {"start": "start[:, None, :, None]"}
+    yield f"seen = {torch_text(mask.condition, start, whole=True)}"
+    yield f"s = q @ k.mT {_scale(site)}"
+    value = "s" if score.plain else f"({torch_text(score.value, score.elements())})"
+    yield f"score = {value}.masked_fill(~seen, -torch.inf)"
+
+
+def _forward(site: Site) -> Iterator[str]:
+    if _form(site).sinks:
+        yield "everything = torch.cat((score, sinks[:, None, None].expand(*s.shape[:3], 1)), -1)"
+        yield "lse = everything.logsumexp(-1)"
+    else:
+        yield "lse = score.logsumexp(-1)"
+        yield "lse = lse.masked_fill(lse == -torch.inf, 0.0)  # a query that attends to no key"
+    yield "y = (score - lse[..., None]).exp() @ v"
+    yield "return y.transpose(1, 2), lse"
+
+
+def _backward(site: Site) -> Iterator[str]:
+    op, heads = _form(site), number_of(inputs_of(site)["q"].shape[-2])
+    score, _ = op.parsed(heads)
+    yield "p = (score - lse[..., None]).exp()"
+    yield "delta = (dy * y).sum(-1, keepdim=True)"
+    yield "dv = p.mT @ dy"
+    yield "dscore = p * (dy @ v.mT - delta)"
+    results = ["dq.transpose(1, 2)", "dk.transpose(1, 2)", "dv.transpose(1, 2)"]
+    if op.sinks:
+        yield "dsinks = -((sinks[:, None] - lse).exp() * delta[..., 0]).sum((0, 2))"
+        results.append("dsinks")
+    elements = score.elements()
+    for table in op.tables:
+        yield f"d{table} = torch.zeros({table}.numel(), dtype=torch.float64, device=q.device)"
+        for read, slope in zip(score.reads, score.slopes, strict=True):
+            if read.table != table:
+                continue
+            flat = ""
+            for dim, text in enumerate(read.index_texts()):
+                flat = f"{operand(flat)} * {table}.shape[{dim}] + {text}" if flat else text
+            factor = f"(dscore * ({torch_text(slope, elements)}))" if slope != Const(1) else "dscore"
+            yield f"index = torch.where(seen, {flat}, 0).expand(s.shape)"
+            yield f"weights = {factor}.double()"
+            yield f"d{table} += torch.bincount(index.flatten(), weights.flatten(), len(d{table}))"
+        results.append(f"d{table}.view({table}.shape).float()")
+    if score.slope != Const(1):
+        yield f"dscore = dscore * ({torch_text(score.slope, elements)})"
+    yield f"dq, dk = dscore @ k {_scale(site)}, dscore.mT @ q {_scale(site)}"
+    yield "dk, dv = (x.unflatten(1, (-1, shared)).sum(2) for x in (dk, dv))"
+    yield f"return {', '.join(results)}"
+
+
+SCORED_TORCH = ScoredTorch("scored_attention_torch", "torch", computes=ScoredAttention)
+SCORED_GRAD_TORCH = ScoredTorch("scored_attention_grad_torch", "torch", computes=ScoredAttentionGrad)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attend_cached import attend_cached
-from .attend_cached_window import attend_cached_window
-from .attend_since import attend_since
+from .attend_cached_d_lt_512 import attend_cached_d_lt_512
+from .attend_d_lt_512 import attend_d_lt_512
 from .dgrad_add__n1152_k6912 import dgrad_add
 from .dgrad_mul_mul__n6912_k1152 import dgrad_mul_mul
 from .linear_gelu_tanh_mul__n6912_k1152 import linear_gelu_tanh_mul
@@ -42,6 +42,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: int) -> Tensor:
+    """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last `window` after them."""
+    rows = torch.where(positions < first, positions, first + (positions - first) % window)
+    for part in (slice(first), slice(-window, None)) if len(positions) > window else (slice(None),):
+        cache.index_copy_(1, rows[part], x[:, part])
+    return cache
 
 
 class FusedQ(torch.autograd.Function):
@@ -122,7 +130,7 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, positions=None, cache=None) -> Tensor:
         """x f32[B, T, D], cos, sin f32[T, 128], positions i64[T] -> f32[B, T, D]. The cache is of attention_k,
-        attention_v f32[B, S, G, C], updated in place."""
+        attention_v f32[B, 513, G, C], updated in place."""
         h = F.rms_norm(x, (D,), 1.0 + self.attention.norm_weight, eps=1e-06)
         v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
         q = F.rms_norm(
@@ -131,22 +139,28 @@ class Block(nn.Module):
         k = F.rms_norm(
             F.linear(h, self.attention.k).unflatten(-1, (G, C)), (C,), 1.0 + self.attention.k_norm_weight, eps=1e-06
         )
-        if cache is None:
-            q = FusedQ.apply(q, cos, sin)
-        else:
+        if cache is not None:
             k = rope(k, cos, sin)
             attention_k, attention_v = cache
+        else:
+            q = FusedQ.apply(q, cos, sin)
+        if cache is not None and not self.y:
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
+        if cache is not None:
             q = rope(q, cos, sin)
-        if cache is None:
+        else:
             k = FusedK.apply(k, cos, sin)
         if cache is not None and self.y:
-            y = attend_cached_window(q, attention_k, attention_v, positions, 512)
+            attention_k_kept = torch.cat((attention_k, k), 1)
+            attention_v_kept = torch.cat((attention_v, v), 1)
+            write_ring(attention_k, k, positions, 0, 513)
+            write_ring(attention_v, v, positions, 0, 513)
+            y = attend_cached_d_lt_512(q, attention_k_kept, attention_v_kept, positions)
         if cache is not None and not self.y:
             y = attend_cached(q, attention_k, attention_v, positions)
         if cache is None and self.y:
-            y = attend_since(q, k, v, window=512)
+            y = attend_d_lt_512(q, k, v)
         if cache is None and not self.y:
             y = attend(q, k, v)
         normed = F.rms_norm(
@@ -203,6 +217,12 @@ class Model(nn.Module):
     def new_cache(self, rows: int, positions: int) -> list[tuple[Tensor, ...]]:
         """Empty state for `rows` sequences of at most `positions` tokens."""
         new = self.embed.token.new_zeros
-        return [(new(rows, positions, G, C), new(rows, positions, G, C)) for _ in self.blocks]
+        cache: list[tuple[Tensor, ...]] = []
+        for layer in range(26):
+            if layer in ROPE256_1000000:
+                cache.append((new(rows, positions, G, C), new(rows, positions, G, C)))
+            else:
+                cache.append((new(rows, 513, G, C), new(rows, 513, G, C)))
+        return cache
 
     decode = prefill  # the same code, a token at a time

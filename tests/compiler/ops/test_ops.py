@@ -43,6 +43,24 @@ class Sample:
         return self.text
 
 
+# settings of attention, and the types of its further inputs
+SCORED = (
+    ("mask='j <= i and i - j < 2'", ""),
+    ("mask='j <= i and i - j < 50'", ""),
+    ("mask='j <= i and (i - j) % 2 == 0'", ""),
+    ("mask='j < i'", ""),
+    ("mask='j <= i and document(i) == document(j)'", " i64[B,T]"),
+    ("mask='j <= i and i - j < 2 and document(i) == document(j)'", " i64[B,T]"),
+    ("mask='j <= i and h // 2 * (i - j) < 3'", ""),
+    ("score='s - slope(h) * (i - j)'", ""),
+    ("score='50 * tanh(0.02 * s)', scale=0.5", ""),
+    ("score='s', sinks=True", " f32[4]"),
+    ("score='s * a[i // 4] + b[h, bucket(i - j, 4, 6)]', tables=('a', 'b')", " f32[3] f32[4,4]"),
+    (
+        "score='s + a[min(i - j, 2)]', mask='j <= i and document(i) == document(j)', tables=('a',), sinks=True",
+        " i64[B,T] f32[4] f32[3]",
+    ),
+)
 SAMPLES = [
     Sample("linear f32[B,T,8] f32[6,8]"),
     Sample("linear f32[B,8] f32[6,8]"),
@@ -58,17 +76,26 @@ SAMPLES = [
     Sample("layer_norm{eps=0.25} f32[B,T,8] f32[8] f32[8]"),
     Sample("sdpa f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6]"),
     Sample("sdpa f32[B,T,4,6] f32[B,T,2,6] f32[B,T,2,6]"),
-    Sample("sdpa{window=2} f32[B,T,4,6] f32[B,T,1,6] f32[B,T,1,6]"),
-    Sample("sdpa{window=50} f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6]"),
-    Sample("sdpa{documents=True} f32[B,T,4,6] f32[B,T,2,6] f32[B,T,2,6] i64[B,T]", ids=1),
-    Sample("sdpa{window=2, documents=True} f32[B,T,4,6] f32[B,T,1,6] f32[B,T,1,6] i64[B,T]", ids=1),
+    *(
+        Sample(f"sdpa{{{settings}}} f32[B,T,4,6] f32[B,T,2,6] f32[B,T,2,6]{further}", ids=1)
+        for settings, further in SCORED
+    ),
     Sample("document_starts{mark=2} i64[B,T]", ids=3),
     Sample("document_starts_kept{mark=2} i64[B,T] i64[B,1] i64[]", ids=3),
-    Sample("sdpa_cached{documents=True} f32[B,T,4,6] f32[B,S,2,6] f32[B,S,2,6] i64[T] i64[B,T]", ids=1),
-    Sample("sdpa_cached{window=3, documents=True} f32[B,T,4,6] f32[B,S,4,6] f32[B,S,4,6] i64[T] i64[B,T]", ids=1),
+    *(
+        Sample(f"sdpa_cached{{{settings}}} f32[B,T,4,6] f32[B,S,2,6] f32[B,S,2,6] i64[T]{further}", ids=1)
+        for settings, further in SCORED
+    ),
     Sample("sdpa_cached f32[B,T,4,6] f32[B,S,2,6] f32[B,S,2,6] i64[T]"),
-    Sample("sdpa_cached{window=3} f32[B,T,4,6] f32[B,S,4,6] f32[B,S,4,6] i64[T]"),
+    Sample("sdpa_cached{mask='j <= i and i - j < 4', ring=(0, 4)} f32[B,T,4,6] f32[B,S,4,6] f32[B,S,4,6] i64[T]"),
+    Sample(
+        "sdpa_cached{mask='j <= i and (i - j < 3 or j < 1)', ring=(1, 3)}"
+        " f32[B,T,4,6] f32[B,S,4,6] f32[B,S,4,6] i64[T]"
+    ),
     Sample("cache_write f32[B,S,4,6] f32[B,T,4,6] i64[T]"),
+    Sample("cache_write{ring=(0, 3)} f32[B,3,4,6] f32[B,T,4,6] i64[T]"),
+    Sample("cache_write{ring=(2, 2)} f32[B,4,4,6] f32[B,T,4,6] i64[T]"),
+    Sample("ring_keys f32[B,4,4,6] f32[B,T,4,6]"),
     Sample("positions i64[B,T]"),
     Sample("positions i64[B,T] i64[]"),
     Sample("rope_angles{dims=6, base=100.0} i64[T]"),
@@ -168,7 +195,7 @@ REGIONS = {"call", "fused", "scan"}  # they run other graphs and have no arithme
 # only kernels compute them, in files of their own
 KERNELS = {
     "softmax_loss", "norm_rope", "norm_rope_grad", "causal_attention", "causal_attention_grad", "int8_linear",
-    "seen_attention", "seen_attention_grad", "int8_lstm_step",
+    "seen_attention", "seen_attention_grad", "scored_attention", "scored_attention_grad", "int8_lstm_step",
 }  # fmt: skip
 
 
@@ -202,7 +229,10 @@ def module_of(sample: Sample) -> ModuleType:
     lines = ["import torch", "from torch import Tensor, nn", "from torch.nn import functional as F", ""]
     lines.append(f"NAMESPACE = 'spelled_{next(MODULES)}'")  # for ops that it registers
     call = sample.op.call(types)
-    if call is not None and (support := call.support):
+    if call is not None and call.generated is not None:
+        template, context = call.generated
+        lines.append(render(template, replace(context, package=f"spelled_{next(MODULES)}"), "", ""))
+    elif call is not None and (support := call.support):
         own = f"torch/ops/{support}.py.jinja"
         lines.append(
             render(own, OpContext(f"spelled_{next(MODULES)}"), "", "")
@@ -290,7 +320,7 @@ CHANGES = {
 def different(op: Op) -> Op | None:
     """The same op with one setting changed, where it has one that leaves its types alone."""
     if op.name in ("sdpa", "sdpa_cached"):
-        return replace(op, window=(op.window or 0) + 1)
+        return replace(op, mask=f"{op.mask} and i - j < 77")
     if op.name == "rope":
         return replace(op, neighbors=not op.neighbors)
     if op.name == "pointwise":
@@ -314,14 +344,15 @@ def test_flops_of_products_are_torchs_count(sample: Sample) -> None:
 def test_flops_of_attention_count_the_pairs_that_see_each_other(window: int | None) -> None:
     type = TensorType(("B", "T", 4, 6), "f32")
     pairs = sum(0 <= row - column < (window or T) for row in range(T) for column in range(T))
-    assert OPS["sdpa"](window).flops([type] * 3, [type], SIZES) == 4 * B * 4 * 6 * pairs
+    mask = "j <= i" if window is None else f"j <= i and i - j < {window}"
+    assert OPS["sdpa"](mask=mask).flops([type] * 3, [type], SIZES) == 4 * B * 4 * 6 * pairs
 
 
 # ops without arithmetic
 MOVES = {
     "embedding", "split_heads", "merge_heads", "last", "first_features", "pad_rows", "crop_rows", "cache_write",
     "positions", "document_starts", "document_starts_kept", "split", "previous", "previous_kept", "keep_last", "reset",
-    "bigram_hash", "rotary_pairs",
+    "bigram_hash", "rotary_pairs", "ring_keys",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from specc.compiler import ops
 from specc.compiler.catalog import classes
 from specc.compiler.ir.graph import Op, Scaled, Tape, TensorType
-from specc.compiler.ops.attention import CausalAttention, SeenAttention
+from specc.compiler.ops.attention import CausalAttention, ScoredAttention, SeenAttention
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.ops.norm_rope import NormRope
@@ -91,6 +91,6 @@ def test_ops_without_a_rule_say_so() -> None:
         for name, kind in classes(ops, Op).items()
         if kind.derivative is not Op.derivative  # the pointwise language derives its own
     }
-    # test_norm_rope.py, test_attention.py, test_attention_seen.py
-    elsewhere = {NormRope.name, CausalAttention.name, SeenAttention.name}
+    # test_norm_rope.py, test_attention.py, test_attention_seen.py, test_attention_scored.py
+    elsewhere = {NormRope.name, CausalAttention.name, SeenAttention.name, ScoredAttention.name}
     assert stated == {op.name for op, _ in ruled(random.Random(0))} | elsewhere

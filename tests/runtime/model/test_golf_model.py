@@ -113,7 +113,10 @@ ABLATIONS = {
         LATE - 8 * 512,
     ),
     "gated attention": (("model.blocks.layers.0.gate={features: 12}",), LATE + 11 * 8 * 12),
-    "documents": (("model.blocks.layers.0.bos=1",), LATE),
+    "documents": (
+        ("model.blocks.layers.0.bos=1", "model.blocks.layers.0.mask=j <= i and document(i) == document(j)"),
+        LATE,
+    ),
     "growing rows": (("train.context={at: [[0, 512], [0.3, 1024], [0.6, 2048]]}",), LATE),
     "MLP 3.5x": (("model.blocks.layers.1.ratio=3.5",), LATE - 11 * 2 * 512 * 256),
     "a vocabulary of 1024": (("model.vocab=1024", "train.data.tokenizer=fineweb_1024_bpe.model"), LATE - 7168 * 512),
@@ -182,7 +185,11 @@ def test_its_first_loss_is_that_of_knowing_nothing(started: Any) -> None:
 
 
 def test_the_plan_says_why_attention_that_ends_at_documents_has_no_kernel_of_its_own() -> None:
-    overrides = ("model.blocks.layers.0.bos=1", 'fuse=[{"blocks.*.mlp": [up, act, down]}]')
+    overrides = (
+        "model.blocks.layers.0.bos=1",
+        "model.blocks.layers.0.mask=j <= i and document(i) == document(j)",
+        'fuse=[{"blocks.*.mlp": [up, act, down]}]',
+    )
     page = compile_loaded(load(SPEC, overrides)[0], None, ("sm90", "cpu")).files["PLAN.md"]
     reasons = [line for line in page.splitlines() if line.startswith("- blocks.*.attention.y: attention takes")]
     assert len(reasons) == 1 and "take no mask of documents" in reasons[0]

@@ -19,6 +19,7 @@ LATE = (
     "read: scale * output(2 * (runs // 2) - 1 - run) + sigmoid(share) * "
     "(x - scale * output(2 * (runs // 2) - 1 - run))}]",
     "model.blocks.layers.0.bos=256",
+    "model.blocks.layers.0.mask=j <= i and document(i) == document(j)",
     'quant.rules.1.match="*.{residual,q_gain,scale,share,carry,to_attention,to_mlp}"',
 )
 
@@ -43,7 +44,8 @@ def test_blocks_of_documents_are_captured_and_losses_are_those_of_the_cpu(tmp_pa
     """Rows of two blocks, heads of 16: attention computes only the blocks that some token sees, and its tables are made
     anew at each replay."""
     rows = ("model.context=256", "train.tokens_per_step=1024", "model.dim=64", "train.steps=8")
-    documents = ("model.blocks.layers.0.bos=256", "model.blocks.layers.0.window=200")
+    mask = "j <= i and i - j < 200 and document(i) == document(j)"
+    documents = ("model.blocks.layers.0.bos=256", f"model.blocks.layers.0.mask={mask}")
     spec = small_spec("targets=[sm90, cpu]", "fuse=[]", *rows, *documents)
     device, plain = trainer_of(spec, tmp_path / "gpu", "sm90", True), trainer_of(spec, tmp_path / "cpu")
     device.warm_up(257)

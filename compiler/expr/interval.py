@@ -1,0 +1,354 @@
+"""Interval analysis of whole-number expressions and conditions over boxes of positions.
+
+A box holds the pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and
+d0 <= i - j <= d1, of heads h0 <= h <= h1, where the documents of the queries start between start0 and start1. The
+analysis is symbolic: bounds are expressions over these variables. Compiled, they classify the tiles of a kernel;
+evaluated box by box, they prove that a condition never holds, or give a pair for which it does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache, reduce
+from typing import Any
+
+from .algebra import addends, const, product_of
+from .primitives import bucket_bounds
+from .simplify import simplify
+from .values import (
+    ALWAYS,
+    NEVER,
+    ZERO,
+    Binary,
+    Call,
+    Compare,
+    Const,
+    Expr,
+    ExprError,
+    Logic,
+    Var,
+    children,
+    rebuild,
+    substitute,
+    variables,
+)
+
+WORK = 200_000  # maximum number of boxes that a proof visits
+FAR = float(1 << 30)  # positions are smaller
+NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
+Interval = tuple[Expr, Expr]
+
+
+class Undecided(ExprError):
+    """Raised if a proof would visit more than WORK boxes."""
+
+
+def bounds(expr: Expr) -> Interval:
+    """Returns expressions of a lower and an upper bound of a whole-number expression over a box.
+
+    A linear expression has exact bounds unless it depends on i + j in a box that limits i - j.
+    """
+    low, high = _bounds(simplify(expr))
+    return simplify(low), simplify(high)
+
+
+def over_tile(expr: Expr) -> Expr:
+    """Returns `expr`, over the variables of a box, for a box that does not limit i - j further."""
+    ends = {"d0": Var("i0") - Var("j1"), "d1": Var("i1") - Var("j0")}
+    return _reduced(substitute(expr, ends))
+
+
+@lru_cache(maxsize=1 << 12)
+def _bounds(expr: Expr) -> Interval:
+    split = _mod_as_division(expr)
+    own = _sum_bounds(expr)
+    if split == expr:
+        return own
+    other = _sum_bounds(simplify(split))
+    return _largest(own[0], other[0]), _smallest(own[1], other[1])
+
+
+def _mod_as_division(expr: Expr) -> Expr:
+    """Writes x % n as x - n * (x // n), which relates it to x."""
+    expr = rebuild(expr, _mod_as_division)
+    match expr:
+        case Binary("%", a, n):
+            return a - n * Binary("//", a, n)
+    return expr
+
+
+def _sum_bounds(expr: Expr) -> Interval:
+    """Returns bounds of a simplified sum.
+
+    min, max and abs are taken out of the sum, so that their arguments cancel with other terms.
+    """
+    terms = addends(expr)
+    for place, (coefficient, factors) in enumerate(terms):
+        match factors:
+            case ((Call("min" | "max" | "abs" as name, args), Fraction(numerator=1, denominator=1)),):
+                rest = [product_of(*term) for k, term in enumerate(terms) if k != place]
+                arms = (args[0], -args[0]) if name == "abs" else args
+                parts = [_bounds(simplify(_total([*rest, const(coefficient) * arm]))) for arm in arms]
+                choose = _smallest if (name == "min") == (coefficient > 0) else _largest
+                return choose(*(low for low, _ in parts)), choose(*(high for _, high in parts))
+    return _plain_bounds(terms)
+
+
+def _plain_bounds(terms: Sequence[tuple[Fraction, Any]]) -> Interval:
+    """Returns bounds of a sum without min, max and abs."""
+    rest: dict[Expr, Fraction] = {}
+    for coefficient, factors in terms:
+        base = product_of(Fraction(1), factors)
+        rest[base] = rest.get(base, Fraction(0)) + coefficient
+    parts = [_scaled(Const(1.0), Const(1.0), rest.pop(Const(1.0), Fraction(0)))]
+    for a, b, (low, high) in _pairs(rest):
+        shared = min(abs(rest[a]), abs(rest[b]))
+        shared = shared if rest[a] > 0 else -shared
+        rest[a], rest[b] = rest[a] - shared, rest[b] + shared
+        parts.append(_scaled(low, high, shared))
+    parts += [_scaled(*_atom_bounds(base), coefficient) for base, coefficient in rest.items() if coefficient]
+    return _total([low for low, _ in parts]), _total([high for _, high in parts])
+
+
+def _pairs(rest: Mapping[Expr, Fraction]) -> Iterator[tuple[Expr, Expr, Interval]]:
+    """Yields terms of opposite signs that belong together, a and b, with bounds of a - b: i and j, whose difference is
+    limited, and two quotients by one divisor, whose difference is about that of the dividends."""
+    for a in list(rest):
+        for b in list(rest):
+            if rest[a] * rest[b] >= 0:
+                continue
+            match a, b:
+                case Var("i"), Var("j"):
+                    yield a, b, (Var("d0"), Var("d1"))
+                case Binary("//", x, Const(n)), Binary("//", y, Const(m)) if n == m:
+                    near = _bounds(simplify(x - y))
+                    apart = _atom_bounds(a), _atom_bounds(b)
+                    low = _largest(_floor(near[0], n), apart[0][0] - apart[1][1])
+                    high = _smallest(_floor(near[1] + (n - 1), n), apart[0][1] - apart[1][0])
+                    yield a, b, (low, high)
+
+
+@lru_cache(maxsize=1 << 12)
+def _atom_bounds(expr: Expr) -> Interval:
+    match expr:
+        case Const():
+            return expr, expr
+        case Var("i" | "j" | "h" | "start" as name):
+            return Var(f"{name}0"), Var(f"{name}1")
+        case Var():  # a bound of a tile
+            return ZERO, Const(FAR)
+        case Binary("//", a, Const(n)):
+            low, high = _bounds(a)
+            return _floor(low, n), _floor(high, n)
+        case Binary("%", a, Const(n) as divisor):
+            low, high = _bounds(a)
+            same = Compare("==", _floor(low, n), _floor(high, n))  # the remainder does not wrap
+            wrapped = (ZERO, Const(n - 1))
+            parts = (
+                Call("where", (same, Binary("%", end, divisor), w)) for end, w in zip((low, high), wrapped, strict=True)
+            )
+            return next(parts), next(parts)
+        case Call("bucket", (d, count, distance)):
+            low, high = _bounds(d)
+            return Call("bucket", (low, count, distance)), Call("bucket", (high, count, distance))
+        case Binary("*", a, b):
+            ends = [x * y for x in _bounds(a) for y in _bounds(b)]
+            return _smallest(*ends), _largest(*ends)
+        case Binary("**", a, Const(n)) if n.is_integer() and n > 1:
+            return _atom_bounds(Binary("*", a, a ** (n - 1) if n > 2 else a))
+    raise TypeError(f"not a whole-number expression of positions: {expr}")
+
+
+def _floor(value: Expr, divisor: float) -> Expr:
+    return Binary("//", value, Const(divisor)) if divisor != 1 else value
+
+
+def _scaled(low: Expr, high: Expr, factor: Fraction) -> Interval:
+    ends = (low, high) if factor >= 0 else (high, low)
+    return const(factor) * ends[0], const(factor) * ends[1]
+
+
+def _total(parts: Sequence[Expr]) -> Expr:
+    total: Expr = ZERO
+    for part in parts:
+        total = total + part
+    return total
+
+
+def _largest(*values: Expr) -> Expr:
+    return reduce(lambda a, b: a if a == b else Call("max", (a, b)), map(simplify, values))
+
+
+def _smallest(*values: Expr) -> Expr:
+    return reduce(lambda a, b: a if a == b else Call("min", (a, b)), map(simplify, values))
+
+
+def along_diagonal(expr: Expr) -> Expr | None:
+    """Returns a whole-number expression that depends on i and j only through i - j as one of `d` and h; None if it
+    depends on them in another way."""
+    shifted = simplify(substitute(expr, {"i": Var("j") + Var("d")}))
+    return None if {"i", "j"} & set(variables(shifted)) else shifted
+
+
+def truth(condition: Expr) -> tuple[Expr, Expr]:
+    """Returns two conditions over a box: that `condition` may hold for some element, and that it holds for all.
+
+    The analysis is sound, not exact: where the first is false the condition holds nowhere, and where the second is true
+    it holds everywhere.
+    """
+    some, every = _truth(condition)
+    return _reduced(some), _reduced(every)
+
+
+def _truth(condition: Expr) -> tuple[Expr, Expr]:
+    match condition:
+        case Logic("not", (part,)):
+            some, every = _truth(part)
+            return negation(every), negation(some)
+        case Logic(op, parts):
+            pairs = [_truth(part) for part in parts]
+            return Logic(op, tuple(some for some, _ in pairs)), Logic(op, tuple(every for _, every in pairs))
+        case Compare("!=", a, b):
+            return _truth(Logic("not", (Compare("==", a, b),)))
+        case Compare(op, a, b):
+            low, high = bounds(a - b)
+            below, above = Compare("<=", low, ZERO), Compare(">=", high, ZERO)
+            if op == "==":
+                every = Logic("and", (Compare(">=", low, ZERO), Compare("<=", high, ZERO)))
+                return Logic("and", (below, above)), every
+            first, last = (low, high) if op in ("<", "<=") else (high, low)
+            return Compare(op, first, ZERO), Compare(op, last, ZERO)
+    raise TypeError(f"not a condition: {condition}")
+
+
+def negation(condition: Expr) -> Expr:
+    """Returns the opposite of a condition, without `not` where comparisons allow it."""
+    match condition:
+        case Compare(op, a, b):
+            return Compare(NEGATED[op], a, b)
+        case Logic("not", (part,)):
+            return part
+        case Logic(op, parts):
+            return Logic("or" if op == "and" else "and", tuple(map(negation, parts)))
+    return Logic("not", (condition,))
+
+
+def _reduced(expr: Expr) -> Expr:
+    """Simplifies a condition or a number: evaluates comparisons of constants, and drops parts that change nothing."""
+    match expr:
+        case Compare(op, a, b):
+            difference = simplify(a - b)
+            if isinstance(difference, Const):
+                return ALWAYS if _HOLDS[op](difference.value) else NEVER
+            return _balanced(op, difference)
+        case Logic("not", (part,)):
+            return negation(_reduced(part))
+        case Logic(op, parts):
+            neutral, absorbing = (ALWAYS, NEVER) if op == "and" else (NEVER, ALWAYS)
+            flat: list[Expr] = []
+            for part in map(_reduced, parts):
+                flat += part.parts if isinstance(part, Logic) and part.op == op else (part,)
+            distinct = tuple(dict.fromkeys(part for part in flat if part != neutral))
+            if absorbing in distinct:
+                return absorbing
+            return distinct[0] if len(distinct) == 1 else Logic(op, distinct)
+    return simplify(expr)
+
+
+_HOLDS: Mapping[str, Callable[[float], bool]] = {
+    "<": lambda x: x < 0, "<=": lambda x: x <= 0, ">": lambda x: x > 0, ">=": lambda x: x >= 0,
+    "==": lambda x: x == 0, "!=": lambda x: x != 0,
+}  # fmt: skip
+
+
+def _balanced(op: str, difference: Expr) -> Expr:
+    """Returns `difference op 0` with negative terms on the right: `j0 <= i1` instead of `j0 - i1 <= 0`."""
+    sides: tuple[list[Expr], list[Expr]] = ([], [])
+    for coefficient, factors in addends(difference):
+        sides[coefficient < 0].append(product_of(abs(coefficient), factors))
+    return Compare(op, *(simplify(_total(side)) for side in sides))
+
+
+NUMBERS: Mapping[str, Any] = {
+    "where": lambda condition, a, b: a if condition else b,
+    "bucket": lambda d, count, distance: sum(d >= bound for bound in bucket_bounds(count, distance)),
+}
+
+
+@lru_cache(maxsize=1 << 10)
+def python_function(expr: Expr, names: tuple[str, ...]) -> Callable[..., int]:
+    """Returns a Python function of whole numbers, with arguments `names`, that computes an expression or condition.
+
+    Its source is the canonical text of the tree, which consists of numbers, operators and known names only.
+    """
+    if unknown := set(variables(expr)) - set(names):
+        raise ExprError(f"{min(unknown)} has no value")
+    function: Callable[..., int] = eval(f"lambda {', '.join(names)}: {expr}", dict(NUMBERS))
+    return function
+
+
+BOX = ("i0", "i1", "j0", "j1", "d0", "d1", "h0", "h1")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Inclusive bounds of i, j, i - j and h."""
+
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+    d0: int
+    d1: int
+    h0: int
+    h1: int
+
+    def tight(self) -> "Box | None":
+        """Returns the smallest box with the same elements; None if there is none."""
+        d0, d1 = max(self.d0, self.i0 - self.j1), min(self.d1, self.i1 - self.j0)
+        i0, i1 = max(self.i0, self.j0 + d0), min(self.i1, self.j1 + d1)
+        j0, j1 = max(self.j0, self.i0 - d1), min(self.j1, self.i1 - d0)
+        if i0 > i1 or j0 > j1 or d0 > d1 or self.h0 > self.h1:
+            return None
+        return Box(i0, i1, j0, j1, d0, d1, self.h0, self.h1)
+
+    def halves(self) -> "tuple[Box, Box]":
+        """Splits the longest side, or i - j at 0 if it has both signs. The half of smaller positions is first."""
+        v = [self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1]
+        place = max(range(0, 8, 2), key=lambda k: (k == 4 and v[4] < 0 <= v[5], v[k + 1] - v[k], -k))
+        middle = -1 if place == 4 and v[4] < 0 <= v[5] else (v[place] + v[place + 1]) // 2
+        first = replace(self, **{BOX[place + 1]: middle})
+        second = replace(self, **{BOX[place]: middle + 1})
+        return (second, first) if place == 4 and middle < 0 else (first, second)
+
+
+def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> tuple[int, int, int] | None:
+    """Returns i, j and h below `positions` and `heads` for which a condition over them holds; None if there are none.
+
+    Raises:
+        Undecided: if neither is established after `work` boxes.
+    """
+    some, every = (python_function(part, BOX) for part in truth(condition))
+    last = positions - 1
+    waiting = [Box(0, last, 0, last, -last, last, 0, heads - 1)]
+    for _ in range(work):
+        if not waiting:
+            return None
+        box = waiting.pop().tight()
+        if box is None:
+            continue
+        values = (box.i0, box.i1, box.j0, box.j1, box.d0, box.d1, box.h0, box.h1)
+        if not some(*values):
+            continue
+        if every(*values):
+            j = max(box.j0, box.i0 - box.d1)
+            return box.i0, j, box.h0
+        waiting += reversed(box.halves())
+    raise Undecided(f"no proof within {work:,} boxes of positions")
+
+
+def atoms(expr: Expr) -> Iterator[Expr]:
+    """Yields the parts of an expression, itself included."""
+    yield expr
+    for part in children(expr):
+        yield from atoms(part)

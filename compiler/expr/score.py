@@ -1,0 +1,178 @@
+"""Scores of attention: expressions of the scaled product of a query and a key, of positions and of learned tables."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .derive import derive
+from .interval import example, python_function
+from .mask import LANGUAGE as MASKS
+from .mask import NUMBERS, POSITIONS, with_documents
+from .parse import Positions, parse, reread
+from .python_lines import operand
+from .simplify import simplify
+from .spell import torch_text
+from .values import ALWAYS, Call, Compare, Const, Expr, ExprError, Logic, Read, Var, rebuild, substitute, variables
+
+PLAIN = "s"
+
+
+def language(tables: Mapping[str, int]) -> Positions:
+    """Returns the language of scores over tables, which are given with their numbers of dims; 0 is any number."""
+    return Positions((*POSITIONS, *NUMBERS), tuple(tables.items()))
+
+
+def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
+    """Parses a score over s, i, j, h, `heads`, `context` and the elements of tables.
+
+    Args:
+        text: the score.
+        tables: the number of dims of each table, by name.
+
+    Raises:
+        ExprError: if the text is no such expression, or does not depend on s.
+    """
+    expr = parse(text, ("s", *POSITIONS, *NUMBERS), language(tables))
+    if "s" not in variables(expr):
+        raise ExprError("a score must read s, the scaled product", hint="for example s - slope(h) * (i - j)")
+    return expr
+
+
+def slope(h: Expr, heads: int) -> Expr:
+    """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
+
+    With n heads, a power of 2, head h has 2 ** (-8 (h + 1) / n). Other numbers of heads have the slopes of the largest
+    power n below, followed by every second slope of 2 n heads.
+    """
+    n = 1 << (heads.bit_length() - 1)
+    first = Call("exp2", (Const(-8 / n) * (h + 1),))
+    if n == heads:
+        return first
+    return Call("where", (Compare("<", h, Const(n)), first, Call("exp2", (Const(-4 / n) * (2 * h - (2 * n - 1)),))))
+
+
+@dataclass(frozen=True, slots=True)
+class TableRead:
+    """An element of a table that a score reads.
+
+    Attributes:
+        variable: the name of its value in the expressions of the score.
+        table: the name of the table.
+        indices: a whole-number expression of i, j and h for each dim.
+    """
+
+    variable: str
+    table: str
+    indices: tuple[Expr, ...]
+
+    def index_texts(self) -> Iterator[str]:
+        """Yields the text of each index in Torch, clamped to its range."""
+        for dim, index in enumerate(self.indices):
+            text = torch_text(index, whole=True)
+            fixed = set(variables(index)) <= {"h"}
+            yield text if fixed else f"{operand(text)}.clamp(0, {self.table}.shape[{dim}] - 1)"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A score and its derivatives, over s, i, j, h and a variable for each element of a table that it reads.
+
+    Attributes:
+        value: the score.
+        reads: the elements.
+        slope: the derivative of the score by s.
+        slopes: its derivative by each element.
+    """
+
+    value: Expr
+    reads: tuple[TableRead, ...]
+    slope: Expr
+    slopes: tuple[Expr, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(text: str, tables: tuple[str, ...], heads: int) -> "Score":
+        """Returns the score of a canonical text, as `bound_score` returns it.
+
+        Args:
+            text: the text.
+            tables: the names of the tables.
+            heads: the number of query heads.
+        """
+        value, reads = _separated(reread(text, language(dict.fromkeys(tables, 0))))
+        value = simplify(_with_slopes(value, heads))
+        slopes = tuple(derive(value, read.variable) for read in reads)
+        return Score(value, reads, derive(value, "s"), slopes)
+
+    @property
+    def plain(self) -> bool:
+        return self.value == Var("s")
+
+    def elements(self) -> Mapping[str, str]:
+        """Returns the text of each element in Torch, by its variable.
+
+        Indices are clamped, because they may be out of range where the mask does not hold.
+        """
+        return {read.variable: f"{read.table}[{', '.join(read.index_texts())}]" for read in self.reads}
+
+
+def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
+    """Replaces the elements of tables by variables."""
+    reads: dict[Expr, TableRead] = {}
+
+    def visit(part: Expr) -> Expr:
+        if isinstance(part, Read):
+            read = reads.setdefault(part, TableRead(f"read{len(reads)}", part.table, part.indices))
+            return Var(read.variable)
+        return rebuild(part, visit)
+
+    return visit(expr), tuple(reads.values())
+
+
+def _with_slopes(expr: Expr, heads: int) -> Expr:
+    expr = rebuild(expr, lambda part: _with_slopes(part, heads))
+    match expr:
+        case Call("slope", (h,)):
+            return slope(h, heads)
+    return expr
+
+
+@lru_cache(maxsize=256)
+def bound_score(text: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], mask: str, heads: int, context: int) -> str:
+    """Returns the canonical text of a score with the numbers of the model.
+
+    Scores that are equal after simplification have equal texts: `s + 0 * i` is `s`.
+
+    Args:
+        text: the score.
+        shapes: the name and the shape of each table.
+        mask: the canonical text of the mask. Indices need to be in range only where it holds.
+        heads: the number of query heads.
+        context: the number of tokens of a sequence.
+
+    Raises:
+        ExprError: if the text is no score, if it is constant in s, or if an index may be out of range.
+    """
+    numbers, tables = {"heads": Const(heads), "context": Const(context)}, dict(shapes)
+    value = simplify(substitute(parse_score(text, {name: len(shape) for name, shape in tables.items()}), numbers))
+    if derive(value, "s") == Const(0):
+        raise ExprError("the score does not depend on s", hint="for example s - slope(h) * (i - j)")
+    condition = reread(mask, MASKS)
+    for read in _separated(value)[1]:
+        for place, (index, size) in enumerate(zip(read.indices, tables[read.table], strict=True)):
+            _check_index(read.table, place, index, size, condition, heads, context)
+    return str(value)
+
+
+def _check_index(table: str, place: int, index: Expr, size: int, mask: Expr, heads: int, context: int) -> None:
+    """Raises ExprError, with positions, if the mask lets through a pair whose index is out of range."""
+    outside = Logic("or", (Compare("<", index, Const(0)), Compare(">=", index, Const(size))))
+    condition = Logic("and", (with_documents(mask, ALWAYS), outside))
+    pair = example(condition, context, heads)
+    if pair is not None:
+        value = python_function(index, POSITIONS)(*pair)
+        at = ", ".join(
+            f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name in variables(index)
+        )
+        message = f"index {place + 1} of {table}, `{index}`, may be out of range: the table has {size} there"
+        raise ExprError(f"{message}, and the index is {value} at {at}", hint=f"limit it: min({index}, {size - 1})")
