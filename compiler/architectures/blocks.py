@@ -110,7 +110,7 @@ class Block(StrictModel):
         return any("x0" in wiring.names for _, wiring, _ in self.expressions())
 
     def streams_after(self, streams: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the names of the streams behind the block, of those before it."""
+        """Returns the names of the streams after the block, from the names of those before it."""
         for value in (self.read, *(layer.write for layer in self.layers), self.write):
             if value is not None:
                 streams = tuple(value) if isinstance(value, dict) else (STREAM,)
@@ -234,7 +234,7 @@ class Between(StrictModel):
         name: the name of the modules.
         where: the condition.
         learn: the learned values of a module, by name.
-        read: the residual stream behind a module. Where there are several streams, `x` is the first.
+        read: the residual stream after a module. If there are several streams, `x` is the first.
     """
 
     name: PartName

@@ -86,7 +86,7 @@ class Stack:
         return x, state
 
     def _between(self, outer: Builder, run: int, x: str, streams: tuple[str, ...], outputs: Sequence[str]) -> str:
-        """Adds the modules that stand before a run, each as a separate call, and returns the stream behind them.
+        """Adds the modules that stand before a run, each as a separate call, and returns the stream after them.
 
         They are outside the blocks, because the same block may run with and without them.
         """
@@ -179,16 +179,16 @@ class _BlockCall:
             run: the index of the run.
 
         Returns:
-            The stream behind the block, and its new state by layer and key.
+            The stream after the block, and its new state by layer and key.
         """
         outer, context, site = self.outer, self.context, self.stack.site
         caches = self.block.state(self.shape) if context.extends else {}
         mixes = [block.reads_embedded() for block in self.stack.blocks.every]
         by_all, by_some = self._shared(True), self._shared(False)
         before = {**({"x0": embedded} if all(mixes) else {}), **by_all, **self._source()}
-        behind = {**by_some, **({"x0": embedded} if mixes[self.i] and not all(mixes) else {})}
+        later = {**by_some, **({"x0": embedded} if mixes[self.i] and not all(mixes) else {})}
         labels = labels_of(tuple(source))
-        behind |= {labels[index]: ref for index, ref in source.items()}
+        later |= {labels[index]: ref for index, ref in source.items()}
         b = Builder("")
 
         def take(values: Mapping[str, str]) -> None:
@@ -199,8 +199,8 @@ class _BlockCall:
         take({STREAM: x, **before})
         b.origins[STREAM] = outer.origin(x)
         state = {key: b.input(key.replace(".", "_"), type) for key, type in caches.items()}
-        take(behind)
-        given = {**before, **behind}
+        take(later)
+        given = {**before, **later}
         inside = replace(
             context,
             shared=self.stack.labels[self.i],
@@ -217,7 +217,7 @@ class _BlockCall:
         names = self.stack.names(self.i, methods, bool(source))
         at = f"{site.at}.{self.i}"
         body = site.functions.intern(b, names, at, outputs)
-        args = (x, *before.values(), *(context.cache[f"{run}.{key}"] for key in caches), *behind.values())
+        args = (x, *before.values(), *(context.cache[f"{run}.{key}"] for key in caches), *later.values())
         wide = outer.types[x].with_shape(*outer.types[x].shape[:-1], body.types[value].width)
         scalars = tuple((name, number) for name, (number, _) in b.scalars.items())
         formulas = tuple((name, text) for name, (_, text) in b.scalars.items())
@@ -229,7 +229,7 @@ class _BlockCall:
     def _body(
         self, b: Builder, context: LoweringContext, state: Mapping[str, str], outputs: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the block to its function. Returns the stream behind it and the new state by layer and key.
+        """Adds the block to its function. Returns the stream after it and the new state by layer and key.
 
         Args:
             b: the builder of the function.
@@ -259,7 +259,7 @@ class _BlockCall:
                 lowered = layer.lower(b, h, self.shape, replace(context, cache=cache))
                 new |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
                 value = layer.with_losses(b, lowered, context)
-                y = layer.dropped(b, norm.lower_at("behind", b, value, self.shape), context)
+                y = layer.dropped(b, norm.lower_at("after", b, value, self.shape), context)
                 if self.block.write is not None:
                     scope.branches[layer.title] = y
                 else:

@@ -38,7 +38,7 @@ class QkNorm(StrictModel):
         kind: RMSNorm, or LayerNorm without a bias.
         weight: a learned factor of each feature, as in the norms of blocks.
         over: the features of a norm: those of each `head`, with weights that all heads share, or those of `all` heads.
-        behind_rope: whether the norm follows the rotary positions. If false, it is before them.
+        after_rope: whether the norm follows the rotary positions. If false, it is before them.
         gain: the initial value of one learned factor per head, which scales q; no factor if unset.
         eps: the epsilon added to the mean square or variance.
     """
@@ -46,7 +46,7 @@ class QkNorm(StrictModel):
     kind: Literal["rms", "layer"] = later("rms")
     weight: NormWeight = later(WEIGHTLESS)
     over: Literal["head", "all"] = later("head")
-    behind_rope: bool = later(False)
+    after_rope: bool = later(False)
     gain: PositiveFloat | None = None
     eps: PositiveFloat = 1e-6
 
@@ -186,10 +186,10 @@ class Attention(Layer):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
-        if self.qk_norm is not None and self.qk_norm.behind_rope and self.qk_norm.over == "all":
+        if self.qk_norm is not None and self.qk_norm.after_rope and self.qk_norm.over == "all":
             message = "the norm of q and k is over all heads, but rotary positions are of single heads"
-            hint = "remove behind_rope, or use `over: head`"
-            yield Problem(("qk_norm", "behind_rope"), "S285", message, hint)
+            hint = "remove after_rope, or use `over: head`"
+            yield Problem(("qk_norm", "after_rope"), "S285", message, hint)
         if self.gate is not None and (self.gate.features or 0) > dim:
             message = f"the gate reads {self.gate.features} features; the input has {dim}"
             yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or remove the key to read all")
@@ -385,13 +385,13 @@ class Attention(Layer):
 
     def _positioned(self, b: Builder, x: str, name: str, context: LoweringContext, shape: Shape) -> str:
         norm = self.qk_norm if self.qk_norm is not None and self.qk_norm.over == "head" else None
-        if norm is not None and not norm.behind_rope:
+        if norm is not None and not norm.after_rope:
             x = norm.lower(b, x, name)
         rope = self._rope(shape)
         if rope is not None and self.rope is not None:
             op = Rope(self.rope.pairs == "neighbors")
             x = b.add(f"{name}.rope", op, (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
-        return norm.lower(b, x, name) if norm is not None and norm.behind_rope else x
+        return norm.lower(b, x, name) if norm is not None and norm.after_rope else x
 
     def _excluded(self, b: Builder, y: str, v: str) -> str:
         return y if self.exclude is None else b.add("y.exclusive", Exclusive(), (y, v))

@@ -17,7 +17,7 @@ from specc.compiler.ops.loss import AttachLoss, MeanSquare
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import LearnedName, PartName, Problem, StrictModel, later
 
-PLACES = {"before": ("h", "norm"), "behind": ("normed", "behind")}  # names of nodes, prefixes of parameters
+PLACES = {"before": ("h", "norm"), "after": ("normed", "after")}  # names of nodes, prefixes of parameters
 WEIGHTLESS = "none"  # the weight of a norm without one
 
 
@@ -46,14 +46,14 @@ class Norm(StrictModel):
         weight: a learned factor of each feature, as an expression of a parameter `w`, such as `w` or `1 + w`; `none`
             for no weight. `w` starts at 1 or 0, where the factor is 1.
         scale: a factor of the result, which may depend on the layer, counted from 0.
-        places: where the norms of a block stand: `before` each layer, `behind` it, or both. A norm behind a layer reads
+        places: where the norms of a block are: `before` each layer, `after` it, or both. A norm after a layer reads
             its value, before the value is written.
         shared: whether layers that read the same value share the weights of the norm before them.
     """
 
     weight: NormWeight = later(WEIGHTLESS)
     scale: LayerFormula | None = None
-    places: Annotated[tuple[Literal["before", "behind"], ...], Field(min_length=1, max_length=2)] = later(("before",))
+    places: Annotated[tuple[Literal["before", "after"], ...], Field(min_length=1, max_length=2)] = later(("before",))
     shared: bool = later(False)
 
     @property
@@ -77,8 +77,8 @@ class Norm(StrictModel):
         text, numbers = number(b, self.scale, "norm_scale", shape)
         return b.add(f"{name}.scaled", Pointwise((f"x * {text}",), ("x", *numbers)), (normed, *numbers.values()))
 
-    def lower_at(self, place: Literal["before", "behind"], b: Builder, x: str, shape: Shape) -> str:
-        """Adds the norm of `x` before or behind a layer, if it stands there, and returns the result."""
+    def lower_at(self, place: Literal["before", "after"], b: Builder, x: str, shape: Shape) -> str:
+        """Adds the norm of `x` before or after a layer, if there is one, and returns the result."""
         name, learned = PLACES[place]
         return self.lower(b, x, name, shape, learned) if place in self.places else x
 
@@ -276,7 +276,7 @@ class Layer(Part):
     Attributes:
         learn: learned values, by name.
         read: the value whose norm the layer reads. If unset, the first residual stream.
-        write: the residual stream behind the layer. If unset, `x + y`.
+        write: the residual stream after the layer. If unset, `x + y`.
         dropout: the probability with which each element of `y` is dropped in training.
     """
 

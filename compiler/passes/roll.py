@@ -21,7 +21,7 @@ class Loop(Op):
     Attributes:
         at: The path of the module list.
         names: The blocks' names of the inputs after the first. The first input is the residual stream. A name for which
-            blocks read different values stands once for each, with the value behind it.
+            blocks read different values stands once for each, with the value after it.
         some: Input -> the blocks that read it, for inputs that not all blocks read.
         earlier: Input -> pairs of a run and the earlier run whose output it reads.
         joined: The module list of the modules that join an earlier run's output to the stream.

@@ -90,7 +90,7 @@ class BlockClass:
 
     Attributes:
         context: its text.
-        order: the arguments of a call behind the stream.
+        order: the arguments of a call after the stream.
         optional: those that a call may leave out.
         flags: arguments that are true or false.
         begin_flags: those of `begin`.

@@ -16,7 +16,7 @@ def apply_overrides(source: Source, overrides: Iterable[str]) -> Source:
     """Applies `path=value` texts to a source in order, so that later overrides take precedence.
 
     A path is dotted, with list items numbered from 0 (`model.embed.0.dim=64`). A value is YAML. A path may add a key,
-    or an item behind the last of a list; later validation reports unknown keys. Raises SpecError (S014) if an override
+    or an item after the last of a list; later validation reports unknown keys. Raises SpecError (S014) if an override
     is malformed or its path does not exist.
     """
     for text in overrides:

@@ -198,7 +198,7 @@ def olmo2(config: Any) -> dict[str, Any]:
     qk_norm = {"weight": "w", "eps": config.rms_norm_eps, "over": "all"}
     config.head_dim = config.hidden_size // config.num_attention_heads
     layers = [attention(config, qk_norm=qk_norm, rope=rope(config.rope_parameters)), mlp(config)]
-    return shape(config, {**norm, "places": ["behind"]}, layers)
+    return shape(config, {**norm, "places": ["after"]}, layers)
 
 
 def gemma3_config(rng: random.Random) -> Any:
@@ -225,7 +225,7 @@ def gemma3(config: Any) -> dict[str, Any]:
     ]
     pattern = config.layer_types.index("full_attention") + 1
     changes = [{"where": f"layer % {pattern} == {pattern - 1}", "attention": {"rope": rope(full), "mask": "j <= i"}}]
-    model = shape(config, {"kind": "rms", **weight, "places": ["before", "behind"]}, layers, changes=changes)
+    model = shape(config, {"kind": "rms", **weight, "places": ["before", "after"]}, layers, changes=changes)
     model["embed"].append({"kind": "scale", "by": "sqrt(dim)"})
     model["head"]["softcap"] = config.final_logit_softcapping
     return model
@@ -239,7 +239,7 @@ def nanochat_config(rng: random.Random) -> Any:
 def nanochat(config: Any) -> dict[str, Any]:
     eps, turned = config.rms_norm_eps, {"base": config.rope_parameters["rope_theta"], "turn": "backward"}
     config.head_dim = config.hidden_size // config.num_attention_heads
-    qk_norm = {"eps": eps, "behind_rope": True}
+    qk_norm = {"eps": eps, "after_rope": True}
     layers = [attention(config, qk_norm=qk_norm, rope=turned), mlp(config, "relu(x) ** 2")]
     model = shape(config, {"kind": "rms", "eps": eps}, layers)
     model["embed"].append({"kind": "norm", "eps": eps})

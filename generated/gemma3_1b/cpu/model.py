@@ -123,9 +123,9 @@ class Block(nn.Module):
             q_norm_weight=(C,),
             k_norm_weight=(C,),
             out=(D, H * C),
-            behind_weight=(D,),
+            after_weight=(D,),
         )
-        self.mlp = weights(norm_weight=(D,), up=(E, D), gate=(E, D), down=(D, E), behind_weight=(D,))
+        self.mlp = weights(norm_weight=(D,), up=(E, D), gate=(E, D), down=(D, E), after_weight=(D,))
         self.y = layer in Y
 
     def forward(self, x, cos, sin, positions=None, cache=None) -> Tensor:
@@ -164,7 +164,7 @@ class Block(nn.Module):
         if cache is None and not self.y:
             y = attend(q, k, v)
         normed = F.rms_norm(
-            F.linear(y.flatten(-2), self.attention.out), (D,), 1.0 + self.attention.behind_weight, eps=1e-06
+            F.linear(y.flatten(-2), self.attention.out), (D,), 1.0 + self.attention.after_weight, eps=1e-06
         )
         x = x + normed
         h = F.rms_norm(x, (D,), 1.0 + self.mlp.norm_weight, eps=1e-06)
@@ -176,7 +176,7 @@ class Block(nn.Module):
             up = F.linear(h, self.mlp.up)
             act = F.gelu(F.linear(h, self.mlp.gate), approximate='tanh') * up
             down = F.linear(act, self.mlp.down)
-        return x + F.rms_norm(down, (D,), 1.0 + self.mlp.behind_weight, eps=1e-06)
+        return x + F.rms_norm(down, (D,), 1.0 + self.mlp.after_weight, eps=1e-06)
 
 
 class Model(nn.Module):

@@ -81,14 +81,14 @@ CASES: Mapping[str, dict[str, Any]] = {
     "qk_norm_weight": attention(qk_norm={"weight": "w"}, rope={}, kv_heads=1),
     "qk_norm_one_plus_weight": attention(qk_norm={"weight": "1 + w", "gain": 2}, head_dim=6),
     "qk_norm_over_all_heads": attention(qk_norm={"weight": "w", "over": "all"}, rope={}, kv_heads=1),
-    "qk_norm_behind_rope": attention(qk_norm={"weight": "w", "behind_rope": True}, rope={}),
+    "qk_norm_after_rope": attention(qk_norm={"weight": "w", "after_rope": True}, rope={}),
     "qk_norm_layer": attention(qk_norm={"kind": "layer", "weight": "w"}, rope={"dims": 2}, bias=["q", "k", "v"]),
     "qk_norm_layer_without_weight": attention(qk_norm={"kind": "layer", "eps": 0.01}),
     "qk_norm_weight_and_rope_fused": {
         **attention(qk_norm={"weight": "w", "gain": 1.5}, rope={"dims": 2}),
         "fuse": ({"blocks.*.attention": ["q.rope", "q.gain"]}, {"blocks.*.attention": ["k.rope"]}),
     },
-    "qk_norm_behind_rope_fused": {**attention(qk_norm={"behind_rope": True}, rope={}), "fuse": (ROPE,)},
+    "qk_norm_after_rope_fused": {**attention(qk_norm={"after_rope": True}, rope={}), "fuse": (ROPE,)},
     "kv_heads": attention(kv_heads=1, rope={}),
     "kv_heads_window": attention(kv_heads=1, window=4, rope={"dims": 2}, qk_norm={"gain": 2}),
     "head_dim": attention(head_dim=3),
@@ -102,12 +102,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "rms_affine": norm(kind="rms", affine=True),
     "rms_one_plus_weight": norm(kind="rms", weight="1 + w"),
     "norms_before_and_behind": {
-        "blocks": {"norm": {"kind": "rms", "weight": "1 + w", "places": ["before", "behind"]}},
+        "blocks": {"norm": {"kind": "rms", "weight": "1 + w", "places": ["before", "after"]}},
         "norm": {"kind": "rms", "weight": "1 + w"},
     },
-    "norms_behind": {"blocks": {"norm": {"kind": "rms", "weight": "w", "places": ["behind"]}}},
-    "norms_behind_scaled": {
-        "blocks": {"norm": {"kind": "layer", "places": ["behind"], "scale": "1/(layer + 1)"}},
+    "norms_after": {"blocks": {"norm": {"kind": "rms", "weight": "w", "places": ["after"]}}},
+    "norms_after_scaled": {
+        "blocks": {"norm": {"kind": "layer", "places": ["after"], "scale": "1/(layer + 1)"}},
         "layers": ({**ATTENTION, "residual": "learned"}, {**MLP, "residual": 0.5}),
     },
     "layer_norm_without_bias": norm(kind="layer", bias=False),
@@ -383,7 +383,7 @@ CASES: Mapping[str, dict[str, Any]] = {
             "norm": {"kind": "rms", "weight": "w"},
             "changes": [
                 {"where": "layer == 1", "norm": {"kind": "layer", "bias": False}},
-                {"where": "layer == 2", "norm": {"places": ["behind"], "weight": "none"}},
+                {"where": "layer == 2", "norm": {"places": ["after"], "weight": "none"}},
             ],
         },
         "count": 4,
@@ -402,7 +402,7 @@ CASES: Mapping[str, dict[str, Any]] = {
             {**MLP, "act": "gelu_tanh(gate) * x", "bias": True},
         ),
         "blocks": {
-            "norm": {"kind": "rms", "weight": "1 + w", "places": ["before", "behind"]},
+            "norm": {"kind": "rms", "weight": "1 + w", "places": ["before", "after"]},
             "changes": [{"where": "layer == 3", "attention": {"rope": {"base": 900}, "kv_heads": 2}}],
         },
         "norm": {"kind": "layer", "bias": False},

@@ -73,14 +73,14 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks(SELF, MLP, norm={"kind": "rms", "scale": "1/sqrt(layer + 1)", "affine": True})],
         [LEARNED, blocks(SELF, CROSS, norm={"kind": "layer", "scale": "0.5 + layer/layers"})],
     ),
-    "norms_behind_and_weights": case(
-        [LEARNED, blocks(SELF, {**MLP, "bias": True}, norm={"kind": "rms", "weight": "1 + w", "places": ["behind"]})],
+    "norms_after_and_weights": case(
+        [LEARNED, blocks(SELF, {**MLP, "bias": True}, norm={"kind": "rms", "weight": "1 + w", "places": ["after"]})],
         [
             LEARNED,
             blocks(
                 {**SELF, "qk_norm": {"weight": "w"}, "bias": ["v"]},
                 {**CROSS, "qk_norm": {"weight": "1 + w", "over": "all"}, "bias": ["q"]},
-                norm={"kind": "layer", "bias": False, "places": ["before", "behind"]},
+                norm={"kind": "layer", "bias": False, "places": ["before", "after"]},
             ),
         ],
     ),

@@ -51,7 +51,7 @@ def gated(bits: int) -> dict[str, Any]:
 def by_layer(**attention: Any) -> dict[str, Any]:
     """Biases, norms before and behind, and another form of attention in one layer."""
     data = text(({**ATTENTION, "bias": ["q", "k"]}, {**GATED, "bias": True}), quant("*.{q,k,v,out,up,gate,down}"))
-    norm = {"kind": "rms", "weight": "1 + w", "places": ["before", "behind"]}
+    norm = {"kind": "rms", "weight": "1 + w", "places": ["before", "after"]}
     data["model"]["blocks"] |= {"norm": norm, "changes": [{"where": "layer == 1", "attention": attention}]}
     return data
 
