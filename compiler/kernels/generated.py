@@ -12,6 +12,7 @@ DTYPES = {
     "f16": "torch.float16",
     "f32": "torch.float32",
     "i8": "torch.int8",
+    "i64": "torch.int64",
     "bool": "torch.bool",
 }
 TRITON_DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}

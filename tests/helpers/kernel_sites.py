@@ -105,27 +105,33 @@ def check_clean(folder: Path, width: int = 110) -> None:
 
 
 def machine_code(
-    module: ModuleType, site: Site, type_of: Callable[[str], str], constants: Mapping[str, int] | None = None
+    module: ModuleType,
+    site: Site,
+    type_of: Callable[[str], str],
+    constants: Mapping[str, int] | None = None,
+    kernel: Any = None,
 ) -> Any:
-    """Compiles the Triton kernel of a generated file for the target of its site, without a GPU.
+    """Compiles a Triton kernel of a generated file for the target of its site, without a GPU.
 
     Args:
         module: the generated file.
         site: the node.
         type_of: the Triton type of a parameter by name; "constexpr" for a constant.
-        constants: the values of constants that are not values of the module.
+        constants: the values of constants that are not values of the module, or other values of them.
+        kernel: the kernel, if it is not named after the site.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {name: type_of(name) for name in inspect.signature(jitted(module, site).fn).parameters}
+    kernel = kernel or jitted(module, site)
+    types = {name: type_of(name) for name in inspect.signature(kernel.fn).parameters}
     known = {**vars(module), **(constants or {})}
     values = {name: known[name] for name, type in types.items() if type == "constexpr"}
     aligned = (i for i, (name, type) in enumerate(types.items()) if type[0] == "*" or name.endswith("STRIDE"))
     even = {(i,): [["tt.divisibility", 16]] for i in aligned if list(types.values())[i] != "constexpr"}
-    options = {"num_warps": module.WARPS} | ({"num_stages": module.STAGES} if hasattr(module, "STAGES") else {})
-    source = ASTSource(jitted(module, site), types, values, even)
+    options = {"num_warps": known["WARPS"]} | ({"num_stages": known["STAGES"]} if "STAGES" in known else {})
+    source = ASTSource(kernel, types, values, even)
     return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
 
 

@@ -9,6 +9,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+import triton.language as tl
 from kernel_sites import GUARD
 
 
@@ -20,6 +21,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def main(cases: str, out: str) -> None:
     # Two programs, so that a persistent kernel has to take several tiles each.
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=2)
+    # The interpreter has no PTX. The only instruction that kernels name is tanh.approx.
+    tl.inline_asm_elementwise = lambda asm, constraints, args, **_: 2 * tl.sigmoid(2 * args[0]) - 1
     results = []
     for folder, module, inputs, buffers, columns in torch.load(cases):
         if folder not in sys.path:

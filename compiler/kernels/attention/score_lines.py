@@ -1,0 +1,317 @@
+"""Scores, masks and reads of learned tables as lines of Triton, for a tile of queries and keys.
+
+Kernels name the int32 positions of a tile i, j and h, its first positions i0 and j0, the scaled product s, and the
+condition that a pair is not masked seen. fi, fj and fh are positions in fp32: a conversion for each score would take as
+long as its exponential.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+from specc.compiler.expr.interval import bounds, over_tile
+from specc.compiler.expr.mask import Mask
+from specc.compiler.expr.score import Score, TableRead
+from specc.compiler.expr.simplify import simplify
+from specc.compiler.expr.spell import triton_text
+from specc.compiler.expr.values import Binary, Call, Const, Expr, Var, rebuild, substitute, variables
+from specc.compiler.kernels.lines import nested
+
+FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
+CORNER = {"i": "i0", "j": "j0"}
+NEAREST = 256  # more than the most by which a key of a computed tile may be later than its query
+NEAREST = 256  # more than the most by which a key of a computed tile may be later than its query
+DIFFERENCE = {"i": Var("j") + Var("d")}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A read of one element of a table per score.
+
+    A read is of one of three kinds. If it depends on the head alone, the element is loaded once. If it depends on the
+    head and i - j, kernels load tiles of a strip, which has the elements of a row of tiles in their order, except where
+    all scores of a tile read the element of the most distant pair. Else each score loads its element.
+
+    Attributes:
+        name: The name of the element in the score.
+        table: The name of the table.
+        size: The number of its elements.
+        indices: The index of each dim, over i, j and h.
+        index: The place of the element among all, over i, j and h.
+        slope: The derivative of the score by the element, as Triton.
+    """
+
+    name: str
+    table: str
+    size: int
+    indices: tuple[Expr, ...]
+    index: Expr
+    slope: str
+
+    @property
+    def per_head(self) -> bool:
+        """Whether the element depends on the head alone."""
+        return not {"i", "j"} & set(variables(self.index))
+
+    @property
+    def distance(self) -> Expr | None:
+        """The place over d = i - j and h, if it depends on i and j only through d; else None."""
+        return None if self.per_head else by_distance(self.index)
+
+    @property
+    def located(self) -> str:
+        """The line that computes the place over d and h; "" if it depends on more."""
+        if self.general:
+            return ""
+        place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
+        text = f"{triton_text(place, {'i': 'd'}, whole=True)} + 0 * d"
+        return nested("index", f"tl.minimum(tl.maximum({text}, 0), {self.size - 1})")
+
+    @property
+    def general(self) -> bool:
+        """Whether the element depends on more than the head and i - j."""
+        return not self.per_head and self.distance is None
+
+    def source(self, by_keys: bool = False) -> str:
+        """Returns the tensor that a kernel reads, by rows of queries or of keys: the table, or a strip of it."""
+        if self.distance is None:
+            return f"{self.table}_table"
+        return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"
+
+    def first(self, by_keys: bool = False) -> list[str]:
+        """Returns the lines that load what all scores of a head read."""
+        if self.per_head:
+            return [self._load(self.name, triton_text(self.index, whole=True))]
+        if self.distance is None:
+            return []
+        place = f"h * QUERIES * STRIP + (STRIP - {2 * NEAREST} - T + 1)"
+        if by_keys:
+            place = f"h * KEYS * STRIP + ({NEAREST} + T - 1)"
+        return [self._load(f"{self.name}_far", place, by_keys)]
+
+    def load(self, masked: bool, by_keys: bool = False) -> list[str]:
+        """Returns the lines that load the elements of a tile, or the one that all its scores read."""
+        if self.per_head:
+            return []
+        if self.distance is None:
+            return [self._load(self.name, self._place(masked), seen=", mask=seen, other=0.0" if masked else "")]
+        if not masked:
+            return [f"{self.name} = {self.name}_far"]
+        place = f"h * QUERIES * STRIP + ((i - i0) * STRIP + (STRIP - {2 * NEAREST} + j0 - i0) + (j - j0))"
+        if by_keys:
+            place = f"h * KEYS * STRIP + ((j - j0) * STRIP + ({NEAREST} + i0 - j0) + (i - i0))"
+        return [self._load(self.name, place, by_keys)]
+
+    def _load(self, name: str, place: str, by_keys: bool = False, seen: str = "") -> str:
+        return nested(name, f"tl.load({self.source(by_keys)}_ptr + {place}{seen}).to(tl.float32)", 8)
+
+    def _place(self, masked: bool) -> str:
+        return triton_text(self.index, {} if masked else CORNER, whole=True)
+
+    def uniform(self) -> tuple[list[str], list[str]]:
+        """Returns lines over the bounds of tiles, and the conditions that all scores of a tile read one element.
+
+        If the read depends on i - j, it is that of the most distant pair.
+        """
+        lines, conditions = [], []
+        for place, index in enumerate(self.indices):
+            if not {"i", "j"} & set(variables(index)):
+                continue
+            if "h" in variables(index):
+                return [], ["False"]
+            name = f"{self.name}_{place}"
+            for end, expr in zip(("low", "high"), bounds(index), strict=True):
+                lines.append(nested(f"{name}_{end}", triton_text(over_tile(expr), whole=True)))
+            conditions.append(f"({name}_low == {name}_high)")
+            if self.distance is not None:
+                far = by_distance(index)
+                assert far is not None
+                text = triton_text(substitute(far, {"d": Var("i")}), {"i": "T - 1"}, whole=True)
+                lines.append(nested(f"{name}_far", text))
+                conditions.append(f"({name}_high == {name}_far)")
+        return lines, conditions
+
+    def strips(self, *rows: tuple[bool, str]) -> list[str]:
+        """Returns the lines of a launch that make strips, for kernels by queries or keys with so many in a tile."""
+        lines = []
+        for by_keys, count in rows if self.distance is not None else ():
+            name, zero = self.source(by_keys), f"{NEAREST}, -1" if by_keys else f"strip - {2 * NEAREST}, 1"
+            grid = f"(triton.cdiv(strip, 1024), {count}, H)"
+            lines.append(f"{name} = q.new_empty(H, {count}, strip)")
+            lines.append(f"{self.name}_kernel[{grid}]({self.table}_table, {name}, strip, {zero}, 1024)")
+        return lines
+
+    def sums(self) -> list[str]:
+        """Returns the lines of a launch of the gradient that make room for sums, and the place of each."""
+        name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
+        if self.general:
+            return [f"{name} = q.new_empty(b, H, {tiles}, {self.size}, dtype=torch.float32)"]
+        count = "t" if self.distance is not None else "1"
+        return [
+            f"{name} = q.new_empty(b, H, {tiles}, dtype=torch.float32)",
+            f"{self.name}_index = q.new_empty(H, {count}, dtype=torch.int64)",
+            f"places = torch.arange({self.size}, device=q.device)",
+            f"{self.name}_kernel[(triton.cdiv({count}, 1024), 1, H)](places, {self.name}_index, {count}, 0, -1, 1024)",
+        ]
+
+    def begin_sums(self) -> list[str]:
+        """Returns the lines of the kernel of dq that begin the sums of a row of tiles."""
+        name, size = f"{self.name}_sums", f" * {self.size}" if self.general else ""
+        place = f"{self.name}_place = {name}_ptr + ((b.to(tl.int64) * H + h) * tl.num_programs(0) + tile){size}"
+        if not self.general:
+            return [place, f"{name} = tl.zeros((QUERIES,), tl.float32)"]
+        entries = 1 << (self.size - 1).bit_length()
+        return [place, f"{self.name}_entries = tl.arange(0, {entries})", f"{name} = tl.zeros(({entries},), tl.float32)"]
+
+    @property
+    def gradient(self) -> str:
+        """The gradient of the element that a score reads."""
+        return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
+
+    def add_sums(self, masked: bool) -> list[str]:
+        """Returns the lines that add a tile to the sums."""
+        sums, entries = f"{self.name}_sums", f"{self.name}_entries"
+        if self.general and masked:
+            return [f"{sums} += sums_by_index({self.gradient}, {self._place(True)}, seen, {entries})"]
+        if self.general:
+            return [f"{sums} += tl.where({entries} == {self._place(False)}, tl.sum({self.gradient}), 0.0)"]
+        return [f"{sums} += tl.sum({self.gradient}, 1)"] if self.per_head or not masked else []
+
+    def end_sums(self) -> str:
+        """Returns the line of the kernel of dq that stores the sums of a row of tiles."""
+        name, entries = f"{self.name}_sums", f"{self.name}_entries"
+        if self.general:
+            return f"tl.store({self.name}_place + {entries}, {name}, mask={entries} < {self.size})"
+        return f"tl.store({self.name}_place, tl.sum({name}))"
+
+    def finish_sums(self) -> list[str]:
+        """Returns the lines of a launch that add the sums to the gradient of the table."""
+        grad, sums = f"d{self.table}_table", f"{self.name}_sums"
+        if self.general:
+            return [f"{grad} += {sums}.sum((0, 1, 2)).view({grad}.shape)"]
+        put = f"{grad}.view(-1).index_put_(({self.name}_index,), totals, accumulate=True)"
+        if self.per_head:
+            return [f"totals = {sums}.sum((0, 2))[:, None]", put]
+        return [f"totals = {self.name}_diagonals.sum((0, 2))", f"totals[:, -1] += {sums}.sum((0, 2))", put]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreLines:
+    """The texts of one attention.
+
+    Attributes:
+        calls: Name and value of the functions that the score and its derivatives share.
+        value: The score over s, positions and elements of tables.
+        slope: Its derivative by s; "" if it is 1.
+        mask: The condition that a query attends to a key.
+        some: The condition that a tile has a pair that is not masked, over its bounds.
+        every: The condition that none of its pairs is masked, and that all its scores read the same elements.
+        bounds: Lines that `every` needs.
+        readings: The reads of tables.
+        floats: The names of `FLOATS` that occur, with their values.
+        documents: Whether the mask reads `start`.
+    """
+
+    calls: tuple[tuple[str, str], ...]
+    value: str
+    slope: str
+    mask: str
+    some: str
+    every: str
+    bounds: tuple[str, ...]
+    readings: tuple[Reading, ...]
+    floats: Mapping[str, str]
+    documents: bool
+
+    @staticmethod
+    def of(score: Score, mask: Mask, shapes: Mapping[str, tuple[int, ...]]) -> "ScoreLines":
+        """Returns the texts of a score and a mask over tables of known shapes."""
+        exprs = [score.value, score.slope, *score.slopes]
+        relative = all(by_distance(expr) is not None for expr in exprs)
+        calls: dict[Expr, str] = {}
+        value, slope, *slopes = (_named(_floating(expr), calls) for expr in exprs)
+        pairs = zip(score.reads, slopes, strict=True)
+        readings = tuple(_reading(read, slope, shapes[read.table]) for read, slope in pairs)
+        lines, conditions = [], [f"({triton_text(mask.all, whole=True)})"]
+        for reading in readings:
+            more, further = reading.uniform()
+            lines, conditions = [*lines, *more], [*conditions, *further]
+        read = {name for expr in (value, slope, *slopes, *calls) for name in variables(expr)}
+        return ScoreLines(
+            calls=tuple((name, f"tanh({triton_text(call)})") for call, name in calls.items()),
+            value=triton_text(value),
+            slope="" if slope == Const(1) else triton_text(slope),
+            mask=triton_text(mask.condition, whole=True),
+            some=nested("some", triton_text(mask.any, whole=True)),
+            every=nested("every", " & ".join(conditions)),
+            bounds=tuple(lines),
+            readings=readings,
+            floats={
+                f"f{name}": f"({name} - i0)" if relative and name in "ij" else name
+                for name in "ijh"
+                if f"f{name}" in read
+            },
+            documents=mask.documents,
+        )
+
+    @property
+    def by_distance(self) -> tuple[Reading, ...]:
+        """The reads that are functions of i - j."""
+        return tuple(reading for reading in self.readings if reading.distance is not None)
+
+    def convert(self, *names: str) -> tuple[str, ...]:
+        """Returns the lines that compute those of `names` that occur."""
+        return tuple(f"{name} = {self.floats[name]}.to(tl.float32)" for name in names if name in self.floats)
+
+    def scores(self, masked: bool, by_keys: bool = False) -> tuple[str, ...]:
+        """Returns the lines that compute the scores x of a tile and, if some are masked, first the mask `seen`."""
+        mask = (nested("seen", self.mask, 8),) if masked else ()
+        loads = (line for reading in self.readings for line in reading.load(masked, by_keys))
+        return *mask, *loads, *(nested(*call, 8) for call in self.calls), nested("x", self.value, 8)
+
+
+def by_distance(expr: Expr) -> Expr | None:
+    """Returns an expression over d = i - j if it depends on i and j only through d, else None."""
+    moved = simplify(substitute(expr, DIFFERENCE))
+    return None if "j" in variables(moved) else moved
+
+
+def _reading(read: TableRead, slope: Expr, shape: tuple[int, ...]) -> Reading:
+    steps = [reduce(lambda a, b: a * b, shape[place + 1 :], 1) for place in range(len(shape))]
+    terms: Iterable[Expr] = (part * Const(step) for part, step in zip(read.indices, steps, strict=True))
+    index = simplify(reduce(lambda a, b: a + b, terms))
+    return Reading(
+        read.variable, read.table, reduce(lambda a, b: a * b, shape, 1), read.indices, index, triton_text(slope)
+    )
+
+
+def _floating(expr: Expr) -> Expr:
+    """Renames positions outside whole-number parts by FLOATS, and turns quotients by numbers into products.
+
+    A factor of each head times the difference of positions becomes two products, of which one is of the queries of a
+    tile, and one of its keys.
+    """
+    match expr:
+        case Binary("//" | "%", _, _) | Call("bucket", _):
+            return expr
+        case Binary("/", a, Const(value)):
+            return _floating(a) * Const(1 / value)
+        case Binary("+" | "-" as op, a, Binary("*", factor, Binary("-", Var("i"), Var("j")))) if not {
+            "i",
+            "j",
+            "s",
+        } & set(variables(factor)):
+            first, second = _floating(factor) * Var("fi"), _floating(factor) * Var("fj")
+            return _floating(a) - first + second if op == "-" else _floating(a) + first - second
+        case Var(name):
+            return Var(FLOATS.get(name, name))
+    return rebuild(expr, _floating)
+
+
+def _named(expr: Expr, calls: dict[Expr, str]) -> Expr:
+    """Replaces calls of tanh by variables, whose arguments are added to `calls`."""
+    expr = rebuild(expr, lambda part: _named(part, calls))
+    match expr:
+        case Call("tanh", (argument,)):
+            return Var(calls.setdefault(argument, f"tanh{len(calls)}"))
+    return expr
