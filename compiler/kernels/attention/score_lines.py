@@ -232,7 +232,8 @@ class ScoreLines:
         value, slope, *slopes = (_named(_floating(expr), calls) for expr in exprs)
         pairs = zip(score.reads, slopes, strict=True)
         readings = tuple(_reading(read, slope, shapes[read.table]) for read, slope in pairs)
-        lines, conditions = [], [f"({triton_text(mask.all, whole=True)})"]
+        lines: list[str] = []
+        conditions = [f"({triton_text(mask.all, whole=True)})"]
         for reading in readings:
             more, further = reading.uniform()
             lines, conditions = [*lines, *more], [*conditions, *further]

@@ -424,7 +424,7 @@ class _Writer:
             name: f"[{', '.join(self._shape(name, type, *'BT', self.heads, self.kv_heads, self.channels))}]"
             for name, type in values.items()
         }
-        summary = f"{self.site.label}: {self.site.node.op.words}, by tiles of scores."  # type: ignore[attr-defined]
+        summary = f"{self.site.label}: {self.site.node.op.words}, by tiles of scores."
         return generated_function(self.site, self.inputs, self.outputs, shapes, summary, self._formulas())
 
     def _formulas(self) -> list[str]:
