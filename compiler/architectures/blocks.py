@@ -37,6 +37,7 @@ from specc.compiler.catalog import models
 from specc.compiler.expr import ExprError
 from specc.compiler.expr.index import condition_holds, formula_value
 from specc.compiler.ir.graph import TensorType
+from specc.compiler.schedule import schedules_in
 from specc.compiler.strict import LearnedName, PartName, Path, Problem, StrictModel, later
 
 
@@ -373,7 +374,14 @@ class Blocks(Block):
         streams: tuple[str, ...] = (STREAM,)
         for index, block in enumerate(self.every):
             chosen = self.changes_of(index)
+            changed = [
+                problem.under(*path)
+                for path, schedule in schedules_in(block)
+                for problem in schedule.problems()
+                if self._source(path, chosen) != path  # others are reported where they stand
+            ]
             problems = (
+                *changed,
                 *block.problems_of_block(dim, index, self.count),
                 *block.wiring_problems(streams, index, self.count),
             )

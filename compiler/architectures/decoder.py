@@ -217,7 +217,8 @@ class _Lowering:
 
     def __init__(self, model: Decoder, name: str, dtype: str, losses: Sequence[LossTerm]) -> None:
         self.whole, self.name, self.losses = model, name, losses
-        self.model = model = model.after(1.0)
+        self.model, self.phase, self.title = model.after(1.0), "", ""
+        model = self.model
         count = model.blocks.count
         out = model.output_init or model.init
         names = SizeNames()
@@ -243,13 +244,16 @@ class _Lowering:
         )
         phases: tuple[Phase, ...] = ()
         model, plain = self.model, tuple(range(self.model.blocks.count))
+        titles, methods = {model.head: ""}, {model.blocks.every: ""}  # the names of parts that differ from the last
         for i, (share, until) in enumerate(pairwise((0.0, *change_shares(self.whole)))):
             self.model = self.whole.after(share)
+            self.title = titles.setdefault(self.model.head, f"softcap_phase{i}")
+            self.phase = methods.setdefault(self.model.blocks.every, f"phase{i}")
             once = self.model.blocks.runs == plain != model.blocks.runs and all(p.train != "train_once" for p in phases)
             names = ("train_once", "score_once") if once else (f"train_phase{i}", f"score_phase{i}")
             phases += (Phase(until, *names),)
             programs += self.scored(names[0], "mean"), self.scored(names[1], "none")
-        self.model = model
+        self.model, self.phase, self.title = model, "", ""
         if refused := self.functions.refused:
             hint = "change the number or formula"
             raise LoweringError(tuple(Problem(self.place_of(init), "S221", refused[init], hint) for init in refused))
@@ -344,7 +348,7 @@ class _Lowering:
         kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")
         site = CallSite("blocks", "block", place, self.places, self.functions)
-        stack = Stack(self.model.blocks, self.shape, site)
+        stack = Stack(self.model.blocks, self.shape, site, self.phase)
         context = LoweringContext(positions, shared, kept, training=training, extends=bool(start), weights=weights)
         x, state = stack.run(b, x, context)
         state = own | {f"cache.{key}": ref for key, ref in state.items()}
@@ -375,7 +379,7 @@ class _Lowering:
     def head(self, b: Builder, x: str) -> str:
         b.scope = "head"
         try:
-            return self.model.head.lower(b, x, self.shape, "@embed.token")
+            return self.model.head.lower(b, x, self.shape, "@embed.token", self.title)
         except TypeRuleError as error:
             related = (("the token table", ("model", "embed", 0)),)
             hint = f"make the widths equal; the model's dim is {self.model.dim}"

@@ -25,6 +25,7 @@ from specc.compiler.losses.term import LossTerm, add_loss, declare_weights
 from specc.compiler.ops.sequence import Copy, Seen, Shift
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.schedule import schedules_in
 from specc.compiler.strict import Path, Problem
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ class EncoderDecoder(Architecture):
                     yield Problem((side, i), "S207", message, "give one of them a `name:`", related)
                 yield from (problem.under(side, i) for problem in _stage_problems(side, stages, i))
             yield from collisions(side, stages)
+        for path, _ in schedules_in(self):
+            hint = "write the last value, or schedule a number of `train`"
+            yield Problem((*path, "at"), "S267", "a model of kind encoder_decoder has no schedules", hint)
         if self.bridge is None and not any(stage.reads_source or stage.reads_final for stage in self.decoder):
             hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
             yield Problem(("decoder",), "S253", "no stage of the decoder reads the encoder", hint)

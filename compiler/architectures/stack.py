@@ -19,11 +19,15 @@ from specc.compiler.strict import Path, Problem
 
 @dataclass(frozen=True)
 class Stack:
-    """The lowering of blocks in one program, at the paths 0, 1, ... under the site's."""
+    """The lowering of blocks in one program, at the paths 0, 1, ... under the site's.
+
+    `phase` is the name of the blocks' methods in a phase whose blocks differ from those at the end of the run.
+    """
 
     blocks: Blocks
     shape: Shape
     site: CallSite
+    phase: str = ""
 
     @property
     def runs(self) -> tuple[int, ...]:
@@ -214,6 +218,8 @@ class _BlockCall:
         method = "extend" if context.extends else "forward"
         # a function that only scores gets another name if the training function has dropout or losses
         methods = (method,) if context.extends or context.training else (method, "score")
+        if phase := self.stack.phase:
+            methods = (phase,) if context.training else (phase, f"{phase}_score")
         names = self.stack.names(self.i, methods, bool(source))
         at = f"{site.at}.{self.i}"
         body = site.functions.intern(b, names, at, outputs)

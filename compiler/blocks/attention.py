@@ -28,7 +28,8 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.ops.shape import FirstFeatures, MergeHeads, SplitHeads
-from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
+from specc.compiler.schedule import SegmentSchedule, points_of
+from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
 
 class QkNorm(StrictModel):
@@ -93,6 +94,14 @@ def _mask(text: str) -> str:
 
 
 MaskText = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_mask)]
+
+
+class MaskSchedule(SegmentSchedule):
+    """A mask that changes during training."""
+
+    at: Annotated[tuple[tuple[Unit, MaskText], ...], Field(min_length=1, max_length=16)]
+
+
 ScoreText = Annotated[str, Field(min_length=1, max_length=500)]
 
 
@@ -110,7 +119,7 @@ class Attention(Layer):
             al., 2022), elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`, and `bucket` (the buckets
             of distances of T5, Raffel et al., 2020).
         mask: the condition under which a query attends to a key, over `i`, `j` and `h`, such as `j <= i and i - j <
-            512`. `document(i) == document(j)` holds within a document.
+            512`. `document(i) == document(j)` holds within a document. It may change by a schedule.
         scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`;
             `1/sqrt(head_dim)` if unset.
         sinks: whether each head has a learned logit that adds to the denominator of the softmax alone.
@@ -130,7 +139,7 @@ class Attention(Layer):
     rope: RopeSpec | None = None
     qk_norm: QkNorm | None = None
     score: ScoreText = later(PLAIN)
-    mask: MaskText = later(CAUSAL)
+    mask: MaskText | MaskSchedule = later(CAUSAL)
     scale: Annotated[float | str, formula("head_dim", "layer", "layers")] | None = later(None)
     sinks: bool = later(False)
     of: Literal["self", "encoder"] = "self"
@@ -139,6 +148,11 @@ class Attention(Layer):
     exclude: Exclude | None = later(None)
     gate: HeadGate | None = later(None)
     bos: TokenId | None = later(None)
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The masks of a run, in order."""
+        return tuple(mask for _, mask in points_of(self.mask))
 
     @property
     def reads_source(self) -> bool:
@@ -196,13 +210,13 @@ class Attention(Layer):
 
     def _expression_problems(self) -> Iterator[Problem]:
         """Yields the problems of the score and the mask that do not depend on the context."""
-        documents = "document" in self.mask
+        documents = any("document" in mask for mask in self.masks)
         if documents and self.bos is None:
             message = "the mask reads documents, but no id starts a document"
             yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
         if self.bos is not None and not documents and not self.reads_source:
             message = f"bos is {self.bos}, but the mask reads no documents"
-            hint = f"add it to the mask: `{self.mask} and document(i) == document(j)`, or remove bos"
+            hint = f"add it to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables(1).items()}
         try:
@@ -223,12 +237,13 @@ class Attention(Layer):
                     yield Problem((name,), "S275", message, f"remove {name}")
             return
         try:
-            mask = bound_mask(self.mask, self.heads, context)
+            masks = [bound_mask(mask, self.heads, context) for mask in self.masks]
         except ExprError as error:
             yield Problem(("mask",), "S276", error.message, error.hint or "write a simpler mask")
             return
         try:
-            bound_score(self.score, tuple(self.tables(context).items()), mask, self.heads, context)
+            for mask in masks:
+                bound_score(self.score, tuple(self.tables(context).items()), mask, self.heads, context)
         except ExprError as error:
             yield Problem(("score",), "S271", error.message, error.hint or "write a simpler score")
 
@@ -245,7 +260,7 @@ class Attention(Layer):
     def _expressions(self, shape: Shape) -> ScoreFields:
         """Returns the settings of attention in a model of this shape."""
         heads, tables = self.heads, self.tables(shape.context)
-        mask = bound_mask(self.mask, heads, shape.context)
+        mask = bound_mask(self.masks[-1], heads, shape.context)
         score = bound_score(self.score, tuple(tables.items()), mask, heads, shape.context)
         scale = None if self.scale is None or self._layered else self._scale(shape)
         usual = scale is not None and isclose(scale, self.size(shape.dim) ** -0.5, rel_tol=1e-12)

@@ -11,6 +11,8 @@ from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.schedule import SegmentSchedule, last
+from specc.compiler.strict import Unit
 
 # A larger cap is useless, as no logit comes near it, and inexact: tanh of arguments that small loses precision
 # to cancellation in some kernels.
@@ -26,23 +28,29 @@ def _of_logits(text: str) -> str:
 LogitExpression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_of_logits)]
 
 
+class CapSchedule(SegmentSchedule):
+    """A limit of logits that changes during training."""
+
+    at: Annotated[tuple[tuple[Unit, Cap | LogitExpression], ...], Field(min_length=1, max_length=16)]
+
+
 class LogitHead(Head):
     """One matrix to the vocabulary.
 
     Attributes:
         tied: whether the matrix is the token table itself (Press and Wolf, 2017).
         softcap: limits logits z to softcap * tanh(z / softcap), which is within +-softcap; or an expression of z, such
-            as `30 * sigmoid(z / 7.5)`, or `z / 8` for a scale.
+            as `30 * sigmoid(z / 7.5)`, or `z / 8` for a scale. Either may change by a schedule.
         bias: whether a learned vector is added to the logits.
         init: the initialization of the matrix; the model's if unset.
     """
 
     tied: bool = True
-    softcap: Cap | LogitExpression | None = None
+    softcap: Cap | LogitExpression | CapSchedule | None = None
     bias: bool = False
     init: Init | None = None
 
-    def lower(self, b: Builder, x: str, shape: Shape, embedding: str) -> str:
+    def lower(self, b: Builder, x: str, shape: Shape, embedding: str, title: str = "") -> str:
         weight = embedding
         if not self.tied:
             weight = b.param("logits", shape.activation(shape.vocab, shape.dim), self.init or shape.matrix_init)
@@ -50,7 +58,7 @@ class LogitHead(Head):
         if self.bias:
             vector = b.param("logits_bias", shape.activation(shape.vocab), constant(0.0))
             logits = b.add("logits.biased", Pointwise(("z + bias",), ("z", "bias")), (logits, vector))
-        cap = self.softcap or "z"
+        cap = last(self.softcap) or "z"
         text = cap if isinstance(cap, str) else f"{cap!r} * tanh(z / {cap!r})"
         name = "logits.f32" if self.softcap is None else "softcap"
-        return b.add(name, Pointwise((text,), ("z",), dtype="f32"), (logits,))
+        return b.add(name, Pointwise((text,), ("z",), dtype="f32", title=title), (logits,))

@@ -331,7 +331,7 @@ class Bridge(StrictModel):
 class Head(StrictModel):
     """Computes logits from the last block's output."""
 
-    def lower(self, b: Builder, x: str, shape: Shape, embedding: str) -> str:
+    def lower(self, b: Builder, x: str, shape: Shape, embedding: str, title: str = "") -> str:
         """Adds the head and returns the logits, f32[..., V].
 
         Args:
@@ -339,5 +339,6 @@ class Head(StrictModel):
             x: the last block's output, [..., D].
             shape: the shape dims of the model.
             embedding: the reference of the token table's parameter, [V, D].
+            title: the name of the function that bounds logits in kernel names, if it is not that of the function.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")

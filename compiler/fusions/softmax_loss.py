@@ -69,7 +69,9 @@ class SoftmaxLossFusion(Fusion):
         if not learns:  # a distinct name, since the plan lists both losses
             names = [f"{scope}{dot}nats", *names[1:], parts.loss.name]
         given = [(logits.name, logits.type), *((ref, graph.types[ref]) for ref in parts.loss.inputs[1:])]
-        op = SoftmaxLoss(parts.vocab, parts.loss.op.reduction, parts.f, parts.loss.op.per_token, parts.loss.op.weights)
+        loss, bound = parts.loss.op, parts.bound.op if parts.bound is not None else None
+        title = bound.title if isinstance(bound, Pointwise) else ""
+        op = SoftmaxLoss(parts.vocab, loss.reduction, parts.f, loss.per_token, loss.weights, title)
         scored = node(names[0], op, given, names if len(names) > 1 else ())
         changed: dict[Node | None, tuple[Node, ...]]
         changed = {parts.product: (*padding, logits), parts.bound: (), parts.loss: (scored,)}

@@ -108,6 +108,7 @@ class SoftmaxLoss(Op):
     f: str = "z"
     per_token: str = "nats"
     weights: tuple[str, ...] = ()
+    title: str = ""  # of `f` in kernel names, if it is not that of its functions
 
     @property
     def arity(self) -> int:
@@ -129,7 +130,7 @@ class SoftmaxLoss(Op):
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         kind = "softmax_loss" if self.reduction == "mean" else "softmax_nats"
-        words = ("weighted" if self.per_token != "nats" else "", kind, name_of(reread(self.f)))
+        words = ("weighted" if self.per_token != "nats" else "", kind, self.title or name_of(reread(self.f)))
         return "_".join(filter(None, words)), f"v{self.vocab}"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:

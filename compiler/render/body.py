@@ -191,7 +191,7 @@ class Body:
             for fact in facts
             for holds in (True, False)
         ]
-        for size in (1, 2, 3):
+        for size in range(1, 7):
             for some in combinations(options, size):
                 names, texts, variants = zip(*some, strict=True)
                 for word, combined in ((" and ", frozenset.intersection), (" or ", frozenset.union)):

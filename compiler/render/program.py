@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from specc.compiler.int8.fake_quantize import SUFFIX
 from specc.compiler.ir.graph import Graph, TensorType, spelled
 from specc.compiler.passes.merge import Merged, Slot, Where, merge
-from specc.compiler.passes.roll import Begin, Loop, field_of, index_of
+from specc.compiler.passes.roll import Begin, Loop, field_of, index_of, method_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Programs
 from specc.compiler.render.blocks import BlockClass, Tables
@@ -17,6 +17,7 @@ from specc.compiler.render.loops import CACHE, STATE, LoopText, begin_lines
 METHODS = {"train": "forward"}  # the training program is `forward`; other programs have their own names
 TYPES = {CACHE: "list[tuple[Tensor, ...]]", STATE: "dict[str, tuple[Tensor, ...]]"}
 ONCE = "_once"
+PHASE = "phase"
 FITTING = 72  # characters of a block's state that fit on one line with a comprehension
 
 
@@ -29,14 +30,17 @@ def keeper_of(programs: Programs) -> str:
 def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
     """Returns the flags of each program.
 
-    `training`: it trains. `rounded`: it fake-quantizes the inputs of products. `once`: it runs each block once.
+    `training`: it trains. `rounded`: it fake-quantizes the inputs of products. `once`: it runs each block once. A phase
+    whose blocks have methods of their own has the name of these methods.
     """
     trains = {"train", *(phase.train for phase in programs.phases)}
     flags = {}
-    for name in (graph.name for graph in programs.programs):
-        plain = name.removesuffix(SUFFIX)
+    for graph in programs.programs:
+        name, plain = graph.name, graph.name.removesuffix(SUFFIX)
         holds = {"training": trains & {name, plain}, "rounded": name != plain, "once": plain.endswith(ONCE)}
-        flags[name] = frozenset(flag for flag, true in holds.items() if true)
+        methods = {method_of(node).removesuffix(SUFFIX) for node in graph.nodes if field_of(node)}
+        phases = {method for method in methods if method.startswith(PHASE)}
+        flags[name] = frozenset((*(flag for flag, true in holds.items() if true), *phases))
     return flags
 
 

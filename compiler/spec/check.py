@@ -97,6 +97,7 @@ CODES: Mapping[str, str] = {
     "S264": "a loss without the next token, or with a term twice",
     "S265": "a term of the loss that no layer states",
     "S266": "a loss to stop at without validations",
+    "S267": "a schedule in a model of pairs of lines",
     "S268": "an allocation with a single option",
     "S269": "a start that the run or its schedule does not reach",
     "S270": "rotary frequencies without a value",
