@@ -211,7 +211,7 @@ def gemma3_config(rng: random.Random) -> Any:
         **sizes,
         layer_types=kinds,
         rope_parameters=parameters,
-        query_pre_attn_scalar=sizes["head_dim"],
+        query_pre_attn_scalar=rng.choice((8, 24)),
         final_logit_softcapping=rng.choice((None, 5.0)),
     )
 
@@ -219,8 +219,11 @@ def gemma3_config(rng: random.Random) -> Any:
 def gemma3(config: Any) -> dict[str, Any]:
     weight = {"weight": "1 + w", "eps": config.rms_norm_eps}
     local, full = (config.rope_parameters[kind] for kind in ("sliding_attention", "full_attention"))
+    scale = f"1/sqrt({config.query_pre_attn_scalar})"
     layers = [
-        attention(config, qk_norm=weight, rope=rope(local), mask=f"j <= i and i - j < {config.sliding_window}"),
+        attention(
+            config, qk_norm=weight, rope=rope(local), scale=scale, mask=f"j <= i and i - j < {config.sliding_window}"
+        ),
         mlp(config, "gelu_tanh(gate) * x"),
     ]
     pattern = config.layer_types.index("full_attention") + 1
@@ -250,6 +253,7 @@ def nanochat(config: Any) -> dict[str, Any]:
 def gpt2_config(rng: random.Random) -> Any:
     sizes = common(rng)
     sizes["n_inner"] = sizes.pop("intermediate_size")
+    sizes["scale_attn_by_inverse_layer_idx"] = rng.random() < 0.5
     act = rng.choice(("gelu_new", "gelu", "relu"))
     return transformers.GPT2Config(**sizes, activation_function=act, layer_norm_epsilon=rng.choice((1e-5, 1e-3)))
 
@@ -259,8 +263,10 @@ ACTS = {"gelu_new": "gelu_tanh(x)", "gelu": "gelu(x)", "relu": "relu(x)"}
 
 def gpt2(config: Any) -> dict[str, Any]:
     norm = {"kind": "layer", "eps": config.layer_norm_epsilon}
+    by_layer = f"1/sqrt({config.n_embd // config.n_head})/(layer + 1)"
+    scale = {"scale": by_layer} if config.scale_attn_by_inverse_layer_idx else {}
     layers = [
-        {"kind": "attention", "heads": config.n_head, "bias": True},
+        {"kind": "attention", "heads": config.n_head, "bias": True, **scale},
         {"kind": "mlp", "hidden": config.n_inner, "act": ACTS[config.activation_function], "bias": True},
     ]
     model = shape(config, norm, layers)
@@ -397,7 +403,9 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(llama_config, llama, {**MATRICES, **NORMS}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
     "qwen3": Family(qwen3_config, qwen3, {**MATRICES, **QK_NORMS, **NORMS}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
     "olmo2": Family(olmo2_config, olmo2, {**MATRICES, **QK_NORMS, **BEHIND}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
-    "gemma3_text": Family(gemma3_config, gemma3, {**MATRICES, **QK_NORMS, **BEHIND, **GEMMA}, OUTSIDE, (*ROPE, *MLP)),
+    "gemma3_text": Family(
+        gemma3_config, gemma3, {**MATRICES, **QK_NORMS, **BEHIND, **GEMMA}, OUTSIDE, (*ATTENTION, *ROPE, *MLP)
+    ),
     "nanochat": Family(nanochat_config, nanochat, {**MATRICES, **PLAIN_MLP}, OUTSIDE, (*ATTENTION, *ROPE, *MLP)),
     "gpt2": Family(gpt2_config, gpt2, {**GPT2, **GPT2_NORMS}, GPT2_OUTSIDE, (*ATTENTION, *HEAD)),
     "gpt_neox": Family(gpt_neox_config, gpt_neox, {**GPT_NEOX, **NEOX_NORMS}, NEOX_OUTSIDE, (*ATTENTION, *ROPE, *HEAD)),
