@@ -342,9 +342,9 @@ NORMS: Table = {
     "attention.norm_weight": f"{LAYER}.input_layernorm.weight",
     "mlp.norm_weight": f"{LAYER}.post_attention_layernorm.weight",
 }
-BEHIND: Table = {
-    "attention.behind_weight": f"{LAYER}.post_attention_layernorm.weight",
-    "mlp.behind_weight": f"{LAYER}.post_feedforward_layernorm.weight",
+AFTER: Table = {
+    "attention.after_weight": f"{LAYER}.post_attention_layernorm.weight",
+    "mlp.after_weight": f"{LAYER}.post_feedforward_layernorm.weight",
 }
 GEMMA: Table = {
     "attention.norm_weight": f"{LAYER}.input_layernorm.weight",
@@ -402,9 +402,9 @@ HEAD = ({"head": ["logits", "loss"]},)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(llama_config, llama, {**MATRICES, **NORMS}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
     "qwen3": Family(qwen3_config, qwen3, {**MATRICES, **QK_NORMS, **NORMS}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
-    "olmo2": Family(olmo2_config, olmo2, {**MATRICES, **QK_NORMS, **BEHIND}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
+    "olmo2": Family(olmo2_config, olmo2, {**MATRICES, **QK_NORMS, **AFTER}, OUTSIDE, (*ATTENTION, *ROPE, *MLP, *HEAD)),
     "gemma3_text": Family(
-        gemma3_config, gemma3, {**MATRICES, **QK_NORMS, **BEHIND, **GEMMA}, OUTSIDE, (*ATTENTION, *ROPE, *MLP)
+        gemma3_config, gemma3, {**MATRICES, **QK_NORMS, **AFTER, **GEMMA}, OUTSIDE, (*ATTENTION, *ROPE, *MLP)
     ),
     "nanochat": Family(nanochat_config, nanochat, {**MATRICES, **PLAIN_MLP}, OUTSIDE, (*ATTENTION, *ROPE, *MLP)),
     "gpt2": Family(gpt2_config, gpt2, {**GPT2, **GPT2_NORMS}, GPT2_OUTSIDE, (*ATTENTION, *HEAD)),

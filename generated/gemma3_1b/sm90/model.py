@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from .attend_cached import attend_cached
 from .attend_cached_d_lt_512 import attend_cached_d_lt_512
-from .attend_d_lt_512 import attend_d_lt_512
+from .causal_attention__h4_g1_c256 import causal_attention
+from .causal_attention_grad__h4_g1_c256 import causal_attention_grad
 from .dgrad_add__n1152_k6912 import dgrad_add
 from .dgrad_gelu_tanh_mul_pre_grad__n6912_k1152 import dgrad_gelu_tanh_mul_pre_grad
 from .linear_gelu_tanh_mul_pre__n6912_k1152 import linear_gelu_tanh_mul_pre
@@ -21,6 +22,8 @@ from .rotary__h1_c256_r128 import rotary as rotary__h1_c256_r128
 from .rotary__h4_c256_r128 import rotary as rotary__h4_c256_r128
 from .rotary_grad__h1_c256_r128 import rotary_grad as rotary_grad__h1_c256_r128
 from .rotary_grad__h4_c256_r128 import rotary_grad as rotary_grad__h4_c256_r128
+from .scored_attention_d_lt_512__h4_g1_c256 import scored_attention_d_lt_512
+from .scored_attention_d_lt_512_grad__h4_g1_c256 import scored_attention_d_lt_512_grad
 from .softmax_loss__v262144 import softmax_loss
 from .softmax_nats__v262144 import softmax_nats
 
@@ -38,18 +41,40 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
     return holder
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
 def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: int) -> Tensor:
     """Writes x [B, T, G, C] at `positions` to a cache of the `first` positions and of the last `window` after them."""
     rows = torch.where(positions < first, positions, first + (positions - first) % window)
     for part in (slice(first), slice(-window, None)) if len(positions) > window else (slice(None),):
         cache.index_copy_(1, rows[part], x[:, part])
     return cache
+
+
+class FusedAttention(torch.autograd.Function):
+    """Fused group blocks.*.attention: y. Keeps y, lse for the backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, lse = scored_attention_d_lt_512(q, k, v)
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return scored_attention_d_lt_512_grad(d.contiguous(), *ctx.saved_tensors)
+
+
+class FusedAttentionY(torch.autograd.Function):
+    """Fused group blocks.*.attention: y. Keeps y, lse for the backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, lse = causal_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return causal_attention_grad(d, *ctx.saved_tensors)
 
 
 class FusedQ(torch.autograd.Function):
@@ -161,9 +186,9 @@ class Block(nn.Module):
         if cache is not None and not self.y:
             y = attend_cached(q, attention_k, attention_v, positions)
         if cache is None and self.y:
-            y = attend_d_lt_512(q, k, v)
+            y = FusedAttention.apply(q, k, v)
         if cache is None and not self.y:
-            y = attend(q, k, v)
+            y = FusedAttentionY.apply(q, k, v)
         normed = F.rms_norm(
             F.linear(y.flatten(-2), self.attention.out), (D,), 1.0 + self.attention.after_weight, eps=1e-06
         )
