@@ -89,13 +89,13 @@ def schedules_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Schedul
 
 def change_shares(part: StrictModel) -> tuple[float, ...]:
     """Returns the shares of the run, in order, from which on a schedule in a part of a spec has another value."""
-    return tuple(sorted({share for at in _found(_data_of(part)) for share, _ in at if share}))
+    return tuple(sorted({share for at in _points_in(_data_of(part)) for share, _ in at if share}))
 
 
 def settled(part: M, share: float) -> M:
     """Returns a part of a spec with its values at a share of the run in place of its schedules."""
     data = _data_of(part)
-    if not any(_found(data)):
+    if not any(_points_in(data)):
         return part
     return type(part).model_validate_json(json.dumps(_settled(data, share)))
 
@@ -110,12 +110,12 @@ def _points(data: Any) -> Any:
     return at if isinstance(at, list) else None
 
 
-def _found(data: Any) -> Iterator[Any]:
+def _points_in(data: Any) -> Iterator[Any]:
     if (at := _points(data)) is not None:
         yield at
     elif isinstance(data, dict | list):
         for item in data.values() if isinstance(data, dict) else data:
-            yield from _found(item)
+            yield from _points_in(item)
 
 
 def _settled(data: Any, share: float) -> Any:

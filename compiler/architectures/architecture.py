@@ -70,7 +70,7 @@ class Architecture(StrictModel):
         return ()
 
     @property
-    def fed(self) -> str:
+    def scored_input(self) -> str:
         """The name of the input of the program `score` that holds the tokens of the scored line, in order."""
         return "ids"
 

@@ -370,7 +370,7 @@ class Blocks(Block):
         """
         for i, change in enumerate(self.changes):
             yield from self._condition_problems(i, change)
-        found: dict[tuple[Path, str], Problem] = {}
+        by_path: dict[tuple[Path, str], Problem] = {}
         streams: tuple[str, ...] = (STREAM,)
         for index, block in enumerate(self.every):
             chosen = self.changes_of(index)
@@ -390,13 +390,13 @@ class Blocks(Block):
                 path = self._source(problem.path, chosen)
                 related = tuple((note, self._source(at, chosen)) for note, at in problem.related)
                 moved = Problem(path, problem.code, problem.message, problem.hint, related)
-                found.setdefault((path, problem.code), moved)
-        yield from found.values()
-        if streams != (STREAM,) and not found:
+                by_path.setdefault((path, problem.code), moved)
+        yield from by_path.values()
+        if streams != (STREAM,) and not by_path:
             message = f"the last block leaves the streams {' and '.join(streams)}"
             hint = "give the last block a `write` of one expression, for example `0.5 * (a + b)`"
             yield Problem(("layers",), "S246", message, hint)
-        if not found:
+        if not by_path:
             yield from self.order_problems()
             yield from self._shared_problems(dim)
 

@@ -43,15 +43,15 @@ def indices(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: if the text is not such a list, or lists more than 4,000 indices.
     """
-    found: list[int] = []
+    indices: list[int] = []
     for word in text.split(" "):
         match = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", word, re.ASCII)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"`{word}` is neither an index nor a range such as 3..5")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-        if len(found) > 4000:
+        indices += range(int(match[1]), int(match[2] or match[1]) + 1)
+        if len(indices) > 4000:
             raise ValueError("an order has at most 4,000 runs")
-    return tuple(found)
+    return tuple(indices)
 
 
 def _ordered(text: str) -> str:
@@ -182,13 +182,13 @@ class Decoder(Architecture):
                 yield Problem(
                     tuple(at), "S249", message, "use the id that the tokenizer puts before a document, or remove bos"
                 )
-        found: dict[tuple[Path, str], Problem] = {}
+        problems: dict[tuple[Path, str], Problem] = {}
         for i, j, layer in self.blocks.all_layers:
             for problem in layer.problems_of_context(self.context, True):
                 path = ("blocks", *self.blocks.source_of(("layers", j, *problem.path), i))
                 moved = Problem(path, problem.code, problem.message, problem.hint)
-                found.setdefault((path, problem.code), moved)
-        yield from found.values()
+                problems.setdefault((path, problem.code), moved)
+        yield from problems.values()
         reading = {
             self.blocks.source_of(("layers", j), i): layer
             for i, j, layer in self.blocks.all_layers
@@ -263,10 +263,10 @@ class _Lowering:
         whole = (*WHOLE, *(HALVES if halves else ()), *before)
         constants = tuple((name, *constant) for name, constant in self.functions.constants.items())
         context = self.model.context
-        made = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
+        lowered = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
         sizes = tuple((name, *size) for name, size in self.shape.names.values.items())
-        made = replace(made, sizes=sizes, layers=self.functions.layers)
-        return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
+        lowered = replace(lowered, sizes=sizes, layers=self.functions.layers)
+        return replace(lowered, phases=tuple(replace(phase, rests=_unread(lowered, phase)) for phase in phases))
 
     def scored(self, name: str, reduction: Literal["mean", "none"]) -> Graph:
         """Returns the program ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one value per token.
@@ -295,9 +295,9 @@ class _Lowering:
         """
         b = Builder("features")
         x, _ = self.trunk(b, b.input("ids", TensorType(("B", "T"), "i64")), "", False)
-        first, made = self.functions.program(b, {"x": x}), b.types[x]
+        first, features = self.functions.program(b, {"x": x}), b.types[x]
         b = Builder("nats")
-        x, targets = b.input("x", made), b.input("targets", TensorType(("B", "T"), "i64"))
+        x, targets = b.input("x", features), b.input("targets", TensorType(("B", "T"), "i64"))
         if self.model.head.tied:
             table = self.functions.params["embed.token"]
             b.param(table.name, TensorType(table.shape, table.dtype), table.init)
@@ -333,25 +333,25 @@ class _Lowering:
         """
         early = any(step.reads_positions for step in self.model.embed)
         positions = self.positions(b, ids, start) if early else ""
-        x, own = self.embedded(b, Tokens(ids, start, positions))
+        x, new_state = self.embedded(b, Tokens(ids, start, positions))
         wanted = self.model.blocks.shared(self.shape)
-        if not positions and (start or any(one.positional for one in wanted)):
+        if not positions and (start or any(value.positional for value in wanted)):
             positions = self.positions(b, ids, start)
         shared: dict[str, str] = {}
-        for one in wanted:
-            keeps = {f"cache.shared.{one.name}.{key}": type for key, type in one.state().items()} if start else {}
+        for value in wanted:
+            keeps = {f"cache.shared.{value.name}.{key}": type for key, type in value.state().items()} if start else {}
             cache = {key.rpartition(".")[2]: b.input(key, type) for key, type in keeps.items()}
-            made = one.lower(b, Tokens(ids, start, positions, cache))
-            shared |= zip(one.refs, made, strict=False)
-            own |= zip(keeps, made[len(one.refs) :], strict=True)
+            refs = value.lower(b, Tokens(ids, start, positions, cache))
+            shared |= zip(value.refs, refs, strict=False)
+            new_state |= zip(keeps, refs[len(value.refs) :], strict=True)
         caches = self.model.blocks.state(self.shape) if start else {}
-        kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
+        cached = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")
         site = CallSite("blocks", "block", place, self.places, self.functions)
         stack = Stack(self.model.blocks, self.shape, site, self.phase)
-        context = LoweringContext(positions, shared, kept, training=training, extends=bool(start), weights=weights)
+        context = LoweringContext(positions, shared, cached, training=training, extends=bool(start), weights=weights)
         x, state = stack.run(b, x, context)
-        state = own | {f"cache.{key}": ref for key, ref in state.items()}
+        state = new_state | {f"cache.{key}": ref for key, ref in state.items()}
         return self.model.norm.lower(b, x, "norm", self.shape), state
 
     def positions(self, b: Builder, ids: str, start: str) -> str:
@@ -387,7 +387,7 @@ class _Lowering:
 
     def place_of(self, init: Init) -> Path:
         """Returns the spec path of an initialization."""
-        return ("model", *next((path for found, path in _inits(self.model) if found is init), ()))
+        return ("model", *next((path for other, path in _inits(self.model) if other is init), ()))
 
 
 def _unread(programs: Programs, phase: Phase) -> tuple[str, ...]:

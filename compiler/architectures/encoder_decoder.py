@@ -91,7 +91,7 @@ class EncoderDecoder(Architecture):
         return self.context
 
     @property
-    def fed(self) -> str:
+    def scored_input(self) -> str:
         return "target"
 
     @property
@@ -207,9 +207,9 @@ class _Lowering:
         whole = ("train", "score")
         constants = tuple((name, *constant) for name, constant in self.functions.constants.items())
         context = self.model.context
-        made = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
+        lowered = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
         sizes = tuple((name, *size) for name, size in self.decoder.shape.names.values.items())
-        return replace(made, sizes=sizes, layers=self.functions.layers)
+        return replace(lowered, sizes=sizes, layers=self.functions.layers)
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
         """Returns the program source i64[B, S], target i64[B, T] -> cross-entropy in nats, f32, over the targets that

@@ -87,9 +87,9 @@ class Side:
         """Returns the types of the state that the stages store between tokens, by stage and key. Valid only after
         `run`."""
         return {
-            f"{self.name}.{stage.title}.{key}": kept
+            f"{self.name}.{stage.title}.{key}": type
             for stage in self.stages
-            for key, kept in stage.state(self.shape_of(stage)).items()
+            for key, type in stage.state(self.shape_of(stage)).items()
         }
 
     def shape_of(self, stage: Part) -> Shape:
@@ -111,7 +111,7 @@ class _Run:
     value: str = ""
     values: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
-    own: dict[str, dict[str, str]] = field(default_factory=dict)  # shared values of one stage, by its title
+    by_stage: dict[str, dict[str, str]] = field(default_factory=dict)  # shared values of one stage, by its title
     state: dict[str, str] = field(default_factory=dict)
     positions: str = ""
 
@@ -147,12 +147,12 @@ class _Run:
     def check(self, stage: Part, i: int) -> None:
         """Raises LoweringError if a stage has problems for its number of input features."""
         width = self.side.widths[stage.title]
-        if any(one.state() for one in stage.shared(self.side.shape_of(stage))):
+        if any(value.state() for value in stage.shared(self.side.shape_of(stage))):
             message = f"{stage.title} has `bos`, but a model of pairs has lines and no documents"
             raise LoweringError((Problem(self.side.place(i), "S248", message, "remove `bos`"),))
         shape = self.side.shape_of(stage)
-        found = (*stage.problems_in(width), *stage.problems_of_context(shape.context, self.context.causal))
-        if problems := tuple(problem.under(*self.side.place(i)) for problem in found):
+        refusals = (*stage.problems_in(width), *stage.problems_of_context(shape.context, self.context.causal))
+        if problems := tuple(problem.under(*self.side.place(i)) for problem in refusals):
             raise LoweringError(problems)
 
     def write(self, stage: Part, state: Mapping[str, str]) -> None:
@@ -186,18 +186,18 @@ class _Run:
         """Adds the positions, if the stage is the first to read them, and the shared computations of the stage."""
         b, wanted = self.b, stage.shared(shape)
         b.scope = self.side.name
-        positional = any(one.positional for one in wanted)
+        positional = any(value.positional for value in wanted)
         if not self.positions and (positional or stage.reads_positions or (self.context.extends and stage.in_place)):
             given = (self.ids, self.start) if self.context.extends else (self.ids,)
             self.positions = b.add("positions", Positions(), given)
         tokens = Tokens(self.ids, self.start, self.positions)
-        own = self.own.setdefault(stage.title, {})
-        for one in wanted:
-            if not one.positional:  # two stages may share a name for different values
-                made = replace(one, name=f"{stage.title}_{one.name}").lower(b, tokens)
-                own |= dict(zip(one.refs, made, strict=True))
-            elif one.name not in self.shared:
-                self.shared |= dict(zip(one.refs, one.lower(b, tokens), strict=True))
+        values = self.by_stage.setdefault(stage.title, {})
+        for value in wanted:
+            if not value.positional:  # two stages may share a name for different values
+                refs = replace(value, name=f"{stage.title}_{value.name}").lower(b, tokens)
+                values |= dict(zip(value.refs, refs, strict=True))
+            elif value.name not in self.shared:
+                self.shared |= dict(zip(value.refs, value.lower(b, tokens), strict=True))
 
     def context_of(self, stage: Part) -> LoweringContext:
         """Returns the values that the stage can read."""
@@ -213,7 +213,7 @@ class _Run:
         return replace(
             self.context,
             positions=self.positions,
-            shared={**self.shared, **self.own.get(stage.title, {})},
+            shared={**self.shared, **self.by_stage.get(stage.title, {})},
             cache=cache,
             ids=self.ids,
             start=self.context.start if stage is first else {},

@@ -133,7 +133,7 @@ class Span:
         types = [step.types[ref] for _, ref in step.outputs]
         types[len(carried) :] = [type.with_shape(type.shape[0], steps, type.width) for type in types[len(carried) :]]
         labels = (
-            *(self._label(*one) for one in carried.values()),
+            *(self._label(*carry) for carry in carried.values()),
             *(label for label, _ in step.outputs[len(carried) :]),
         )
         b.scope = self.side
@@ -142,10 +142,10 @@ class Span:
             op = Scan(step.name, self.at, len(carried), 1 + len(besides), returned(types), labels)
         node = b.add(self.name, op, args)
         refs = [output_ref(node, j) for j in range(len(types))]
-        kept: dict[str, dict[str, str]] = {stage.title: {} for stage in self._recurrent}
+        states: dict[str, dict[str, str]] = {stage.title: {} for stage in self._recurrent}
         for (stage, key), ref in zip(carried.values(), refs, strict=False):
-            kept[stage.title][key] = ref
-        return Looped(dict(zip((*self.read, self.stages[-1].title), refs[len(carried) :], strict=True)), kept)
+            states[stage.title][key] = ref
+        return Looped(dict(zip((*self.read, self.stages[-1].title), refs[len(carried) :], strict=True)), states)
 
     def begin(self, b: Builder, context_of: ContextOf) -> dict[str, str]:
         """Adds the state before the first step and returns it by stage and key."""
@@ -153,7 +153,7 @@ class Span:
         inner = Builder("")
         memory = inner.input("memory", b.types[context.memory])
         state: dict[str, str] = {}
-        made: dict[str, str] = {}
+        initial: dict[str, str] = {}
         for stage in self.stages:
             if stage.recurrent:
                 b.scope = f"{self.side}.{stage.title}"
@@ -162,10 +162,10 @@ class Span:
             else:
                 inner.scope = stage.title
                 begun = stage.begin(inner, self._shape_of(stage), replace(context, memory=memory, start={}))
-                made |= {self._key(stage, key): begun[key] for key in self._state_of(stage)}
-        names = {key: key.removeprefix(f"{self.side}.").replace(".", "_") for key in made}
-        passed = {key for key, ref in made.items() if ref == memory}
-        outputs = {names[key]: ref for key, ref in made.items() if key not in passed}
+                initial |= {self._key(stage, key): begun[key] for key in self._state_of(stage)}
+        names = {key: key.removeprefix(f"{self.side}.").replace(".", "_") for key in initial}
+        passed = {key for key, ref in initial.items() if ref == memory}
+        outputs = {names[key]: ref for key, ref in initial.items() if key not in passed}
         body = self.functions.intern(inner, (f"{self.side}_{self.name}.begin",), self.at, outputs)
         types = [inner.types[ref] for ref in outputs.values()]
         b.scope = self.side
@@ -173,7 +173,7 @@ class Span:
         name = f"{self.name}.{next(iter(outputs))}" if len(outputs) == 1 else f"{self.name}.begin"
         node = b.add(name, Call(body.name, self.at, returned(types), labels=labels), (context.memory,))
         state |= dict.fromkeys(passed, context.memory)
-        keys = [key for key in made if key not in passed]
+        keys = [key for key in initial if key not in passed]
         return state | {key: output_ref(node, j) for j, key in enumerate(keys)}
 
     def _step(self, outer: Builder, x: str, besides: Mapping[str, str], context: LoweringContext) -> Graph:
@@ -185,7 +185,7 @@ class Span:
         """
         b = Builder("")
         states = {
-            stage.title: {key: b.input(self._label(stage, key), kept) for key, kept in self._state_of(stage).items()}
+            stage.title: {key: b.input(self._label(stage, key), type) for key, type in self._state_of(stage).items()}
             for stage in self._recurrent
         }
         value = b.input("x", _one_step(outer.types[x]))
@@ -203,7 +203,7 @@ class Span:
             if problems := tuple(p.under(*side, first + i) for p in stage.problems_in(width)):
                 raise LoweringError(problems)
             cache = states.get(stage.title) or {
-                key: b.input(self._label(stage, key), kept) for key, kept in self._state_of(stage).items()
+                key: b.input(self._label(stage, key), type) for key, type in self._state_of(stage).items()
             }
             b.scope = stage.title
             asked = states[stage.query_stage] if stage.query_stage is not None else {}

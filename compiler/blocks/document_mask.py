@@ -21,6 +21,6 @@ class Documents(Shared):
     def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
         if not tokens.start:
             return (b.add(self.name, DocumentStarts(self.mark), (tokens.ids,)),)
-        kept = tokens.cache["start"]
-        starts = b.add(self.name, DocumentStartsKept(self.mark), (tokens.ids, kept, tokens.start))
-        return starts, b.add(f"{self.name}.last", KeepLast(), (kept, starts))
+        cached = tokens.cache["start"]
+        starts = b.add(self.name, DocumentStartsKept(self.mark), (tokens.ids, cached, tokens.start))
+        return starts, b.add(f"{self.name}.last", KeepLast(), (cached, starts))

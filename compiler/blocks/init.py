@@ -67,10 +67,10 @@ class Init(StrictModel):
         """Yields a problem unless exactly one field is set."""
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(given) or "none"
+            stated = " and ".join(given) or "none"
             hint = "set one of them, e.g. `init: {normal: 0.02}`"
             yield Problem(
-                (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; it has {found}", hint
+                (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; it has {stated}", hint
             )
 
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:

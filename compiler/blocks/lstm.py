@@ -49,8 +49,8 @@ class LstmStage(Stage):
         return self.directions != "forward"
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        kept = shape.activation("B", self.width)
-        return {"h": kept, "c": kept}
+        state = shape.activation("B", self.width)
+        return {"h": state, "c": state}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         if context.start:
@@ -71,18 +71,18 @@ class LstmStage(Stage):
         if self.directions == "backward":
             x = b.add("x.reversed", Reversed(), (x,))
         op = Lstm(2 if self.directions == "both" else 1, self.biases)
-        y = made = b.add("lstm", op, (x, start["h"], start["c"], *weights))
+        y = output = b.add("lstm", op, (x, start["h"], start["c"], *weights))
         if self.directions == "backward":
-            y = b.add("y.reversed", Reversed(), (made,))
-        return Lowered(y, {"h": f"{made}:1", "c": f"{made}:2"})
+            y = b.add("y.reversed", Reversed(), (output,))
+        return Lowered(y, {"h": f"{output}:1", "c": f"{output}:2"})
 
     def _weights(self, b: Builder, side: str, shape: Shape) -> list[str]:
         """Adds the parameters of one direction and returns their references."""
         rows, init = GATES * self.hidden, self.init or SPREAD
-        found = [b.param(f"{side}input", shape.activation(rows, shape.dim), init)]
-        found.append(b.param(f"{side}hidden", shape.activation(rows, self.hidden), init))
+        weights = [b.param(f"{side}input", shape.activation(rows, shape.dim), init)]
+        weights.append(b.param(f"{side}hidden", shape.activation(rows, self.hidden), init))
         names = ("bias",) if self.biases == 1 else ("input_bias", "hidden_bias")
-        return [*found, *(b.param(f"{side}{name}", shape.activation(rows), constant(0.0)) for name in names)]
+        return [*weights, *(b.param(f"{side}{name}", shape.activation(rows), constant(0.0)) for name in names)]
 
 
 class RepeatStage(Stage):

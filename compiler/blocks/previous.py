@@ -30,9 +30,9 @@ def previous(
     """
     state: dict[str, str] = {}
     if tokens.start:
-        kept = tokens.cache["previous"]
-        before = b.add(f"{title}.previous", PreviousKept(fill), (x, kept, tokens.start))
-        state["previous"] = b.add(f"{title}.last", KeepLast(), (kept, x))
+        cached = tokens.cache["previous"]
+        before = b.add(f"{title}.previous", PreviousKept(fill), (x, cached, tokens.start))
+        state["previous"] = b.add(f"{title}.last", KeepLast(), (cached, x))
     else:
         before = b.add(f"{title}.previous", Previous(fill), (x,))
     if bos is not None:

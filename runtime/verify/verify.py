@@ -320,7 +320,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 def _causality(loaded: Loaded) -> Iterator[Check]:
     """Checks that changing the token at j changes no score before j, and at least one score from j on."""
     tokens = min(loaded.spec.model.window, 128)
-    inputs, name = _batch(loaded, "score", 2, tokens), loaded.spec.model.fed
+    inputs, name = _batch(loaded, "score", 2, tokens), loaded.spec.model.scored_input
     scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2
     leak, moved = 0.0, True
     with torch.no_grad():

@@ -105,8 +105,8 @@ def range_of(annotation: Any) -> str:
     for mark in _metadata(annotation):
         limits |= {name: getattr(mark, name) for name in ("gt", "ge", "lt", "le") if hasattr(mark, name)}
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    said = [f"{words[name]} {limit}" for name, limit in limits.items() if abs(limit) < 2**31 - 1]
-    return " and ".join(said)
+    texts = [f"{words[name]} {limit}" for name, limit in limits.items() if abs(limit) < 2**31 - 1]
+    return " and ".join(texts)
 
 
 def _metadata(annotation: Any) -> Iterator[Any]:
@@ -123,13 +123,13 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 def wanted(annotation: Any) -> str:
     """Returns the values that a field accepts, in words, e.g. `a whole number` or `text or a mapping`."""
     words: list[str] = []
-    for one in alternatives(annotation):
-        if get_origin(one) is Literal:
-            words += [quote(choice) for choice in get_args(one)]
-        elif isinstance(one, type) and issubclass(one, StrictModel):
+    for member in alternatives(annotation):
+        if get_origin(member) is Literal:
+            words += [quote(choice) for choice in get_args(member)]
+        elif isinstance(member, type) and issubclass(member, StrictModel):
             words.append("a mapping")
-        elif one is not type(None):
-            words.append(_WORDS.get(get_origin(one) or one, "a value"))
+        elif member is not type(None):
+            words.append(_WORDS.get(get_origin(member) or member, "a value"))
     return joined(dict.fromkeys(words))
 
 
@@ -166,9 +166,9 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return next((choice for _, _, choice in sorted(scored) if _extends(word, choice)), None)
 
 
-def _extends(one: str, other: str) -> bool:
+def _extends(word: str, other: str) -> bool:
     """Returns whether the longer word begins with the shorter, e.g. `epsilon` with `eps`."""
-    short, long = sorted((one.lower(), other.lower()), key=len)
+    short, long = sorted((word.lower(), other.lower()), key=len)
     return len(short) > 2 and long.startswith(short)
 
 
@@ -176,20 +176,20 @@ def _likeness(word: str, other: str) -> float:
     return difflib.SequenceMatcher(None, word.lower(), other.lower()).ratio()
 
 
-def _slips(one: str, other: str) -> int:
+def _slips(word: str, other: str) -> int:
     """Returns the edit distance, in which swapping two neighbors is one edit (Damerau, 1964).
 
     Returns 99 if the lengths differ by more than 3 or a word is longer than 64 characters.
     """
-    if abs(len(one) - len(other)) > 3 or len(one) > 64:
+    if abs(len(word) - len(other)) > 3 or len(word) > 64:
         return 99
     before: list[int] = []
     last = list(range(len(other) + 1))
-    for i, a in enumerate(one, 1):
+    for i, a in enumerate(word, 1):
         row = [i]
         for j, b in enumerate(other, 1):
             row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b)))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+            if i > 1 and j > 1 and a == other[j - 2] and word[i - 2] == b:
                 row[j] = min(row[j], before[j - 2] + 1)
         before, last = last, row
     return last[-1]
