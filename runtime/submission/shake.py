@@ -140,9 +140,11 @@ class Shaker:
             return self._resolved((self._replaced[module, None][0], name))
         if name is None or not self.inside(module):
             return symbol
-        if f"{module}.{name}" in self._sources:
+        origin = self._module(module) if module in self._sources else None
+        if f"{module}.{name}" in self._sources and (origin is None or name not in origin.imports):
             return f"{module}.{name}", None
-        origin = self._module(module)
+        if origin is None:
+            raise ShakeError(f"there is no module {module}")
         if name in origin.imports:
             return self._resolved(origin.imports[name])
         if name not in origin.bound:
@@ -158,10 +160,9 @@ class Shaker:
             module = self._modules[name] = _Module(tree.body)
             for place, statement in enumerate(tree.body):
                 if isinstance(statement, ast.ImportFrom):
-                    if statement.level:
-                        raise ShakeError(f"{name}: relative imports are not followed")
+                    source = self._absolute(name, statement)
                     for alias in statement.names:
-                        module.imports[alias.asname or alias.name] = (str(statement.module), alias.name)
+                        module.imports[alias.asname or alias.name] = (source, alias.name)
                 elif isinstance(statement, ast.Import):
                     for alias in statement.names:
                         if alias.asname is None and "." in alias.name:
@@ -174,6 +175,15 @@ class Shaker:
                     for bound in _bindings(statement):
                         module.bound.setdefault(bound, []).append(place)
         return self._modules[name]
+
+    def _absolute(self, name: str, statement: ast.ImportFrom) -> str:
+        """Returns the module that a statement of the module `name` imports from."""
+        if not statement.level:
+            return str(statement.module)
+        package = any(other.startswith(f"{name}.") for other in self._sources)
+        parts = name.split(".")
+        above = parts[: len(parts) + package - statement.level]
+        return ".".join((*above, *((statement.module,) if statement.module else ())))
 
     def _reach(self, symbol: Symbol) -> None:
         name, bound = symbol
@@ -322,7 +332,7 @@ class _Strip(ast.NodeTransformer):
     """Removes docstrings; with `annotations`, also code for type checkers: annotations, casts and assertions.
 
     Annotations in a class body become `int`, because dataclasses find their fields by them. An annotation that states
-    the range of a number with `Field(...)` is not changed.
+    the range of a number with `Field(...)` is not changed, nor is `KW_ONLY`.
     """
 
     def __init__(self, annotations: bool) -> None:
@@ -373,7 +383,7 @@ class _Strip(ast.NodeTransformer):
             return node
         text = ast.unparse(node.annotation)
         if self._in_class and "ClassVar" not in text:
-            if not re.search(r"Field\((?:ge|gt|le|lt)=", text):
+            if not re.search(r"Field\((?:ge|gt|le|lt)=|\bKW_ONLY\b", text):
                 node.annotation = ast.Name("int", ast.Load())
             return node
         return ast.Assign([node.target], node.value) if node.value is not None else None
