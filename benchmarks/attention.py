@@ -1,5 +1,5 @@
 """Times of attention on a GPU, forward and backward: this project's Triton kernels, FlexAttention compiled, and Torch's
-causal attention. `python benchmarks/attention.py` prints a table."""
+causal attention. `python benchmarks/attention.py [WORD ...]` prints a table; words choose the rows that contain one."""
 
 import importlib
 import sys
@@ -28,6 +28,7 @@ from specc.runtime.bench.timing import alternate
 B, T, HEADS, GROUPS, CHANNELS = 48, 2048, 8, 4, 64  # gpt_mlp35's
 DOCUMENTS = "j <= i and document(i) == document(j)"
 TILES = "--tiles" in sys.argv  # chooses the fastest of the tiles of `specc tune` first
+WORDS = [word for word in sys.argv[1:] if word != "--tiles"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,8 @@ def main() -> None:
             print(f"plain causal by {backend.name}: {times[''].ms:.3f} ms")
         print("| | Triton | FlexAttention | tiles |\n|---|---|---|---|", flush=True)
         for title, row in ROWS.items():
+            if WORDS and not any(word in title for word in WORDS):
+                continue
             torch.compiler.reset()
             generator.manual_seed(1)
             marks = torch.rand(B, T, generator=generator) * row.mean < 1

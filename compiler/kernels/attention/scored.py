@@ -235,7 +235,7 @@ class ScoredBackward(ScoredKernel):
         """Returns the tiles worth measuring of each kernel. Sums along i - j need square tiles."""
         square = bool(_lines(site).by_distance)
         queries = [tile for tile in QUERIES_TILES if not square or tile[0] == tile[1]]
-        return tiles(site, queries), tiles(site, KEYS_TILES)
+        return tiles(site, queries), tiles(site, KEYS_TILES, by_keys=True)
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or ScoreGradTile(*(choices[0] for choices in self._tiles(site)))
@@ -266,19 +266,28 @@ SINK = (
     "total, y = total * shrink + tl.exp2(sink - base), y * shrink[:, None]",
 )
 
-# Queries, keys, warps, stages, for heads of at most 64 channels; most promising first.
+# Queries, keys, warps, stages; most promising first.
 FORWARD_TILES = ((64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 2))
-QUERIES_TILES = ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 2), (32, 32, 4, 2))
-KEYS_TILES = ((32, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (32, 128, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
+QUERIES_TILES = ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2))
+KEYS_TILES = ((32, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2))
+MOST_SUMS = 128  # f32 sums of products per thread, which has 255 registers
 
 
-def tiles(site: Site, choices: Iterable[tuple[int, int, int, int]]) -> list[ScoreTile]:
-    """Returns the tiles of which the blocks of a program fit the target's shared memory, most promising first."""
+def tiles(site: Site, choices: Iterable[tuple[int, int, int, int]], by_keys: bool = False) -> list[ScoreTile]:
+    """Returns the tiles whose blocks fit the target's shared memory, and whose sums fit registers.
+
+    Args:
+        site: The node.
+        choices: Queries, keys, warps and stages of each tile, most promising first.
+        by_keys: Whether a program sums dk and dv of its keys, and not one row of channels per query.
+    """
     width = _block(number_of(_inputs(site)["q"].width))
     fit = []
     for queries, keys, warps, stages in choices:
-        loaded = 2 * width * (stages * 2 * max(queries, keys) + 2 * min(queries, keys))
-        if loaded <= site.target.shared_memory and width * queries <= 128 * 128:
+        resident, loaded = (keys, queries) if by_keys else (queries, keys)
+        room = 2 * 2 * width * (resident + stages * loaded)
+        sums = (1 + by_keys) * resident * width // (32 * warps)
+        if room <= site.target.shared_memory and sums <= MOST_SUMS:
             fit.append(ScoreTile(queries, keys, warps, stages))
     return fit or [ScoreTile(32, 32, 4, 1)]
 
