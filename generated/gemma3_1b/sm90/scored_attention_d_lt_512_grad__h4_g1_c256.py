@@ -2,7 +2,7 @@
 # templates/triton/scored_attention.py.jinja.
 # blocks.*.attention.y.grad    dy bf16[B,T,4,256], q bf16[B,T,4,256], k bf16[B,T,1,256],
 #     v bf16[B,T,1,256], y bf16[B,T,4,256], lse f32[B,4,T] -> dq bf16[B,T,4,256],
-#     dk bf16[B,T,1,256], dv bf16[B,T,1,256]    plan d3c3012e3849
+#     dk bf16[B,T,1,256], dv bf16[B,T,1,256]    plan a020eb28462b
 """blocks.*.attention.y.grad: gradient of attention, where j <= i and i - j < 512, by tiles of scores.
 
     s = 0.0625 q k^T for the query at i and the key at j
@@ -26,7 +26,7 @@ NAMESPACE = (__package__ or "specc_gemma3_1b").replace(".", "_")  # each build i
 NODE = "blocks.*.attention.y.grad"
 H, G, C = 4, 1, 256  # heads of queries, heads of keys and values, channels of each
 DQ_QUERIES, DQ_KEYS, DQ_WARPS, DQ_STAGES = 64, 64, 4, 2
-DK_QUERIES, DK_KEYS, DK_WARPS, DK_STAGES = 32, 64, 4, 2
+DK_QUERIES, DK_KEYS, DK_WARPS, DK_STAGES = 64, 32, 4, 2
 SCALE, WIDTH, LOG2E = 0.0625, 256, tl.constexpr(1.4426950408889634)
 
 
