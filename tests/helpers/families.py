@@ -267,7 +267,12 @@ def gpt2(config: Any) -> dict[str, Any]:
     scale = {"scale": by_layer} if config.scale_attn_by_inverse_layer_idx else {}
     layers = [
         {"kind": "attention", "heads": config.n_head, "bias": True, **scale},
-        {"kind": "mlp", "hidden": config.n_inner, "act": ACTS[config.activation_function], "bias": True},
+        {
+            "kind": "mlp",
+            "hidden": config.n_inner or 4 * config.n_embd,
+            "act": ACTS[config.activation_function],
+            "bias": True,
+        },
     ]
     model = shape(config, norm, layers)
     model["embed"].append({"kind": "positions"})
