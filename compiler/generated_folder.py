@@ -89,9 +89,7 @@ def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
 
 
 def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, str], ...]:
-    """Makes `folder` hold `files`.
-
-    Each changed file is replaced atomically, and stale files of earlier builds are removed.
+    """Writes `files` to `folder`. Each changed file is replaced atomically. Stale files of earlier builds are removed.
 
     Args:
         folder: the generated folder; it is created if missing.

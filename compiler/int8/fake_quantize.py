@@ -98,7 +98,7 @@ def _begins(train: TrainSpec) -> float:
         message = (
             "train.qat rounds inputs from a share of the run; with budget_seconds, warmdown_steps gives no such share"
         )
-        hint = "give the schedule warmdown_fraction in place of warmdown_steps, or qat inputs: false"
+        hint = "use warmdown_fraction instead of warmdown_steps, or set `inputs: false` in qat"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
     return 1 - left * (1 - schedule.warmup_fraction if schedule.falls else schedule.warmdown_fraction)
 
@@ -171,7 +171,7 @@ class _Copied:
                 )
                 names = [name for _, name in loops]
                 rule = keeping(self._schemes[names[0]], covering(names))
-                hint = f"give qat inputs: false, which rounds weights alone; or {rule}"
+                hint = f"set `inputs: false` in qat, which rounds only weights; or {rule}"
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:

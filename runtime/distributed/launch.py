@@ -1,6 +1,6 @@
 """`specc train --gpus N`: starts one process per GPU on this machine, with the environment variables of torchrun.
 
-torchrun itself has three drawbacks here: it exits with 1 whatever its processes exit with, it allows them only 30
+torchrun itself has three drawbacks here: it exits with 1 for any exit code of its processes, it allows them only 30
 seconds to save after a signal, and it shows one failure several times. Use torchrun to train across machines.
 """
 
