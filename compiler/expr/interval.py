@@ -6,10 +6,11 @@ analysis is symbolic: bounds are expressions over these variables. Compiled, the
 evaluated box by box, they prove that a condition never holds, or give a pair for which it does.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, reduce
+from heapq import heappop, heappush
 from typing import Any
 
 from .algebra import addends, const, product_of
@@ -33,7 +34,7 @@ from .values import (
     variables,
 )
 
-WORK = 200_000  # maximum number of boxes that a proof visits
+WORK = 50_000  # maximum number of boxes that a proof visits
 FAR = float(1 << 30)  # positions are smaller
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 Interval = tuple[Expr, Expr]
@@ -303,6 +304,17 @@ class Box:
     h0: int
     h1: int
 
+    @staticmethod
+    def all(positions: int, heads: int) -> "Box":
+        """Returns the box of all positions and heads below these numbers."""
+        last = positions - 1
+        return Box(0, last, 0, last, -last, last, 0, heads - 1)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The bounds, in the order of BOX."""
+        return self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1
+
     def tight(self) -> "Box | None":
         """Returns the smallest box with the same elements; None if there is none."""
         d0, d1 = max(self.d0, self.i0 - self.j1), min(self.d1, self.i1 - self.j0)
@@ -312,14 +324,62 @@ class Box:
             return None
         return Box(i0, i1, j0, j1, d0, d1, self.h0, self.h1)
 
-    def halves(self) -> "tuple[Box, Box]":
-        """Splits the longest side, or i - j at 0 if it has both signs. The half of smaller positions is first."""
-        v = [self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1]
-        place = max(range(0, 8, 2), key=lambda k: (k == 4 and v[4] < 0 <= v[5], v[k + 1] - v[k], -k))
-        middle = -1 if place == 4 and v[4] < 0 <= v[5] else (v[place] + v[place + 1]) // 2
-        first = replace(self, **{BOX[place + 1]: middle})
-        second = replace(self, **{BOX[place]: middle + 1})
-        return (second, first) if place == 4 and middle < 0 else (first, second)
+    def halves(self, sides: Collection[str]) -> "tuple[Box, Box]":
+        """Splits the longest of some sides, or i - j at 0 if it has both signs. Smaller numbers are first."""
+        signs = "d" in sides and self.d0 < 0 <= self.d1
+        side = "d" if signs else max(sides, key=lambda name: (self.length(name), name))
+        low, high = f"{side}0", f"{side}1"
+        middle = -1 if signs else (getattr(self, low) + getattr(self, high)) // 2
+        first, second = replace(self, **{high: middle}), replace(self, **{low: middle + 1})
+        return (second, first) if side == "d" and self.d0 < 0 else (first, second)
+
+    def length(self, side: str) -> int:
+        length: int = getattr(self, f"{side}1") - getattr(self, f"{side}0")
+        return length
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A comparison of a condition, compiled: whether it may hold in a box, whether it holds in all of it, and the sides
+    of the box that decide."""
+
+    some: Callable[..., int]
+    every: Callable[..., int]
+    sides: tuple[str, ...]
+
+    @staticmethod
+    def of(comparison: Expr) -> "Question":
+        parts = truth(comparison)
+        read = {name for part in parts for name in variables(part)}
+        sides = tuple(side for side in "dijh" if {f"{side}0", f"{side}1"} & read)
+        some, every = (python_function(part, BOX) for part in parts)
+        return Question(some, every, sides)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A condition over i, j and h, compiled for a search of boxes."""
+
+    some: Callable[..., int]
+    every: Callable[..., int]
+    questions: tuple[Question, ...]
+
+    @staticmethod
+    def of(condition: Expr) -> "Search":
+        some, every = (python_function(part, BOX) for part in truth(condition))
+        comparisons = dict.fromkeys(part for part in atoms(condition) if isinstance(part, Compare))
+        return Search(some, every, tuple(map(Question.of, comparisons)))
+
+    def parts(self, box: Box) -> tuple[Box, ...]:
+        """Returns the tight boxes that a box consists of and in which the condition may hold. A box in which it holds
+        everywhere stays whole."""
+        values = box.values
+        if self.every(*values):
+            return (box,)
+        open_questions = (q for q in self.questions if q.some(*values) and not q.every(*values))
+        sides = next(([side for side in q.sides if box.length(side)] for q in open_questions), [])
+        halves = (half.tight() for half in box.halves(sides or [side for side in "dijh" if box.length(side)]))
+        return tuple(half for half in halves if half is not None and self.some(*half.values))
 
 
 def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> tuple[int, int, int] | None:
@@ -328,22 +388,38 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
     Raises:
         Undecided: if neither is established after `work` boxes.
     """
-    some, every = (python_function(part, BOX) for part in truth(condition))
-    last = positions - 1
-    waiting = [Box(0, last, 0, last, -last, last, 0, heads - 1)]
+    search = Search.of(condition)
+    waiting = [box] if (box := Box.all(positions, heads)) and search.some(*box.values) else []
     for _ in range(work):
         if not waiting:
             return None
-        box = waiting.pop().tight()
-        if box is None:
-            continue
-        values = (box.i0, box.i1, box.j0, box.j1, box.d0, box.d1, box.h0, box.h1)
-        if not some(*values):
-            continue
-        if every(*values):
-            j = max(box.j0, box.i0 - box.d1)
-            return box.i0, j, box.h0
-        waiting += reversed(box.halves())
+        box = waiting.pop()
+        parts = search.parts(box)
+        if parts == (box,):
+            return box.i0, max(box.j0, box.i0 - box.d1), box.h0
+        waiting += reversed(parts)
+    raise Undecided(f"no proof within {work:,} boxes of positions")
+
+
+def largest_distance(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> int | None:
+    """Returns the largest i - j for which a condition holds, for positions and heads as in `example`; None if it never
+    holds.
+
+    Raises:
+        Undecided: if it is not found after `work` boxes.
+    """
+    search = Search.of(condition)
+    box = Box.all(positions, heads)
+    waiting = [(-box.d1, 0, box)] if search.some(*box.values) else []
+    for count in range(1, work):
+        if not waiting:
+            return None
+        _, _, box = heappop(waiting)
+        parts = search.parts(box)
+        if parts == (box,):
+            return box.d1
+        for place, part in enumerate(parts):
+            heappush(waiting, (-part.d1, -2 * count - place, part))
     raise Undecided(f"no proof within {work:,} boxes of positions")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .interval import Undecided, atoms, example, negation, over_tile, python_function, truth
+from .interval import WORK, Undecided, atoms, example, largest_distance, negation, over_tile, python_function, truth
 from .parse import Positions, parse, reread
 from .simplify import simplify
 from .values import ALWAYS, NEVER, Call, Compare, Const, Expr, ExprError, Logic, Var, rebuild, substitute, variables
@@ -70,7 +70,7 @@ def _found(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | 
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
         try:
-            pair = example(decided, FARTHEST, heads)
+            pair = example(decided, FARTHEST, heads, WORK // 10)
         except Undecided:
             pair = example(decided, max(NEAREST, context), heads)
         if pair is not None or decided == condition:
@@ -150,27 +150,19 @@ def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
     The window is the smallest for the smallest number of first keys. Returns None if both together are not less than
     `context`.
     """
-    condition = reread(text, LANGUAGE)
+    condition = with_documents(reread(text, LANGUAGE), ALWAYS)
     numbers = {int(part.value) for part in atoms(condition) if isinstance(part, Const) and 0 < part.value < context}
     for first in sorted({0, *numbers, *(number + 1 for number in numbers)}):
-        far = Logic("and", (condition, Compare(">=", Var("j"), Const(first))))
-        low, high = 1, context - first
-        if high <= low or not _within(far, high - 1, heads, context):
+        try:
+            farthest = largest_distance(
+                Logic("and", (condition, Compare(">=", Var("j"), Const(first)))), context, heads
+            )
+        except Undecided:
             continue
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if _within(far, middle, heads, context) else (middle + 1, high)
-        return first, low
+        window = 1 if farthest is None else farthest + 1
+        if first + window < context:
+            return first, window
     return None
-
-
-def _within(condition: Expr, window: int, heads: int, context: int) -> bool:
-    """Returns whether a condition is proved to hold only for i - j < window."""
-    far = Logic("and", (condition, Compare(">=", Var("i") - Var("j"), Const(window))))
-    try:
-        return _found(far, heads, context) is None
-    except Undecided:
-        return False
 
 
 @lru_cache(maxsize=1024)

@@ -98,6 +98,7 @@ class Attention(Op):
         return attended.transpose(1, 2)
 
 
+LONGEST_TITLE = 60
 _WORDS = re.compile(r"[A-Za-z_]\w*|\d+(?:\.\d+)?|//|\*\*|[<>=!]=|[-+*/%<>]")
 _SYMBOLS = {
     "+": "add", "-": "sub", "*": "mul", "/": "div", "**": "pow", "//": "div", "%": "mod",
@@ -190,7 +191,8 @@ class ScoreFields(Op):
         texts = [self.score if self.score != PLAIN else "", mask if self.mask != CAUSAL else ""]
         texts += [f"scale {self.scale:g}" if self.scale is not None else "", "sinks" if self.sinks else ""]
         words = (_SYMBOLS.get(word, word) for text in texts for word in _WORDS.findall(text.replace("i - j", "d")))
-        return "_".join(words).replace(".", "p")
+        title = "_".join(words).replace(".", "p")
+        return title if len(title) <= LONGEST_TITLE else title[:LONGEST_TITLE].rpartition("_")[0]
 
     @property
     def description(self) -> str:
@@ -382,7 +384,7 @@ class Sdpa(ScoredBase):
             ),
             "tiles": (*starts, *_tile_lines("some", mask.any), *_tile_lines("every", mask.all)),
             "rows": "len(x)" if self.documents else "1",
-            "read": "the start of each token's document i64[B, T]" if self.documents else "x [B, T, ...]",
+            "read": "x i64[B, T], the starts of documents" if self.documents else "x [B, T, ...]",
             "seen_pair": f"visible(i, j, h{', start[row, i]' if self.documents else ''})",
             "flex": tuple(flex),
         }
@@ -663,6 +665,13 @@ class ScoredAttention(ScoreFields, SavedAttention):
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         return f"{self.name}_{self.title}", _heads_size(inputs[0], inputs[1])
 
+    def ids_below(self, inputs: Sequence[TensorType]) -> int:
+        return IDS
+
+    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+        """Replaces random ids by starts of documents."""
+        return [starts_of(x) if self.documents and i == 3 else x for i, x in enumerate(inputs)]
+
     def derivative(self, tape: Tape) -> Gradients | None:
         return self.gradients(tape, ScoredAttentionGrad(self.score, self.mask, self.scale, self.tables, self.sinks))
 
@@ -685,6 +694,15 @@ class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
     @property
     def output_labels(self) -> tuple[str, ...]:
         return "dq", "dk", "dv", *(f"d{name}" for name in self.further if name != "start")
+
+    def ids_below(self, inputs: Sequence[TensorType]) -> int:
+        return IDS
+
+    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+        started = [starts_of(x) if self.documents and i == 6 else x for i, x in enumerate(inputs)]
+        dy, q, k, v, _, _, *further = started
+        y, lse = self.forward.reference(*(x.float() if x.is_floating_point() else x for x in (q, k, v, *further)))
+        return dy, q, k, v, y.to(q.dtype), lse, *further
 
     @property
     def forward(self) -> SavedAttention:
@@ -729,6 +747,16 @@ class SeenAttentionGrad(SavedAttentionGrad):
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return 2
+
+
+IDS = 20  # the mean length of random documents
+
+
+def starts_of(ids: "Tensor") -> "Tensor":
+    """Returns the start position of each token's document i64[B, T], where a document starts at each id 0."""
+    import torch
+
+    return torch.where(ids == 0, torch.arange(ids.shape[1], device=ids.device), 0).cummax(1).values
 
 
 SeenOp = SeenAttention | SeenAttentionGrad

@@ -4,6 +4,7 @@ The structure is traced by torch.fx and compared with the plan node by node.
 """
 
 import copy
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,10 @@ from specc.compiler import pipeline
 from specc.compiler.characters import PAD
 from specc.compiler.expr import reread, variables
 from specc.compiler.expr.grid import GRID, deviations
+from specc.compiler.expr.mask import window_of
+from specc.compiler.ir.graph import TensorType
 from specc.compiler.kernels.kernel import Rendered, Site
+from specc.compiler.ops.attention import IDS, Sdpa, SdpaCached, starts_of
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.plan.lock import NO_LOCK, Lock
@@ -32,8 +36,11 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, unavailable
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
+from specc.runtime.verify.random_inputs import random_tensor
 from specc.runtime.verify.reduced import reduced
 
+ATTENTION_ERROR = 1e-10  # largest error of attention in f64
+STEPS = 48  # the number of tokens that are decoded one by one
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
 
@@ -101,8 +108,10 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
             _fill(fused, plain)
             yield from _values(spec, fused, plain)
             yield from _kernels(spec, fused, lock)
+            yield from _attention(plain, seed)
             yield from _causality(fused)
             yield from _cache(spec, fused)
+            yield from _documents(spec, fused)
 
 
 def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
@@ -317,6 +326,70 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
     yield Check(loaded.target.name, f"kernel {rendered.module}", worst.ok, detail)
 
 
+def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
+    """Checks the generated function of each score and mask against its f64 reference, on inputs of random shapes that
+    are longer than the window."""
+    module = sys.modules[type(loaded.model).__module__]
+    calls: dict[str, tuple[Sdpa, tuple[TensorType, ...]]] = {}
+    for graph in loaded.programs.graphs:
+        for node in graph.nodes:
+            if isinstance(node.op, Sdpa) and not node.op.causal:
+                types = tuple(graph.types[ref] for ref in node.inputs)
+                call = node.op.call(types)
+                assert call is not None
+                calls[call.function] = node.op, types
+    device, generator = device_of(loaded.target), torch.Generator().manual_seed(seed)
+    for function, (op, types) in calls.items():
+        heads = int(op.parsed(types[0].shape[-2])[1].heads)
+        span = sum(window_of(op.mask, heads, loaded.spec.model.window) or (0, 40))
+        worst, shapes = 0.0, []
+        for _ in range(3):
+            tokens = min(loaded.spec.model.window, span + int(torch.randint(1, 60, (), generator=generator)))
+            rows = int(torch.randint(1, 4, (), generator=generator))
+            values = [
+                random_tensor(type, {"B": rows, "T": tokens}, generator, lambda _: IDS).to(device) for type in types
+            ]
+            values = [value.double() if value.is_floating_point() else starts_of(value) for value in values]
+            exact = op.reference(*values)
+            assert isinstance(exact, Tensor)
+            worst = max(worst, (getattr(module, function)(*values) - exact).abs().max().item())
+            shapes.append(f"{rows} x {tokens}")
+        detail = f"{op.description}: largest error {worst:.1e} in f64, for {', '.join(shapes)} tokens"
+        yield Check(loaded.target.name, f"{function} against float64", worst <= ATTENTION_ERROR, detail)
+
+
+def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
+    """Checks that documents in one row have the scores that each has alone, for a model that separates them."""
+    marks = {mark for _, mark in spec.model.marks}
+    if len(marks) != 1:
+        return
+    (mark,) = marks
+    tokens = min(spec.model.window, 48)
+    inputs = _batch(loaded, "score", 1, tokens)
+    ids, targets = inputs.values()
+    ids[ids == mark] = (mark + 1) % spec.model.vocabulary
+    begins = [0, *(tokens * k // 4 + k for k in (1, 2, 3)), tokens]
+    ids[:, begins[:-1]] = mark
+    exact = {name: parameter.detach().double() for name, parameter in loaded.model.named_parameters()}
+    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+
+    def scores(score: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        parts = [score(ids[:, a:b], targets[:, a:b]) for a, b in itertools.pairwise(begins)]
+        return score(ids, targets).double(), torch.cat(parts, 1).double()
+
+    names = list(inputs)
+    with torch.no_grad():
+        packed, alone = scores(
+            lambda *x: reference.run(programs, "score", dict(zip(names, x, strict=True)), exact)["loss"]
+        )
+        if (packed - alone).abs().max() > 1e-6:  # the spec lets some part read other documents
+            return
+        have, apart = scores(loaded.model.score)  # type: ignore[arg-type]
+    error, noise = ((value - alone).abs().max().item() for value in (have, apart))
+    detail = f"largest error {error:.1e} nats against float64 of each alone; each alone {noise:.1e}"
+    yield Check(loaded.target.name, "packed documents equal each alone", error <= 3 * noise + 1e-5, detail)
+
+
 def _causality(loaded: Loaded) -> Iterator[Check]:
     """Checks that changing the token at j changes no score before j, and at least one score from j on."""
     tokens = min(loaded.spec.model.window, 128)
@@ -341,11 +414,13 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
     The largest error against f64 may be three times that of scoring the whole sequence in the compute dtype.
     """
-    tokens = min(spec.model.window, 64)
+    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+    ops = (node.op for graph in programs.graphs for node in graph.nodes)
+    rings = [sum(op.ring) for op in ops if isinstance(op, SdpaCached) and op.ring is not None]
+    tokens = min(spec.model.window, max((64, *(2 * rows + 9 for rows in rings))))  # past the end of each window
     inputs = _batch(loaded, "score", 2, tokens)
     model: Any = loaded.model
     exact = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
     stepped = next(STEPPED[program.name] for program in programs.programs if program.name in STEPPED)
     with torch.no_grad():
         truth = reference.run(programs, "score", inputs, exact)["loss"]
@@ -357,12 +432,13 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _stepped_text(model: Any, tokens: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text in two chunks and then token by token.
+    """Scores a text in chunks, and the last tokens one by one.
 
     Returns the positions that have logits, and the nats of their targets, [B, positions].
     """
     cache = model.new_cache(len(ids), tokens)
-    ends = sorted({max(tokens // 4, 1), max(tokens // 2, 1), *range(max(tokens // 2, 1), tokens + 1)})
+    last = max(tokens // 2, tokens - STEPS, 1)
+    ends = sorted({max(tokens // 4, 1), max(tokens // 2, 1), *range(last, tokens + 1)})
     logits, start = [], 0
     for end in ends:
         logits.append(model.prefill(ids[:, start:end], torch.tensor(start, device=ids.device), cache))

@@ -155,7 +155,7 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, positions=None, cache=None) -> Tensor:
         """x f32[B, T, D], cos, sin f32[T, 128], positions i64[T] -> f32[B, T, D]. The cache is of attention_k,
-        attention_v f32[B, 513, G, C], updated in place."""
+        attention_v f32[B, 512, G, C], updated in place."""
         h = F.rms_norm(x, (D,), 1.0 + self.attention.norm_weight, eps=1e-06)
         v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
         q = F.rms_norm(
@@ -179,8 +179,8 @@ class Block(nn.Module):
         if cache is not None and self.y:
             attention_k_kept = torch.cat((attention_k, k), 1)
             attention_v_kept = torch.cat((attention_v, v), 1)
-            write_ring(attention_k, k, positions, 0, 513)
-            write_ring(attention_v, v, positions, 0, 513)
+            write_ring(attention_k, k, positions, 0, 512)
+            write_ring(attention_v, v, positions, 0, 512)
             y = attend_cached_d_lt_512(q, attention_k_kept, attention_v_kept, positions)
         if cache is not None and not self.y:
             y = attend_cached(q, attention_k, attention_v, positions)
@@ -247,7 +247,7 @@ class Model(nn.Module):
             if layer in ROPE256_1000000:
                 cache.append((new(rows, positions, G, C), new(rows, positions, G, C)))
             else:
-                cache.append((new(rows, 513, G, C), new(rows, 513, G, C)))
+                cache.append((new(rows, 512, G, C), new(rows, 512, G, C)))
         return cache
 
     decode = prefill  # the same code, a token at a time

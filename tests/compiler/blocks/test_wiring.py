@@ -18,7 +18,9 @@ THREE = {
 CASES: dict[str, dict[str, Any]] = {
     "norms of another kind": {"changes": [{"where": "layer == 1", "norm": {"kind": "layer"}}]},
     "another mlp": {"changes": [{"where": "layer % 2 == 0", "mlp": {"hidden": 5, "act": "gelu(x)"}}]},
-    "windows by layer": {"changes": [{"where": "layer != 1", "attention": {"window": 3, "rope": {"base": 100}}}]},
+    "windows by layer": {
+        "changes": [{"where": "layer != 1", "attention": {"mask": "j <= i and i - j < 3", "rope": {"base": 100}}}]
+    },
     "numbers by layer": {"layers": ({**ATTENTION, "write": "x + y * (layer + 1) / layers + layer * x0"}, MLP)},
     "learned by layer": {"learn": {"gain": {"init": "1 / (layer + 1)", "shape": 1}}, "read": "gain * x"},
     "three streams": THREE,

@@ -132,7 +132,7 @@ def test_hostile_text_is_refused_promptly(text: str) -> None:
         ("leaky_rlu(x, 0.1)", "did you mean leaky_relu?"),
         ("swish(x)", "write silu(x)"),
         ("pow(x, 2)", "write x ** n"),
-        ("qqqq(x)", "choose from abs, erf"),
+        ("qqqq(x)", "choose from abs, cos"),
         ("leaky_relu(x)", "write leaky_relu(x, 0.01)"),
         ("x and y", "nest where(x > 0, a, b)"),
     ],

@@ -83,11 +83,6 @@ def test_attention_gives_what_its_gradient_reads() -> None:
     ("layers", "point", "reason"),
     [
         (
-            ({**ATTENTION, "window": 3}, MLP),
-            POINT,
-            "attention.y is a sdpa; attention takes attention without a window; attention.y has one of 3 tokens",
-        ),
-        (
             (GROUPED, MLP),
             {"blocks.*.attention": ["y", "out"]},
             "attention.y is a sdpa; attention takes attention alone; attention.y.merged is a member too",

@@ -22,6 +22,7 @@ CONSTANTS = (
     "x * (1 / 3)", "-(2 * x)", "-(x / 3)", "-x", "1 - x", "2 / x", "x / 2", "max(2, 3) * x", "exp(2) + x",
     "relu(2) * x", "tanh(0.5) * gate", "30 * tanh(x / 30)", "abs(-2) * x", "sqrt(2) * erf(x / sqrt(2))",
     "where(x > gate, 1, -1) * max(gate, -1)", "gelu(1) * x", "silu(x) * sigmoid(1)", "log(2) * x", "gelu_tanh(2) + x",
+    "exp2(x) - exp2(0.5)", "sin(x) * cos(gate)",
 )  # fmt: skip
 
 
