@@ -153,7 +153,7 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
             message = (
                 f"{stage.title} sets {name}, which is of residual branches, and outside of blocks no stage has one"
             )
-            yield Problem((name,), "S252", message, f"take `{name}` out, or put the layer into `blocks`")
+            yield Problem((name,), "S252", message, f"remove `{name}`, or move the layer to `blocks`")
     inside = next((stage for first, last in spans(stages) if first < i <= last), None)
     if inside is not None and not stage.recurrent and stage.in_place:
         message = f"{stage.title} writes its cache in place, which is not possible in a loop over time"
