@@ -2,7 +2,7 @@
 
 import json
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
@@ -20,10 +20,11 @@ from pydantic_core import InitErrorDetails
 
 from specc.compiler import blocks
 from specc.compiler.blocks.context import Shape, Shared
-from specc.compiler.blocks.init import constant
+from specc.compiler.blocks.model_values import ModelValue
 from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.parts import Layer, Norm
 from specc.compiler.blocks.wiring import (
+    IDS,
     INDEX,
     NUMBERS,
     Expressions,
@@ -96,7 +97,10 @@ class Block(StrictModel):
         owners: list[tuple[Path, Block | Layer, str]] = [((), self, "")]
         owners += [(("layers", i), layer, layer.title) for i, layer in enumerate(self.layers)]
         for path, owner, title in owners:
-            for name in ("read", "write"):
+            for name, learned in owner.learn.items():
+                if learned.reads is not None:
+                    yield (*path, "learn", name, "of"), learned.reads, title
+            for name in ("read", *(owner.inner if isinstance(owner, Layer) else ()), "write"):
                 value = getattr(owner, name)
                 for key, text in value.items() if isinstance(value, dict) else (((), value),):
                     if text is not None:
@@ -106,9 +110,9 @@ class Block(StrictModel):
         """Returns the formulas of the runs whose values the block reads, each once."""
         return tuple(dict.fromkeys(index for _, wiring, _ in self.expressions() for index in wiring.outputs.values()))
 
-    def reads_embedded(self) -> bool:
-        """Returns whether the block reads `x0`, the input of the first block."""
-        return any("x0" in wiring.names for _, wiring, _ in self.expressions())
+    def reads_value(self, name: str) -> bool:
+        """Returns whether an expression of the block reads a value such as `x0`, the input of the first block."""
+        return any(name in wiring.names.values() for _, wiring, _ in self.expressions())
 
     def streams_after(self, streams: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the names of the streams after the block, from the names of those before it."""
@@ -145,19 +149,28 @@ class Block(StrictModel):
         title, _, inner = name.partition(".")
         return ("layers", [layer.title for layer in self.layers].index(title), "learn", inner, "init")
 
-    def wiring_problems(self, streams: tuple[str, ...], layer: int, layers: int) -> Iterator[Problem]:
+    def wiring_problems(
+        self, streams: tuple[str, ...], common: Collection[str], layer: int, layers: int
+    ) -> Iterator[Problem]:
         """Yields the problems of the block's expressions: names that are not there, numbers without a value, and
-        learned values that no expression reads. `streams` are the streams before the block."""
+        learned values that no expression reads. `streams` are the streams before the block, and `common` the names of
+        learned values that all blocks share."""
         learned = self.learned
         read = {f"{part.title}.{name}" for part in self.layers for name in part.own_values}
         titles = [part.title for part in self.layers]
         for path, wiring, title in self.expressions():
             streams = self._streams_at(path, streams)
-            known = {*streams, "x0", *learned, *(name.removeprefix(f"{title}.") for name in learned if title)}
-            if title and path[2] == "write":
-                known.add("y")
-            elif not title and path[0] == "write":
+            before = list(learned)
+            if path[-1] == "of":  # learned values read those before them
+                before = before[: before.index(f"{title}.{path[-2]}" if title else str(path[-2]))]
+            known = {*streams, "x0", *common, *before, *(name.removeprefix(f"{title}.") for name in before if title)}
+            if title:
+                assert isinstance(path[1], int) and isinstance(path[2], str)
+                known |= {"read": set(), "learn": {"h", "y"}, "write": {"y"}}.get(path[2], {"h", path[2]})
+            elif path[0] == "write":
                 known |= set(titles)
+            if path[-1] == "of":
+                known.add(IDS)
             for name in wiring.names.values():
                 full = f"{title}.{name}" if f"{title}.{name}" in learned else name
                 read.add(full)
@@ -168,7 +181,7 @@ class Block(StrictModel):
         for name in learned:
             if name not in read:
                 message = f"no expression of layer {layer} reads the learned value `{name}`"
-                yield Problem(self._place(name)[:-1], "S247", message, "read it in `read` or `write`, or remove it")
+                yield Problem(self._place(name)[:-1], "S247", message, "read it in an expression, or remove it")
 
     def _streams_at(self, path: Path, streams: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the streams that an expression may read, of those before the block."""
@@ -257,10 +270,12 @@ class Blocks(Block):
 
     Attributes:
         count: the number of blocks.
+        common: learned values that all blocks share. They may read `ids`, `x0` and each other.
         changes: the fields that differ in some layers.
     """
 
     count: Annotated[int, Field(gt=0, le=1000)]
+    common: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
     changes: Annotated[tuple[Change, ...], Field(max_length=256)] = later(())
     _blocks: tuple[Block, ...] = PrivateAttr(())
 
@@ -383,7 +398,7 @@ class Blocks(Block):
             problems = (
                 *changed,
                 *block.problems_of_block(dim, index, self.count),
-                *block.wiring_problems(streams, index, self.count),
+                *block.wiring_problems(streams, self.common, index, self.count),
             )
             streams = block.streams_after(streams)
             for problem in problems:
@@ -392,25 +407,31 @@ class Blocks(Block):
                 moved = Problem(path, problem.code, problem.message, problem.hint, related)
                 by_path.setdefault((path, problem.code), moved)
         yield from by_path.values()
+        yield from self._common_problems()
         if streams != (STREAM,) and not by_path:
             message = f"the last block leaves the streams {' and '.join(streams)}"
             hint = "give the last block a `write` of one expression, for example `0.5 * (a + b)`"
             yield Problem(("layers",), "S246", message, hint)
         if not by_path:
             yield from self.order_problems()
-            yield from self._shared_problems(dim)
 
-    def _shared_problems(self, dim: int) -> Iterator[Problem]:
-        """Yields the first problem of layers that would share a computation but state it differently."""
-        shape = Shape(dim, self.count, 1, 1, "f32", constant(0.0), constant(0.0))
-        known: dict[str, tuple[Shared, int]] = {}
-        for i, j, layer in self.all_layers:
-            for entry in layer.shared(shape):
-                first, at = known.setdefault(entry.name, (entry, i))
-                if first != entry:
-                    message = f"layers {at} and {i} share {entry.name}, but with different sizes or settings"
-                    yield Problem(self.source_of(("layers", j), i), "S255", message, "make them equal in all layers")
-                    return
+    def _common_problems(self) -> Iterator[Problem]:
+        """Yields the problems of the learned values that all blocks share."""
+        before: set[str] = set()
+        for name, value in self.common.items():
+            path = ("common", name)
+            yield from number_problem(value.init, (*path, "init"), 0, self.count)
+            for read in value.reads.names.values() if value.reads is not None else ():
+                if read not in {IDS, "x0", *before}:
+                    message = f"`{read}` is not a known value"
+                    hint = f"choose from {', '.join(sorted((IDS, 'x0', *before)))}"
+                    yield Problem((*path, "of"), "S246", message, hint)
+            for _ in value.reads.outputs if value.reads is not None else ():
+                yield Problem((*path, "of"), "S220", "no output exists before the first block", "read `x0`")
+            before.add(name)
+            others = (other.reads.names.values() for other in self.common.values() if other.reads is not None)
+            if not any(name in names for names in others) and not any(block.reads_value(name) for block in self.every):
+                yield Problem(path, "S247", f"nothing reads the learned value `{name}`", "remove it")
 
     def _condition_problems(self, i: int, change: Change) -> Iterator[Problem]:
         path = ("changes", i, "where")
@@ -464,9 +485,19 @@ class Blocks(Block):
                     if module.number(run, order, self.count) is not None:
                         yield from output_problems(wiring, path, run, layer, order, self.count)
 
+    def shared_by(self, i: int, shape: Shape) -> Iterator[Shared]:
+        """Yields the computations that block `i` shares with others."""
+        block = self.block(i)
+        for layer in block.layers:
+            yield from layer.shared(shape)
+        for name in filter(block.reads_value, self.common):
+            label = name.replace(".", "_")
+            yield ModelValue(label, (label,), path=name, values=self.common, shape=shape)
+
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
         """Returns the computations that the blocks share, each once."""
-        return tuple({entry.name: entry for _, _, layer in self.all_layers for entry in layer.shared(shape)}.values())
+        shared = (computation for i in range(self.count) for computation in self.shared_by(i, shape))
+        return tuple({computation.name: computation for computation in shared}.values())
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         """Returns the types of the state that the blocks store between tokens, by run, layer and key."""

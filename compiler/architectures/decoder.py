@@ -341,7 +341,7 @@ class _Lowering:
         for value in wanted:
             keeps = {f"cache.shared.{value.name}.{key}": type for key, type in value.state().items()} if start else {}
             cache = {key.rpartition(".")[2]: b.input(key, type) for key, type in keeps.items()}
-            refs = value.lower(b, Tokens(ids, start, positions, cache))
+            refs = value.lower(b, Tokens(ids, start, positions, cache, x))
             shared |= zip(value.refs, refs, strict=False)
             new_state |= zip(keeps, refs[len(value.refs) :], strict=True)
         caches = self.model.blocks.state(self.shape) if start else {}
@@ -349,7 +349,9 @@ class _Lowering:
         place: Path = ("model", "blocks")
         site = CallSite("blocks", "block", place, self.places, self.functions)
         stack = Stack(self.model.blocks, self.shape, site, self.phase)
-        context = LoweringContext(positions, shared, cached, training=training, extends=bool(start), weights=weights)
+        context = LoweringContext(
+            positions, shared, cached, ids, training=training, extends=bool(start), weights=weights
+        )
         x, state = stack.run(b, x, context)
         state = new_state | {f"cache.{key}": ref for key, ref in state.items()}
         return self.model.norm.lower(b, x, "norm", self.shape), state

@@ -148,8 +148,8 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
     ):
         message = f"{stage.title} attends with the state of {stage.query_stage}, which is not a later recurrent stage"
         yield Problem((), "S236", message, "name an lstm that follows it")
-    for name in ("learn", "read", "write"):
-        if isinstance(stage, Layer) and getattr(stage, name):
+    for name in ("learn", "read", *stage.inner, "write") if isinstance(stage, Layer) else ():
+        if getattr(stage, name):
             message = (
                 f"{stage.title} sets {name}, which is of residual branches, and outside of blocks no stage has one"
             )

@@ -184,18 +184,19 @@ class _Run:
 
     def positioned(self, stage: Part, shape: Shape) -> None:
         """Adds the positions, if the stage is the first to read them, and the shared computations of the stage."""
-        b, wanted = self.b, stage.shared(shape)
-        b.scope = self.side.name
+        b, side, wanted = self.b, self.side, stage.shared(shape)
+        b.scope = side.name
         positional = any(value.positional for value in wanted)
         if not self.positions and (positional or stage.reads_positions or (self.context.extends and stage.in_place)):
             given = (self.ids, self.start) if self.context.extends else (self.ids,)
             self.positions = b.add("positions", Positions(), given)
-        tokens = Tokens(self.ids, self.start, self.positions)
+        tokens = Tokens(self.ids, self.start, self.positions, embedded=self.value)
         values = self.by_stage.setdefault(stage.title, {})
         for value in wanted:
             if not value.positional:  # two stages may share a name for different values
-                refs = replace(value, name=f"{stage.title}_{value.name}").lower(b, tokens)
-                values |= dict(zip(value.refs, refs, strict=True))
+                b.scope = f"{side.name}.{stage.title}"
+                values |= dict(zip(value.refs, value.lower(b, tokens), strict=True))
+                b.scope = side.name
             elif value.name not in self.shared:
                 self.shared |= dict(zip(value.refs, value.lower(b, tokens), strict=True))
 

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from specc.compiler.architectures.blocks import STREAM, Block, Blocks, index_values
 from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
-from specc.compiler.blocks.wiring import Expressions, Learned, add, parse_wiring, wrapped
-from specc.compiler.expr import Expr, Var
+from specc.compiler.blocks.wiring import IDS, Expressions, Learned, Wiring, add, parse_wiring, wrapped
+from specc.compiler.expr import Var, variables
 from specc.compiler.expr.index import formula_value
 from specc.compiler.ir.graph import Builder, Dim, TypeRuleError, output_ref, output_refs
 from specc.compiler.ops.region import Call, returned
 from specc.compiler.ops.sequence import Concat
-from specc.compiler.ops.shape import Split
+from specc.compiler.ops.shape import Split, SplitHeads
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem
 
@@ -39,8 +39,8 @@ class Stack:
         """The input names of the shared values that each block reads, by ref. A label that occurs twice in a block is
         prefixed with the computation's name."""
         labels: list[Mapping[str, str]] = []
-        for block in self.blocks.every:
-            shared = dict.fromkeys(entry for layer in block.layers for entry in layer.shared(self.shape))
+        for i in range(self.blocks.count):
+            shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
             known = [label for entry in shared for label in entry.labels]
             labels.append(
                 {
@@ -187,18 +187,20 @@ class _BlockCall:
         """
         outer, context, site = self.outer, self.context, self.stack.site
         caches = self.block.state(self.shape) if context.extends else {}
-        mixes = [block.reads_embedded() for block in self.stack.blocks.every]
+        mixes = [block.reads_value("x0") for block in self.stack.blocks.every]
         by_all, by_some = self._shared(True), self._shared(False)
         before = {**({"x0": embedded} if all(mixes) else {}), **by_all, **self._source()}
         later = {**by_some, **({"x0": embedded} if mixes[self.i] and not all(mixes) else {})}
         labels = labels_of(tuple(source))
         later |= {labels[index]: ref for index, ref in source.items()}
+        later |= {IDS: context.ids} if self.block.reads_value(IDS) else {}
         b = Builder("")
 
         def take(values: Mapping[str, str]) -> None:
             for name, ref in values.items():
                 type = outer.types[ref]
-                b.input(name, type.with_shape(*_tokens(type.shape, outer.types[x].shape[1])))
+                shape = type.shape if ref.startswith("@") else _tokens(type.shape, outer.types[x].shape[1])
+                b.input(name, type.with_shape(*shape))
 
         take({STREAM: x, **before})
         b.origins[STREAM] = outer.origin(x)
@@ -245,7 +247,9 @@ class _BlockCall:
         """
         part: Path = ("read",)
         try:
-            scope = _Scope(b, self.shape, split(b, STREAM, self.streams), outputs, self.block.learned)
+            common = {name: name.replace(".", "_") for name in self.stack.blocks.common}
+            learned = self.block.learned
+            scope = _Scope(b, self.shape, split(b, STREAM, self.streams), outputs, learned, common=common)
             if self.block.read is not None:
                 b.scope = "read"
                 scope.streams = scope.wire(self.block.read, "x", "read_factor", self.stack.blocks.read)
@@ -262,7 +266,9 @@ class _BlockCall:
                     normed[x] = h
                 prefix = f"{layer.title}."
                 cache = {key.removeprefix(prefix): ref for key, ref in state.items() if key.startswith(prefix)}
-                lowered = layer.lower(b, h, self.shape, replace(context, cache=cache))
+                scope.branches["h"] = h
+                wire = partial(scope.over_heads, title=layer.title)
+                lowered = layer.lower(b, h, self.shape, replace(context, cache=cache, wire=wire))
                 new |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
                 value = layer.with_losses(b, lowered, context)
                 y = layer.dropped(b, norm.lower_at("after", b, value, self.shape), context)
@@ -330,7 +336,9 @@ class _Scope:
         streams: the residual streams, by name.
         outputs: the inputs that hold outputs of earlier runs, by formula.
         learned: the learned values, by path.
-        branches: the values of layers, by title, or `y` for the last one.
+        common: the inputs that hold learned values of all blocks, by name.
+        branches: the values of layers, by title; `y` and `h` are those of the last one.
+        added: the learned values that were added, by path and by the value that each reads.
     """
 
     b: Builder
@@ -338,7 +346,9 @@ class _Scope:
     streams: Mapping[str, str]
     outputs: Mapping[str, str]
     learned: Mapping[str, Learned]
+    common: Mapping[str, str] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
+    added: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def wire(
         self, value: Expressions, name: str, prefix: str, base: Expressions | None = None, title: str = ""
@@ -354,41 +364,66 @@ class _Scope:
             title: the layer whose learned values have short names.
         """
         if isinstance(value, dict):
-            return {stream: self._add(text, stream, prefix, title) for stream, text in value.items()}
+            return {stream: self._add(parse_wiring(text), stream, prefix, title) for stream, text in value.items()}
+        wiring = parse_wiring(value)
         if isinstance(base, str) and base != value:
-            inner = wrapped(parse_wiring(base).expr, parse_wiring(value).expr, STREAM)
+            outside = parse_wiring(base)
+            inner = wrapped(outside.expr, wiring.expr, STREAM)
             if inner is not None and not isinstance(inner, Var):
-                changed = self._add_expr(inner, value, f"{name}.changed", prefix, title)
-                return {STREAM: self._add(base, name, prefix, title, {STREAM: changed})}
-        return {STREAM: self._add(value, name, prefix, title)}
+                changed = self._add(replace(wiring, expr=inner), f"{name}.changed", prefix, title)
+                return {STREAM: self._add(outside, name, prefix, title, {STREAM: changed})}
+        return {STREAM: self._add(wiring, name, prefix, title)}
 
-    def _add(self, text: str, name: str, prefix: str, title: str, replaced: Mapping[str, str] | None = None) -> str:
-        return self._add_expr(parse_wiring(text).expr, text, name, prefix, title, replaced)
+    def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
+        """Adds an expression over `values` [B, T, H, C] and returns its value.
 
-    def _add_expr(
+        Other values of tokens, [B, T, H C] or [B, T, H], are split into heads, [B, T, H, C] or [B, T, H, 1].
+        """
+        return self._add(parse_wiring(text), name, f"{title}_factor", title, values, heads)
+
+    def _add(
         self,
-        expr: Expr,
-        text: str,
+        wiring: Wiring,
         name: str,
         prefix: str,
         title: str,
         replaced: Mapping[str, str] | None = None,
+        heads: int = 0,
     ) -> str:
-        """Adds an expression whose variables are those of the expression `text`."""
-        wiring = parse_wiring(text)
+        """Adds an expression as the node `name`. `replaced` are values that it reads instead of those of the scope."""
+        given = {**self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common, **(replaced or {})}
         values: dict[str, tuple[str, str]] = {}
-        known = {**self.streams, **self.branches, **(replaced or {}), "x0": "x0"}
-        outer, self.b.scope = self.b.scope, ""
+        used = set(variables(wiring.expr))
         for variable, written in wiring.names.items():
             path = f"{title}.{written}" if f"{title}.{written}" in self.learned else written
-            if path in self.learned:
-                values[variable] = self.learned[path].declare(self.b, path, self.shape), path
-            else:
-                values[variable] = known[written], BRANCH if written == "y" else written
+            if path in self.learned and (variable in used or self.learned[path].of is None):
+                values[variable] = self._learned(path, title), path
+            elif variable in used:
+                values[variable] = given[written], BRANCH if written == "y" and not heads else written
+        values |= {variable: (self.outputs[k], self.outputs[k]) for variable, k in wiring.outputs.items()}
+        if heads:
+            values = {variable: (self._split(ref, label, heads), label) for variable, (ref, label) in values.items()}
+        return add(self.b, name, wiring.expr, values, prefix, self.shape)
+
+    def _learned(self, path: str, title: str) -> str:
+        """Returns a learned value, and adds it if it is read for the first time."""
+        spec, value = self.learned[path], ""
+        outer, self.b.scope = self.b.scope, ""
+        if spec.reads is not None:
+            value = self._add(spec.reads, f"{path}.of", f"{path}_factor".replace(".", "_"), title)
+        if (path, value) not in self.added:
+            self.added[path, value] = spec.declare(self.b, path, self.shape, value)
         self.b.scope = outer
-        for variable, index in wiring.outputs.items():
-            values[variable] = self.outputs[index], self.outputs[index]
-        return add(self.b, name, expr, values, prefix, self.shape)
+        return self.added[path, value]
+
+    def _split(self, ref: str, label: str, heads: int) -> str:
+        """Adds the split of a value of tokens into heads; a single number per token is the same in all heads."""
+        type = self.b.types[ref]
+        if len(type.shape) != 3:
+            return ref
+        return self.b.add(
+            f"{label}.heads".removeprefix(f"{self.b.scope}."), SplitHeads(heads if type.width != 1 else 1), (ref,)
+        )
 
 
 def texts_of(value: Expressions) -> tuple[str, ...]:

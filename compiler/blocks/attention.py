@@ -1,20 +1,19 @@
 """Self-attention and cross-attention: grouped queries, rotary positions, normalized q and k, any score and mask."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
 from specc.compiler.blocks.document_mask import Documents
-from specc.compiler.blocks.init import Init, constant, formula, value_of
+from specc.compiler.blocks.init import constant, formula, value_of
 from specc.compiler.blocks.parts import WEIGHTLESS, Layer, NormWeight, normalized
 from specc.compiler.blocks.previous import TokenId
 from specc.compiler.blocks.rope import RopeSpec, RopeTable
-from specc.compiler.blocks.values import ValueEmbedding, ValueTable
-from specc.compiler.blocks.wiring import number
+from specc.compiler.blocks.wiring import WiringText, number, parse_wiring
 from specc.compiler.expr import Const, ExprError, parse, substitute, variables
 from specc.compiler.expr.interval import atoms
 from specc.compiler.expr.mask import CAUSAL, bound_mask, parse_mask, window_of
@@ -22,12 +21,11 @@ from specc.compiler.expr.score import PLAIN, bound_score, parse_score
 from specc.compiler.expr.values import Read
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.attention import CacheWrite, Exclusive, RingKeys, ScoreFields, Sdpa, SdpaCached, SdpaSeen
-from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Zeros
-from specc.compiler.ops.shape import FirstFeatures, MergeHeads, SplitHeads
+from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.schedule import SegmentSchedule, points_of
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
@@ -64,28 +62,6 @@ class Exclude(StrictModel):
 
 
 Biases = Annotated[tuple[Literal["q", "k", "v", "out"], ...], Field(min_length=1, max_length=4)]
-
-
-def _gate(text: str) -> str:
-    if "x" not in variables(parse(text, ("x",))):
-        raise ValueError("a gate must read x")
-    return text
-
-
-class HeadGate(StrictModel):
-    """A gate per head that multiplies the head's attention output.
-
-    The gate is an expression of a dot product of one learned row per head with the normalized input.
-
-    Attributes:
-        features: how many of the first features of the input are read; all if unset.
-        act: the expression of the gate in x, the dot product.
-        init: the initialization of the rows.
-    """
-
-    features: Positive | None = None
-    act: Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_gate)] = "2 * sigmoid(x)"
-    init: Init = constant(0.0)
 
 
 def _mask(text: str) -> str:
@@ -126,11 +102,13 @@ class Attention(Layer):
         of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
             `encoder`: it attends to the source.
         bias: whether the four matrices have a bias, or those that have one.
-        values: value embeddings, which are added to the values.
+        v: the values, an expression of the projected `v` of each head. If it does not read `v`, there is no projection.
+        y: the output, an expression of the attended `y` of each head.
         exclude: exclusive self-attention.
-        gate: a gate per head.
         bos: the id that starts a document, for `document` in the mask.
     """
+
+    inner: ClassVar[tuple[str, ...]] = ("v", "y")
 
     kind: Literal["attention"]
     heads: Positive
@@ -144,9 +122,9 @@ class Attention(Layer):
     sinks: bool = later(False)
     of: Literal["self", "encoder"] = "self"
     bias: bool | Biases = False
-    values: ValueEmbedding | None = later(None)
+    v: WiringText | None = later(None)
+    y: WiringText | None = later(None)
     exclude: Exclude | None = later(None)
-    gate: HeadGate | None = later(None)
     bos: TokenId | None = later(None)
 
     @property
@@ -196,7 +174,7 @@ class Attention(Layer):
         if self.rope is not None:
             yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(dim)))
         yield from self._expression_problems()
-        for name in ("rope", "values", "exclude", "bos"):
+        for name in ("rope", "v", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
@@ -204,9 +182,6 @@ class Attention(Layer):
             message = "the norm of q and k is over all heads, but rotary positions are of single heads"
             hint = "remove after_rope, or use `over: head`"
             yield Problem(("qk_norm", "after_rope"), "S285", message, hint)
-        if self.gate is not None and (self.gate.features or 0) > dim:
-            message = f"the gate reads {self.gate.features} features; the input has {dim}"
-            yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or remove the key to read all")
 
     def _expression_problems(self) -> Iterator[Problem]:
         """Yields the problems of the score and the mask that do not depend on the context."""
@@ -286,13 +261,8 @@ class Attention(Layer):
     def _rope(self, shape: Shape) -> RopeTable | None:
         return None if self.rope is None else self.rope.table(self.size(shape.dim), shape.context)
 
-    def _values(self, shape: Shape) -> ValueTable | None:
-        if self.values is None:
-            return None
-        return self.values.table(self.title, self._groups(shape) * self._channels(shape), shape)
-
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        found = (self._rope(shape), self._values(shape), self._documents)
+        found = (self._rope(shape), self._documents)
         return tuple(one for one in found if one is not None)
 
     @property
@@ -319,12 +289,12 @@ class Attention(Layer):
             kept = context.cache or self._keys(b, context.memory, shape, context)
             q = self._gained(b, self._positioned(b, q, "q", context, shape), shape)
             attended = b.add("y", SdpaSeen(), (q, kept["k"], kept["v"], context.seen))
-            return Lowered(self._out(b, self._gated(b, x, attended, shape), shape))
+            return Lowered(self._out(b, attended, shape, context))
         keys = self._keys(b, x, shape, context, q)
         q, k, v = self._scaled(b, self._gained(b, keys["q"], shape), shape), keys["k"], keys["v"]
         if not context.causal:
             attended = b.add("y", SdpaSeen(), (q, k, v, context.seen))
-            return Lowered(self._out(b, self._gated(b, x, self._excluded(b, attended, v), shape), shape))
+            return Lowered(self._out(b, self._excluded(b, attended, v), shape, context))
         form = self._expressions(shape)
         further = tuple(self._further(b, form, shape, context))
         state: dict[str, str] = {}
@@ -342,8 +312,7 @@ class Attention(Layer):
         else:
             whole = Sdpa(form.score, form.mask, form.scale, form.tables, form.sinks)
             attended = b.add("y", whole, (q, k, v, *further))
-        attended = self._gated(b, x, self._excluded(b, attended, v), shape)
-        return Lowered(self._out(b, attended, shape), state)
+        return Lowered(self._out(b, self._excluded(b, attended, v), shape, context), state)
 
     def _further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
         """Yields the further inputs of attention: the starts of documents, the sinks, and the tables."""
@@ -354,13 +323,13 @@ class Attention(Layer):
             yield b.param("sinks", shape.activation(self._queries(shape)), constant(0.0))
         sizes = {"heads": self._queries(shape), "context": shape.context}
         for name in form.tables:
-            yield self.learn[name].declare(b, name, shape, sizes)
+            yield self.learn[name].declare(b, name, shape, sizes=sizes)
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
         """Adds k and v of `x`, and the norm and rotary positions of `q` if it is given. Returns them by name."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
-        v = self._heads(b, x, "v", groups, shape, context)
+        v = self._wired("v", lambda: self._heads(b, x, "v", groups, shape), groups, context)
         found = {"q": self._positioned(b, q, "q", context, shape)} if q else {}
         return found | {"k": self._positioned(b, k, "k", context, shape), "v": v}
 
@@ -378,24 +347,18 @@ class Attention(Layer):
         gain = b.param("q_gain", shape.activation(self._queries(shape), 1), constant(self.qk_norm.gain))
         return b.add("q.gain", Pointwise(("q * gain",), ("q", "gain")), (q, gain))
 
-    def _out(self, b: Builder, attended: str, shape: Shape) -> str:
+    def _out(self, b: Builder, attended: str, shape: Shape, context: LoweringContext) -> str:
+        attended = self._wired("y", lambda: attended, self._queries(shape), context)
         merged = b.add("y.merged", MergeHeads(), (attended,))
         size = (shape.dim, self._queries(shape) * self._channels(shape))
         return affine(b, merged, "out", size, shape, shape.output_init, self.bias)
 
-    def _heads(
-        self, b: Builder, x: str, name: str, heads: int, shape: Shape, context: LoweringContext | None = None
-    ) -> str:
+    def _heads(self, b: Builder, x: str, name: str, heads: int, shape: Shape) -> str:
         features = b.types[x].width if self.reads_source and name != "q" else shape.dim
         size = (heads * self._channels(shape), features)
         made = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
         if self.qk_norm is not None and self.qk_norm.over == "all" and name != "v":
             made = self.qk_norm.lower(b, made, name)
-        values = self._values(shape)
-        if context is not None and values is not None:
-            scale = b.param("value_scale", shape.activation(1), constant(1.0))
-            added = Pointwise(("v + scale * values",), ("v", "values", "scale"))
-            made = b.add("v.values", added, (made, context.shared[values.name], scale))
         return b.add(f"{name}.heads", SplitHeads(heads), (made,))
 
     def _positioned(self, b: Builder, x: str, name: str, context: LoweringContext, shape: Shape) -> str:
@@ -411,13 +374,10 @@ class Attention(Layer):
     def _excluded(self, b: Builder, y: str, v: str) -> str:
         return y if self.exclude is None else b.add("y.exclusive", Exclusive(), (y, v))
 
-    def _gated(self, b: Builder, x: str, y: str, shape: Shape) -> str:
-        if self.gate is None:
-            return y
-        features = self.gate.features or shape.dim
-        read = b.add("gate.read", FirstFeatures(features), (x,)) if features < shape.dim else x
-        weight = b.param("head_gate", shape.activation(self._queries(shape), features), self.gate.init)
-        gate = b.add("gate", Linear(), (read, weight))
-        opened = b.add("gate.act", Pointwise((self.gate.act,), ("x",)), (gate,))
-        heads = b.add("gate.heads", SplitHeads(self._queries(shape)), (opened,))
-        return b.add("y.gated", Pointwise(("y * gate",), ("y", "gate")), (y, heads))
+    def _wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
+        """Returns the expression `v` or `y` of the value [B, T, H, C] that `plain` adds, or that value."""
+        text: str | None = getattr(self, name)
+        if text is None or context.wire is None:
+            return plain()
+        reads = name in parse_wiring(text).names.values()
+        return context.wire(text, f"{name}.wired", {name: plain()} if reads else {}, heads)

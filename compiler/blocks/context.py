@@ -1,6 +1,6 @@
 """The lowering context of a block: shape dims, shared values, state, and the functions of the model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -139,12 +139,14 @@ class Tokens:
         start: the number of tokens that precede `ids`, i64[]; empty unless the program extends a sequence.
         positions: the positions of the tokens, i64[T]; empty if the program has none.
         cache: the state after the preceding tokens, by key; empty unless the program extends a sequence.
+        embedded: the input of the first block, [B, T, D]; empty before it is there.
     """
 
     ids: str
     start: str = ""
     positions: str = ""
     cache: Mapping[str, str] = field(default_factory=dict)
+    embedded: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ class LoweringContext:
         extends: whether the input continues a sequence whose state is in `cache`.
         site: the call site of a part that calls functions.
         weights: in training, the weights of the losses that layers state, f32[], by LAYER.LOSS.
+        wire: adds an expression over heads, for a part of a block. The arguments are the expression, the name of the
+            node, values by name, and the number of heads.
     """
 
     positions: str
@@ -182,6 +186,7 @@ class LoweringContext:
     extends: bool = False
     site: "CallSite | None" = None
     weights: Mapping[str, str] = field(default_factory=dict)
+    wire: Callable[[str, str, Mapping[str, str], int], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,6 +280,9 @@ class Layer(Part):
         dropout: the probability with which each element of `y` is dropped in training.
     """
 
+    # The fields that are expressions over values of the layer itself, which have the name of the field.
+    inner: ClassVar[tuple[str, ...]] = ()
+
     learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
     read: WiringText | None = later(None)
     write: Expressions | None = later(None)

@@ -10,53 +10,25 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.context import Shape
-from specc.compiler.blocks.init import LayerFormula, constant, stated, value_of
+from specc.compiler.blocks.init import Init, LayerFormula, constant, stated, value_of
 from specc.compiler.expr import Const, Expr, ExprError, Var, parse, substitute, variables
 from specc.compiler.expr import number as compute
 from specc.compiler.expr.index import condition_holds, names_in
 from specc.compiler.expr.values import children, rebuild
 from specc.compiler.ir.graph import Builder
+from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import Name, Path, Problem, StrictModel
+from specc.compiler.ops.shape import Embedding, FirstFeatures
+from specc.compiler.strict import Name, Path, Positive, Problem, StrictModel, later
 
 SHARED = "_shared"  # the prefix of the variable of a part that stands in an expression more than once
+IDS = "ids"  # the tokens of the program, i64[B, T]
 OUTPUT = "output"  # output(k) is the value of run k
 NUMBERS = ("layer", "layers")  # the names of numbers that every expression may read
 INDEX = ("layer", "layers", "run", "runs")  # the names that the k of output(k) may read
 
 
 TableDim = Annotated[int, Field(gt=0, le=2**24)] | Literal["heads", "context"]
-
-
-class Learned(StrictModel):
-    """A learned value.
-
-    Attributes:
-        init: the value that it starts with, a number or a formula of `layer` and `layers`.
-        shape: 1 for a single number, or the dims of a table that a score reads, such as `[heads, 32]`. If unset, there
-            is one number per feature.
-    """
-
-    init: LayerFormula
-    shape: Literal[1] | Annotated[tuple[TableDim, ...], Field(min_length=1, max_length=4)] | None = None
-
-    def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
-        """Returns the dims of a table, with `sizes` for those that have names; None if the value is not a table."""
-        if not isinstance(self.shape, tuple):
-            return None
-        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
-
-    def declare(self, b: Builder, name: str, shape: Shape, sizes: Mapping[str, int] | None = None) -> str:
-        """Declares the parameter `name`, a path such as `mix.stream`, and returns its reference.
-
-        `sizes` are the dims of a table that have names.
-        """
-        outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
-        start = constant(value_of(self.init, layer=float(shape.layer), layers=float(shape.layers)))
-        dims = self.dims(sizes or {}) or (self.shape if isinstance(self.shape, int) else shape.dim,)
-        ref = b.param(name.rpartition(".")[2], shape.activation(*dims), start)
-        b.scope = outer
-        return ref
 
 
 @dataclass(frozen=True)
@@ -134,6 +106,77 @@ def _wired(text: str) -> str:
 
 WiringText = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_wired)]
 Expressions = WiringText | dict[Name, WiringText]  # the residual stream, or several streams by name
+
+
+class Learned(StrictModel):
+    """A learned value: numbers that all tokens share, or with `of` numbers of each token.
+
+    Attributes:
+        init: the value that numbers start with, a number or a formula of `layer` and `layers`; or the initialization of
+            a matrix, which is the model's if unset.
+        shape: how many numbers there are, one per feature of the model if unset; or the dims of a table that a score
+            reads, such as `[heads, 32]`.
+        of: the value that a matrix [shape, features] is multiplied with, an expression. `ids`: the rows of a table
+            [vocabulary, shape], one for each token.
+        features: how many of the first features of that value are read; all if unset.
+    """
+
+    init: LayerFormula | Init | None = None
+    shape: Positive | Annotated[tuple[TableDim, ...], Field(min_length=1, max_length=4)] | None = None
+    of: WiringText | None = later(None)
+    features: Positive | None = later(None)
+
+    @property
+    def reads(self) -> Wiring | None:
+        """The expression of the value that it reads; None for numbers that all tokens share."""
+        return None if self.of is None else parse_wiring(self.of)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.of is None and not isinstance(self.init, float | int | str):
+            message = "a learned value without `of` needs a number as its init"
+            yield Problem((), "S205", message, "for example `init: 1`, or a formula of `layer`")
+        if self.of is not None and isinstance(self.shape, tuple):
+            yield Problem(("shape",), "S241", "a table that a score reads has no `of`", "use a number of features")
+        if self.features is not None and self.of in (None, IDS):
+            yield Problem(("features",), "S241", "`features` are of a value that `of` states", "remove features")
+
+    def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+        """Returns the dims of a table, with `sizes` for those that have names; None if the value is not a table."""
+        if not isinstance(self.shape, tuple):
+            return None
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+    def declare(
+        self, b: Builder, name: str, shape: Shape, value: str = "", sizes: Mapping[str, int] | None = None
+    ) -> str:
+        """Adds the learned value `name`, a path such as `mix.stream`, and returns its reference.
+
+        Args:
+            b: the builder of the function.
+            name: the path of the parameter and of the nodes.
+            shape: the shape dims of the model.
+            value: the value that `of` states: ids i64[B, T], or [B, T, D].
+            sizes: the dims of a table that have names.
+        """
+        outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
+        leaf = name.rpartition(".")[2]
+        dims = self.dims(sizes or {}) or (self.shape if isinstance(self.shape, int) else shape.dim,)
+        start = self.init if isinstance(self.init, Init) else shape.matrix_init
+        if isinstance(self.init, float | int | str):
+            start = constant(value_of(self.init, layer=float(shape.layer), layers=float(shape.layers)))
+        if self.of is None:
+            ref = b.param(leaf, shape.activation(*dims), start)
+        elif self.of == IDS:
+            ref = b.add(leaf, Embedding(), (value, b.param(leaf, shape.activation(shape.vocab, *dims), start)))
+        else:
+            width = b.types[value].width
+            assert isinstance(width, int)
+            features = self.features or width
+            if features != width:
+                value = b.add(f"{leaf}.read", FirstFeatures(features), (value,))
+            ref = b.add(leaf, Linear(), (value, b.param(leaf, shape.activation(*dims, features), start)))
+        b.scope = outer
+        return ref
 
 
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
@@ -237,7 +280,7 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
     return free, {free: b.scalar(free, *bound)}
 
 
-def number_problem(value: Wiring | float | str | None, at: Path, layer: int, layers: int) -> Iterator[Problem]:
+def number_problem(value: Wiring | Init | float | str | None, at: Path, layer: int, layers: int) -> Iterator[Problem]:
     """Yields a problem if a formula of numbers, or one inside an expression, is not a finite number in a layer."""
     if not isinstance(value, str | Wiring):
         return

@@ -11,7 +11,7 @@ from ruamel.yaml.tokens import CommentToken
 
 from specc.compiler.blocks.wiring import parse_wiring
 from specc.compiler.errors import Diagnostic, SpecError
-from specc.compiler.expr import Binary, Var, parse
+from specc.compiler.expr import Binary, Var, parse, substitute
 from specc.compiler.text.source import Source, read
 
 VERSION = 2
@@ -51,7 +51,7 @@ def migrated_text(path: FilePath) -> str | None:
     yaml.preserve_quotes, yaml.width = True, 4096
     yaml.indent(mapping=2, sequence=4, offset=2)
     data = yaml.load(source.text)
-    blocks = [part for part in _block_sections(data) if isinstance(part, CommentedMap)]
+    blocks = [part for part, _ in _block_sections(data) if isinstance(part, CommentedMap)]
     removed = [(part, [part.ca.items.get(key) for key in OLD if key in part]) for part in blocks]
     migrate(data)
     for part, comments in removed:
@@ -64,6 +64,8 @@ def migrated_text(path: FilePath) -> str | None:
         for key in ("learn", "order"):
             if key in part:
                 part[key] = _flow(part[key])
+        if "common" in part:
+            part["common"] = {name: _flow(value) for name, value in part["common"].items()}
         for key in ("changes", "between"):
             part[key] = [{name: _flow(value) for name, value in entry.items()} for entry in part.get(key, ())]
             if not part[key]:
@@ -83,7 +85,10 @@ def migrate(data: Data) -> None:
     """
     data["spec_version"] = VERSION
     model = data.get("model")
-    for part in (*([model] if isinstance(model, MutableMapping) else ()), *_block_sections(data)):
+    for part in (
+        *([model] if isinstance(model, MutableMapping) else ()),
+        *(blocks for blocks, _ in _block_sections(data)),
+    ):
         norm = part.get("norm")
         if isinstance(norm, MutableMapping):
             if norm.pop("affine", False):
@@ -92,8 +97,8 @@ def migrate(data: Data) -> None:
                 norm["shared"] = True
     _turn_backward(data.get("model"))
     _migrate_masks(model)
-    for blocks in _block_sections(data):
-        _migrate_blocks(blocks)
+    for blocks, dim in _block_sections(data):
+        _migrate_blocks(blocks, dim)
     if isinstance(train := data.get("train"), MutableMapping):
         _migrate_train(train)
 
@@ -123,15 +128,16 @@ def _migrate_masks(part: Any) -> None:
         part.pop("window", None)
 
 
-def _block_sections(data: Data) -> Iterator[Data]:
-    """Yields the sections of a spec that describe stacks of blocks."""
+def _block_sections(data: Data) -> Iterator[tuple[Data, Any]]:
+    """Yields the sections of a spec that describe stacks of blocks, each with its number of features."""
     model = data.get("model")
     if isinstance(model, MutableMapping):
         if isinstance(model.get("blocks"), MutableMapping):
-            yield model["blocks"]
+            yield model["blocks"], model.get("dim")
         for side in ("encoder", "decoder"):
-            stages = model.get(side) or ()
-            yield from (part for part in stages if isinstance(part, MutableMapping) and part.get("kind") == "blocks")
+            stages = [part for part in model.get(side) or () if isinstance(part, MutableMapping)]
+            dim = next((part["dim"] for part in stages if "dim" in part), None)
+            yield from ((part, dim) for part in stages if part.get("kind") == "blocks")
 
 
 def _flow(value: Any) -> Any:
@@ -161,12 +167,14 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def _migrate_blocks(blocks: Data) -> None:
+def _migrate_blocks(blocks: Data, dim: Any) -> None:
     layers = [layer for layer in blocks.get("layers") or () if isinstance(layer, MutableMapping)]
     count = blocks.get("count")
     if not isinstance(count, int) or not layers:
         return
-    changes = list(_layer_lists(layers, count))
+    for part in layers:
+        _migrate_gate(part)
+    changes = list(_layer_lists(blocks, layers, count, dim))
     mix, skips = blocks.pop("mix", None), blocks.pop("skips", None)
     lanes, parallel = blocks.pop("lanes", None), blocks.pop("parallel", None) or ()
     loops = "loop" in blocks
@@ -201,7 +209,7 @@ def _migrate_blocks(blocks: Data) -> None:
     for part in layers:
         factor = branches[_title(part)]
         if factor == f"{_title(part)}.residual * ":
-            part["learn"] = {"residual": {"init": 1}}
+            _merge(part, {"learn": {"residual": {"init": 1}}})
             part["write"] = "x + residual * y"
         elif factor:
             part["write"] = f"x + {factor}y"
@@ -257,17 +265,50 @@ def _title(layer: Mapping[str, Any]) -> str:
     return str(layer.get("name") or layer.get("kind"))
 
 
-def _layer_lists(layers: Sequence[Data], count: int) -> Iterator[dict[str, Any]]:
-    """Yields the changes that stand for the lists of layers in `values` and `exclude`."""
+def _migrate_gate(layer: Data) -> None:
+    """Rewrites the gate of an attention's heads as a learned value and an expression."""
+    gate = layer.pop("gate", None)
+    if isinstance(gate, Mapping):
+        act = parse(gate.get("act", "2 * sigmoid(x)"))
+        learned = {"of": "h", "shape": layer.get("heads"), "init": gate.get("init", 0)}
+        layer["learn"] = {"head_gate": learned | {key: gate[key] for key in ("features",) if key in gate}}
+        layer["y"] = str(Binary("*", Var("y"), substitute(act, {"x": Var("head_gate")})))
+
+
+def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> Iterator[dict[str, Any]]:
+    """Rewrites value embeddings, and yields the changes that stand for the lists of layers in `values` and
+    `exclude`."""
     for layer in layers:
-        for key in ("values", "exclude"):
-            spec = layer.get(key)
-            if not isinstance(spec, MutableMapping) or "layers" not in spec:
-                continue
-            chosen = spec.pop("layers")
+        title = _title(layer)
+        values, fields = layer.pop("values", None), dict[str, Any]()
+        if isinstance(values, MutableMapping):
+            size = layer.get("head_dim") or (dim or 0) // layer["heads"]
+            common = blocks.setdefault("common", {})
+            common |= {
+                f"{title}_values.table": {
+                    "of": "ids", "shape": values.get("dim"), "init": values.get("init", {"normal": 0.01})
+                },
+                f"{title}_values.project": {
+                    "of": f"{title}_values.table", "shape": layer.get("kv_heads", layer["heads"]) * size
+                },
+                f"{title}_values.scale": {"shape": 1, "init": values.get("scale", 0.1)},
+            }  # fmt: skip
+            fields = {
+                "learn": {"value_scale": {"shape": 1, "init": 1}},
+                "v": f"v + value_scale * ({title}_values.scale * {title}_values.project)",
+            }
+        exclude = layer.pop("exclude", None)
+        listed = {} if exclude is None else {"exclude": {k: v for k, v in exclude.items() if k != "layers"}}
+        for part, chosen in ((fields, (values or {}).get("layers")), (listed, (exclude or {}).get("layers"))):
             if chosen is not None and sorted(chosen) != list(range(count)):
-                del layer[key]
-                yield {"where": condition_of(sorted(chosen), count), _title(layer): {key: dict(spec)}}
+                yield {"where": condition_of(sorted(chosen), count), title: part}
+            else:
+                _merge(layer, part)
+
+
+def _merge(layer: Data, fields: Mapping[str, Any]) -> None:
+    for key, value in fields.items():
+        layer[key] = {**layer.get(key, {}), **value} if isinstance(value, dict) and key == "learn" else value
 
 
 def _residual(layer: Data) -> str:

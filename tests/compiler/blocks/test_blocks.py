@@ -227,6 +227,70 @@ CASES: Mapping[str, dict[str, Any]] = {
     "exclude": attention(exclude={}),
     "exclude_groups": attention(exclude={}, kv_heads=1, rope={}, window=4),
     "exclude_in_some": {**attention(exclude={"layers": [1, 2]}), "count": 4},
+    "value_embedding_of_each_layer": {
+        **attention(
+            kv_heads=1,
+            learn={"table": {"of": "ids", "shape": 4}, "open": {"of": "h", "features": 3, "shape": 1, "init": 0}},
+            v="v + 3 * sigmoid(open) * table",
+        ),
+        "blocks": {
+            "changes": ({"where": "layer == 1", "attention": {"learn": {"table": None, "open": None}, "v": None}},)
+        },
+        "count": 3,
+    },
+    "value_residual": {
+        **attention(rope={}),
+        "blocks": {
+            "common": {"first": {"of": "x0"}},
+            "changes": (
+                {"where": "layer == 0", "attention": {"v": "first"}},
+                {
+                    "where": "layer > 0",
+                    "attention": {
+                        "learn": {"share": {"shape": 1, "init": 0.5}},
+                        "v": "share * v + (1 - share) * first",
+                    },
+                },
+            ),
+        },
+        "count": 3,
+    },
+    "gated_skip_and_backout": {
+        "blocks": {
+            "common": {"open": {"of": "x0", "features": 5, "shape": 1}, "out": {"shape": 1, "init": 0.2}},
+            "changes": (
+                {"where": "layer == 2", "read": "x + 2 * sigmoid(open) * output(0)"},
+                {"where": "layer == 3", "mlp": {"write": "x + y - out * output(1)"}},
+            ),
+        },
+        "count": 4,
+    },
+    "gates_of_two_values": {
+        **attention(
+            learn={
+                "table": {"of": "ids"},
+                "by_value": {"of": "table", "features": 2, "shape": 2},
+                "by_input": {"of": "h", "features": 2, "shape": 2},
+            },
+            y="y * 2 * sigmoid(by_value + by_input)",
+            v="v + table",
+        ),
+    },
+    "coefficients_by_a_network_of_the_stream": {
+        "blocks": {
+            "learn": {
+                "inner": {"of": "x", "shape": 6},
+                "a": {"of": "gelu(inner)", "shape": 1},
+                "b": {"of": "gelu(inner)", "shape": 1},
+                "bias": {"shape": 1, "init": 1},
+            },
+            "read": "(a + bias) * x + b * x0",
+        },
+        "count": 2,
+    },
+    "gated_mlp_branch": {
+        "layers": (ATTENTION, {**MLP, "learn": {"open": {"of": "y"}}, "write": "x + sigmoid(open) * y"}),
+    },
     "gate": attention(gate={"features": 3}),
     "gate_of_all_features": attention(gate={"act": "sigmoid(x)", "init": {"normal": 0.005}}),
     "gate_sparse": attention(gate={"features": 4, "act": "sigmoid(0.5 * x)"}, exclude={}, kv_heads=1),
