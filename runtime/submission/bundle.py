@@ -38,6 +38,8 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("platformdirs", None): (_KNOWN, None),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
     ("specc.runtime.optim.rule_of", "rule_of"): (_KNOWN, "rule_of"),
+    ("specc.compiler.schedule", "formula"): (_KNOWN, "formula"),
+    ("specc.compiler.schedule", "formula_at"): (_KNOWN, "formula_at"),
     ("specc.runtime.data.missing_paths", "missing_source"): (_KNOWN, "missing_source"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),

@@ -124,7 +124,7 @@ def test_what_cannot_be_rounded_is_refused() -> None:
 
 def test_what_a_decoder_writes_is_rounded_where_it_is_fed_that() -> None:
     """Teacher forcing: with programs of its own, whose single steps of an LSTM round what its loop rounds."""
-    programs = lowered(LSTM, teacher_forcing=[[0, 1.0], [50, 0.5]])
+    programs = lowered(LSTM, teacher_forcing={"at": [[0, 1.0], [50, 0.5]], "by": "step"})
     assert [phase.writes for phase in programs.phases] == [("encode", "extend"), ("encode_rounded", "extend_rounded")]
     assert "extend_rounded" not in programs.whole
     whole, step = (flatten(programs, programs.program(name)) for name in ("train_rounded", "extend_rounded"))
@@ -132,7 +132,7 @@ def test_what_a_decoder_writes_is_rounded_where_it_is_fed_that() -> None:
     loops = {node.inputs[-1] for node in whole.nodes if node.op.name == "scan"}
     assert scales[1] - {"@decoder.lstm.hidden_inverse"} <= scales[0] and "@decoder.lstm.hidden_inverse" in loops
     assert not any(node.op.name == "lstm_cell" for node in step.nodes)
-    for given in (None, [[0, 1.0]]):
+    for given in (None, 1.0):
         assert "extend_rounded" not in {graph.name for graph in lowered(LSTM, teacher_forcing=given).programs}
 
 
