@@ -10,7 +10,8 @@ from torch import Tensor
 from specc.compiler.expr.mask import bound_mask
 from specc.compiler.expr.score import bound_score
 from specc.compiler.ir.graph import Node, TensorType
-from specc.compiler.kernels.attention.scored import SCORED, SCORED_GRAD, ScoreGradTile, ScoreTile
+from specc.compiler.kernels.attention.score_tile import ScoreGradTile, ScoreTile
+from specc.compiler.kernels.attention.scored import SCORED, SCORED_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site
 from specc.compiler.ops.attention import ScoredAttention, ScoredAttentionGrad
 from specc.compiler.targets import TARGETS

@@ -22,7 +22,8 @@ from scored_sites import CASES, Attention, exact, kernel_of, scored_inputs
 from specc.compiler.expr.mask import Mask
 from specc.compiler.expr.score import Score
 from specc.compiler.kernels.attention.score_lines import ScoreLines
-from specc.compiler.kernels.attention.scored import SCORED_GRAD, ScoreGradTile, ScoreTile
+from specc.compiler.kernels.attention.score_tile import ScoreGradTile, ScoreTile
+from specc.compiler.kernels.attention.scored import SCORED_GRAD
 from specc.compiler.kernels.kernel import Site, symbol
 
 SMALL = (4, 2, 16)

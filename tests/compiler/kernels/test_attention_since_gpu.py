@@ -1,8 +1,9 @@
 """Attention within documents and windows, compiled for a GPU, which computes only blocks that some token sees, against
 float64. Rows of one batch differ, lengths are no multiple of a block, documents end with a block."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from tiny_models import ATTENTION, MLP, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
+from specc.compiler.expr.mask import bound_mask
+from specc.compiler.ir.graph import TensorType
 from specc.compiler.ops.attention import Sdpa
 from specc.compiler.render.jinja import render
-from specc.compiler.render.model import OpContext
 from specc.runtime.model.load import initialize, instantiate
 
 pytestmark = pytest.mark.gpu
+SAME = "document(i) == document(j)"
 
 # B, T, H, G, C; the mean length of a document, none where 0; a window
 CASES = {
@@ -32,12 +35,18 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def attend() -> Callable[..., Tensor]:
-    names = {"torch": torch, "Tensor": Tensor, "F": F}
-    exec(render("torch/ops/attend_since.py.jinja", OpContext("attend_since_alone"), "", ""), names)
-    function: Callable[..., Tensor] = names["attend_since"]  # type: ignore[assignment]
-    return function
+def attend_of(documents: bool, window: int | None, heads: int, groups: int, size: int) -> tuple[Sdpa, Any]:
+    """The op of a mask, and the function that is generated for it."""
+    conditions = ["j <= i", *([SAME] if documents else []), *([f"i - j < {window}"] if window else [])]
+    op = Sdpa(mask=bound_mask(" and ".join(conditions), heads, 1024))
+    q, k = (TensorType(("B", "T", count, size), "f32") for count in (heads, groups))
+    call = op.call((q, k, k, *([TensorType(("B", "T"), "i64")] if documents else [])))
+    assert call.generated is not None
+    names: dict[str, Any] = {"torch": torch, "Tensor": Tensor, "F": F}
+    template, context = call.generated
+    package = f"{call.function}_{heads}_{groups}_{size}"
+    exec(render(template, replace(context, package=package), "", ""), names)  # type: ignore[type-var]
+    return op, names[call.function]
 
 
 def starts_of(b: int, t: int, mean: int, generator: torch.Generator) -> Tensor | None:
@@ -50,7 +59,7 @@ def starts_of(b: int, t: int, mean: int, generator: torch.Generator) -> Tensor |
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("name", CASES)
-def test_compiled_equals_float64(name: str, dtype: torch.dtype, attend: Callable[..., Tensor]) -> None:
+def test_compiled_equals_float64(name: str, dtype: torch.dtype) -> None:
     b, t, heads, groups, size, mean, window = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
     q, k, v, dy = (
@@ -58,8 +67,9 @@ def test_compiled_equals_float64(name: str, dtype: torch.dtype, attend: Callable
     )
     starts = starts_of(b, t, mean, generator)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
-    op = Sdpa(window, starts is not None)
-    exact = op.reference(*wide, *([] if starts is None else [starts]))
+    further = [] if starts is None else [starts]
+    op, attend = attend_of(starts is not None, window, heads, groups, size)
+    exact = op.reference(*wide, *further)
     assert isinstance(exact, Tensor)
     wanted = [exact, *torch.autograd.grad(exact, wide, dy.double())]
     torch._dynamo.reset()
@@ -67,7 +77,7 @@ def test_compiled_equals_float64(name: str, dtype: torch.dtype, attend: Callable
     found = []
     for function in (compiled, attend):
         given = [x.clone().requires_grad_() for x in (q, k, v)]
-        y = function(*given, starts=starts, window=window)
+        y = function(*given, *further)
         found.append([y, *torch.autograd.grad(y, given, dy)])
     for label, compiled_one, eager, want in zip(("y", "dq", "dk", "dv"), *found, wanted, strict=True):
         norm = max(want.norm(), exact.norm())  # alone, a token has no gradient of q and k
@@ -75,8 +85,9 @@ def test_compiled_equals_float64(name: str, dtype: torch.dtype, attend: Callable
         assert wrong <= 3 * allowed + 1e-5, (label, float(wrong), float(allowed))
 
 
-def test_no_token_reads_behind_itself_or_another_document(attend: Callable[..., Tensor]) -> None:
+def test_no_token_reads_behind_itself_or_another_document() -> None:
     """A change of one token moves only those behind it in its document."""
+    _, attend = attend_of(True, None, 4, 2, 64)
     b, t = 2, 400
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(b, t, n, 64, generator=generator).cuda().bfloat16() for n in (4, 2, 2))
@@ -94,8 +105,9 @@ def test_no_token_reads_behind_itself_or_another_document(attend: Callable[..., 
         assert not (moved & ~may).any() and moved[:, at].all(), at
 
 
-def test_rows_and_tokens_may_change_from_call_to_call(attend: Callable[..., Tensor]) -> None:
+def test_rows_and_tokens_may_change_from_call_to_call() -> None:
     """As the last batch of an evaluation is smaller: compiled once more for any number of them."""
+    _, attend = attend_of(True, None, 4, 2, 32)
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True)
     generator = torch.Generator().manual_seed(5)
@@ -107,7 +119,14 @@ def test_rows_and_tokens_may_change_from_call_to_call(attend: Callable[..., Tens
 
 def test_within_a_compiled_model_rows_have_blocks_of_their_own(tmp_path: Path) -> None:
     """Compiling the surrounding code does not move the tables of the kernel: rows equal those of the eager model."""
-    attention = {**ATTENTION, "heads": 4, "kv_heads": 2, "head_dim": 32, "bos": 1, "window": 300}
+    attention = {
+        **ATTENTION,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "bos": 1,
+        "mask": f"j <= i and {SAME} and i - j < 300",
+    }
     spec = tiny((attention, {**MLP, "hidden": 128}), (), ("sm90",), vocab=64, dim=64, context=640)
     loaded = instantiate(spec, "sm90", tmp_path)
     initialize(loaded, 3)

@@ -1,0 +1,441 @@
+"""The contexts of the templates of attention with a score and a mask."""
+
+from dataclasses import dataclass
+
+from specc.compiler.ir.graph import TensorType
+from specc.compiler.kernels.attention.attention import BACKWARD, FORWARD
+from specc.compiler.kernels.attention.score_lines import NEAREST, Reading, ScoreLines
+from specc.compiler.kernels.attention.score_tile import ScoreGradTile, ScoreTile, block
+from specc.compiler.kernels.generated import (
+    DTYPES,
+    TRITON_DTYPES,
+    GeneratedFunction,
+    generated_function,
+    number_of,
+)
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.kernels.lines import flowed, listed, unbroken
+from specc.compiler.ops.attention import ScoredAttention, ScoredAttentionGrad
+
+MOST_ENTRIES = 2048  # of a table that is not read at i - j: a program holds one sum per element
+SPLITS = 16  # programs that share the tiles of one offset, in the kernel that sums along i - j
+LISTS = ("counts", "order")
+LOG2E = 1.4426950408889634
+CONSTANTS = ("H", "G", "C", "SCALE", "QUERIES", "KEYS", "WIDTH")
+START_BOUNDS = (
+    "start0 = tl.load(start_ptr + b.to(tl.int64) * T + i0, mask=i0 < T, other=0).to(tl.int32)",
+    "start1 = tl.load(start_ptr + b.to(tl.int64) * T + i1, mask=i0 < T, other=0).to(tl.int32)",
+)
+NO_SINK = (
+    'base = tl.where(most == float("-inf"), 0.0, most)  # of a query that sees no key',
+    "total = tl.where(total == 0.0, 1.0, total)",
+)
+SINK = (
+    "sink = tl.load(sinks_ptr + h).to(tl.float32) * LOG2E",
+    "base = tl.maximum(most, sink)",
+    "shrink = tl.exp2(most - base)",
+    "total, y = total * shrink + tl.exp2(sink - base), y * shrink[:, None]",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A loop over tiles of scores: those of which all pairs are seen, or the others.
+
+    Attributes:
+        comment: A comment on the loop.
+        span: The arguments of the range of the tiles of a row, after those of `tl.range`.
+        tiles: The number of tiles, in the kernel of dk and dv.
+        start: The first of them, with " + " if it is not the first of the row.
+        keys: The further arguments of the loads of keys and values.
+        scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
+        base: What is subtracted from scores before they are exponentiated.
+        weights: The weights of the softmax.
+        sums: Lines that add to the gradients of tables.
+    """
+
+    comment: str
+    span: str
+    tiles: str
+    start: str
+    keys: str
+    scores: tuple[str, ...]
+    base: str
+    weights: str
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredContext:
+    """The context of templates/triton/scored_attention.py.jinja.
+
+    Attributes:
+        how: A description of the kernel's algorithm.
+        lines: The score and the mask.
+        tiles_kernel: The signature of the kernel that lists tiles.
+        bounds: Lines of that kernel that load the document starts of tiles.
+        list_tiles: The signature of the function that calls it.
+        tiles_arguments: The arguments of the call.
+        listing: The call of that function up to the sizes of tiles.
+        diagonals: The reads whose gradients are summed along i - j, with the signatures of the kernels that do.
+        classes: Lines of these kernels that find whether some scores of a tile are masked.
+        mixed: Lines that compute the scores of a tile of which some are masked.
+        located: The reads whose elements by head and distance are computed first.
+        helpers: Templates of functions that the kernels call.
+        entries: The largest number of elements of a table whose sums are held by programs.
+        body: The template of the kernels and their launch.
+        kernels: The signatures of the kernels.
+        arguments: The arguments of their launches.
+        queries, keys: Masks of the valid elements of a block of queries, by i, and of keys, by j.
+        key_rows, rows: The same of keys, by key, and of queries, by query.
+        positions: Lines that define what the score reads of a block of queries.
+        row: The row of tiles of a program.
+        parts, key_parts: The loops over the tiles of a row of queries, and of keys.
+        element: The dtype that operands of products have.
+        slope: The gradient of the scaled product.
+        finish: Lines that complete the denominator of the softmax.
+        sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
+        prepared: Lines before the launch.
+        summed: Lines after the launch.
+        wanted: Rows of the table of input checks.
+        allocated: Lines that allocate the outputs.
+    """
+
+    op: GeneratedFunction
+    how: str
+    heads: int
+    kv_heads: int
+    channels: int
+    settings: str
+    lines: ScoreLines
+    tiles_kernel: str
+    bounds: tuple[str, ...]
+    list_tiles: str
+    tiles_arguments: str
+    listing: str
+    diagonals: tuple[tuple[Reading, str], ...]
+    classes: tuple[str, ...]
+    mixed: tuple[str, ...]
+    located: tuple[Reading, ...]
+    helpers: tuple[str, ...]
+    entries: int
+    body: str
+    kernels: tuple[str, ...]
+    arguments: tuple[str, ...]
+    queries: str
+    keys: str
+    key_rows: str
+    rows: str
+    positions: tuple[str, ...]
+    row: str
+    parts: tuple[Part, ...]
+    key_parts: tuple[Part, ...]
+    element: str
+    slope: str
+    finish: tuple[str, ...]
+    sums_begin: tuple[str, ...]
+    sums_end: tuple[str, ...]
+    prepared: tuple[str, ...]
+    summed: tuple[str, ...]
+    wanted: tuple[str, ...]
+    allocated: tuple[str, ...]
+    returns: str
+    fake: str
+
+
+def table_name(name: str) -> str:
+    """Returns the name of a further input of the op in generated code, where a table could be named like a variable."""
+    return name if name in ("start", "sinks") else f"{name}_table"
+
+
+def is_gradient(site: Site) -> bool:
+    """Returns whether the site is the gradient."""
+    return isinstance(site.node.op, ScoredAttentionGrad)
+
+
+def _op(site: Site) -> ScoredAttention | ScoredAttentionGrad:
+    assert isinstance(site.node.op, ScoredAttention | ScoredAttentionGrad)
+    return site.node.op
+
+
+def inputs_of(site: Site) -> dict[str, TensorType]:
+    """Returns the inputs of the site by their names in generated code."""
+    names = (*(BACKWARD if is_gradient(site) else FORWARD), *map(table_name, _op(site).further))
+    return dict(zip(names, site.inputs, strict=True))
+
+
+def lines_of(site: Site) -> ScoreLines:
+    op, inputs = _op(site), inputs_of(site)
+    shapes = {name: tuple(map(number_of, inputs[table_name(name)].shape)) for name in op.tables}
+    return ScoreLines.of(*op.parsed(inputs["q"].shape[-2]), shapes)
+
+
+def _deeper(*lines: str) -> tuple[str, ...]:
+    """Indents the lines of statements, but the first of each, by four more spaces."""
+    return tuple(line.replace("\n", "\n    ") for line in lines)
+
+
+class Writer:
+    """Writes the contexts of one site."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.op, self.inputs, self.lines = site, _op(site), inputs_of(site), lines_of(site)
+        self.backward = is_gradient(site)
+        q, k = self.inputs["q"], self.inputs["k"]
+        self.heads, self.kv_heads, self.channels = number_of(q.shape[-2]), number_of(k.shape[-2]), number_of(q.width)
+        self.width, self.element = block(self.channels), TRITON_DTYPES[q.dtype]
+        learned = [f"d{table_name(name)}" for name in self.op.further if name != "start"]
+        names = ("dq", "dk", "dv", *learned) if self.backward else ("y", "lse")
+        self.outputs = dict(zip(names, site.node.types, strict=True))
+        self.further = [name for name in self.inputs if name not in (*BACKWARD, "v")]
+        self.strips = self.lines.by_distance
+        self.inside = "" if self.width == self.channels else " & (c < C)"
+
+    def context(self, tile: ScoreTile | ScoreGradTile) -> ScoredContext:
+        """Returns the context for a tile of the site's direction."""
+        if isinstance(tile, ScoreTile):
+            settings = [tile.settings()]
+            kernels = [self._forward_kernel()]
+        else:
+            settings = [tile.queries.settings("DQ_"), tile.keys.settings("DK_")]
+            kernels = [self._queries_kernel(), self._keys_kernel()]
+        settings.append(f"SCALE, WIDTH, LOG2E = {self._scale()!r}, {self.width}, tl.constexpr({LOG2E})")
+        start = ["start"] if self.lines.documents else []
+        pointers = [*(f"{name}_ptr" for name in start), "counts_ptr", "order_ptr", "T", "N"]
+        sizes = [f"{name}: tl.constexpr" for name in ("QUERIES", "KEYS", "BY_KEYS", "MOST")]
+        listing = ["q", *start, "len(start)" if start else "1"]
+        parameters = [
+            "q: Tensor",
+            *(f"{name}: Tensor" for name in start),
+            "b: int",
+            "t: int",
+            "queries: int",
+            "keys: int",
+        ]
+        readings = self.lines.readings
+        starts = START_BOUNDS if start else ()
+        firsts = [line for reading in readings for line in reading.first()]
+        return ScoredContext(
+            op=self._function(),
+            how=self._how(),
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            channels=self.channels,
+            settings="\n".join(settings),
+            lines=self.lines,
+            tiles_kernel=listed("def tiles_kernel(", [*pointers, *sizes], "):"),
+            bounds=(*starts, *self.lines.bounds),
+            list_tiles=listed("def list_tiles(", [*parameters, "by_keys: bool"], ") -> tuple[Tensor, Tensor]:"),
+            tiles_arguments=", ".join([*start, "counts", "order", "t", "others", "queries", "keys", "by_keys", "most"]),
+            listing=f"list_tiles({', '.join(listing)}, t",
+            diagonals=tuple((reading, self._diagonals(reading)[0]) for reading in self.strips if self.backward),
+            classes=_deeper(*starts, *self.lines.bounds, self.lines.some, self.lines.every),
+            mixed=_deeper(
+                *self.lines.convert("fi", "fj", "fh"),
+                *self._start("begin + i"),
+                *(line for reading in readings if reading.per_head for line in reading.first()),
+                *self.lines.scores(True),
+            ),
+            located=tuple(
+                reading for reading in readings if reading.located and (self.backward or not reading.per_head)
+            ),
+            helpers=self._helpers(),
+            entries=MOST_ENTRIES,
+            body=f"triton/scored_attention_{'backward' if self.backward else 'forward'}.jinja",
+            kernels=tuple(kernel for kernel, _ in kernels),
+            arguments=tuple(arguments for _, arguments in kernels),
+            queries=f"(i < T){self.inside}" if self.inside else "i < T",
+            keys=f"(j < T){self.inside}" if self.inside else "j < T",
+            key_rows=f"(key[:, None] < T){self.inside}" if self.inside else "key[:, None] < T",
+            rows=f"(query[:, None] < T){self.inside}" if self.inside else "query[:, None] < T",
+            positions=(*self.lines.convert("fi", "fh"), *self._start("at"), *firsts),
+            row="b * tl.num_programs(0) + tile" if start else "tile",
+            parts=tuple(self._part(masked) for masked in (False, True)),
+            key_parts=tuple(self._key_part(masked) for masked in (False, True)),
+            element=self.element,
+            slope=f"(ds * ({self.lines.slope}))" if self.lines.slope else "ds",
+            finish=SINK if self.op.sinks else NO_SINK,
+            sums_begin=tuple(line for reading in readings for line in reading.begin_sums()),
+            sums_end=tuple(reading.end_sums() for reading in readings),
+            prepared=self._prepared(),
+            summed=self._summed(),
+            wanted=tuple(self._check(name, type) for name, type in self.inputs.items()),
+            allocated=tuple(f"{name} = {self._empty(name, type)}" for name, type in self.outputs.items()),
+            returns=", ".join(self.outputs),
+            fake=self._fake(),
+        )
+
+    def _helpers(self) -> tuple[str, ...]:
+        general = any(reading.general for reading in self.lines.readings)
+        names = (
+            ("tanh", bool(self.lines.calls)),
+            ("sums", self.backward and general),
+        )
+        return tuple(f"triton/scored_attention_{name}.jinja" for name, used in names if used)
+
+    def _function(self) -> GeneratedFunction:
+        values = self.inputs | self.outputs
+        shapes = {
+            name: f"[{', '.join(self._shape(name, type, *'BT', self.heads, self.kv_heads, self.channels))}]"
+            for name, type in values.items()
+        }
+        summary = f"{self.site.label}: {self.site.node.op.words}, by tiles of scores."
+        return generated_function(self.site, self.inputs, self.outputs, shapes, summary, self._formulas())
+
+    def _formulas(self) -> list[str]:
+        score, scale = self.op.score, "" if self._scale() == 1 else f"{self._scale():.6g} "
+        lines = [f"s = {scale}q k^T for the query at i and the key at j", f"x = {score} where {self.op.mask}"]
+        if self.op.documents:
+            lines.append("start is the position at which the document of a query starts")
+        denominator = "sum(exp(x)) + exp(sinks)" if self.op.sinks else "sum(exp(x))"
+        if self.backward:
+            lines += ["p = exp(x - lse), dv = p^T dy", "dx = p * (dy v^T - sum(dy * y)), ds = dx * (dx / ds)"]
+            lines += [f"dq = {scale}ds k, dk = {scale}ds^T q"]
+        else:
+            lines += [f"lse = log({denominator}), y = exp(x - lse) v"]
+        shared = self.heads // self.kv_heads
+        return lines + ([f"{shared} heads of queries read one of keys and values"] if shared > 1 else [])
+
+    def _how(self) -> str:
+        words = f"Triton kernels for {self.site.target.name}. Tiles of scores that are all masked are not computed;"
+        words += (
+            " tiles of which none is masked are computed without the mask. Sums are fp32, weights are rounded before"
+        )
+        words += " they are multiplied with. Called again, it gives the same bits."
+        return flowed(words)
+
+    def _scale(self) -> float:
+        return self.channels**-0.5 if self.op.scale is None else self.op.scale
+
+    def _shape(self, name: str, type: TensorType, b: str, t: str, *counts: object) -> tuple[str, ...]:
+        """Returns the dims of an input or output as text."""
+        heads, kv_heads, channels = map(str, counts or ("H", "G", "C"))
+        if name == "lse":
+            return b, heads, t
+        if name == "start":
+            return b, t
+        if name in ("k", "v", "dk", "dv"):
+            return b, t, kv_heads, channels
+        if name in ("q", "y", "dy", "dq"):
+            return b, t, heads, channels
+        return tuple(map(str, type.shape))
+
+    def _check(self, name: str, type: TensorType) -> str:
+        """Returns a row of the table of input checks."""
+        shape = self._shape(name, type, "b", "t")
+        return f'("{name}", {name}, ({", ".join(shape)}{"," if len(shape) == 1 else ""}), {DTYPES[type.dtype]}),'
+
+    def _empty(self, name: str, type: TensorType, b: str = "b", t: str = "t") -> str:
+        """Returns the expression that allocates an output."""
+        dtype = f", dtype={DTYPES[type.dtype]}" if type.dtype != self.inputs["q"].dtype else ""
+        make = "q.new_empty" if name in ("y", "lse", "dq", "dk", "dv") else "q.new_zeros"
+        return f"{make}({', '.join(self._shape(name, type, b, t))}{dtype})"
+
+    def _fake(self) -> str:
+        """Returns the statement that returns outputs without values."""
+        values = [self._empty(name, type, "q.shape[0]", "q.shape[1]") for name, type in self.outputs.items()]
+        return listed("return (", values, ")", indent=4).lstrip() if len(values) > 2 else f"return {', '.join(values)}"
+
+    def _start(self, place: str) -> tuple[str, ...]:
+        if not self.lines.documents:
+            return ()
+        return (f"start = tl.load(start_ptr + {place}, mask=i < T, other=0).to(tl.int32)",)
+
+    def _part(self, masked: bool) -> Part:
+        """Returns the loop of a row of queries over whole tiles, or over tiles with a masked pair."""
+        weights = "tl.exp2(x * LOG2E - lse[:, None])"
+        inside = (
+            [f"(key[:, None] < T){self.inside}" if self.inside else "key[:, None] < T"]
+            if masked
+            else ["c < C"]
+            if self.inside
+            else []
+        )
+        lines = (*self.lines.convert("fj"), *self.lines.scores(masked))
+        return Part(
+            comment="  # some pairs are masked" if masked else "  # no pair is masked",
+            span="whole, some" if masked else "whole",
+            tiles="",
+            start="",
+            keys=f", mask={inside[0]}, other=0.0" if inside else "",
+            scores=(*lines, *(('x = tl.where(seen, x, float("-inf"))',) if masked and not self.backward else ())),
+            base='tl.where(top == float("-inf"), 0.0, top)' if masked else "top",
+            weights=f"tl.where(seen, {weights}, 0.0)" if masked else weights,
+            sums=tuple(line for reading in self.lines.readings for line in reading.add_sums(masked)),
+        )
+
+    def _key_part(self, masked: bool) -> Part:
+        """Returns the loop of a row of keys over whole tiles, or over tiles with a masked pair."""
+        weights = "tl.exp2(x * LOG2E - lse[None, :])"
+        begin = [*self.lines.convert("fi", "fj", "fh"), *(self._start("begin + i") if masked else ())]
+        begin += [line for reading in self.lines.readings for line in reading.first(by_keys=True)]
+        return Part(
+            comment="  # some pairs are masked" if masked else "  # no pair is masked",
+            span="",
+            tiles="some - whole" if masked else "whole",
+            start="whole + " if masked else "",
+            keys="",
+            scores=(*begin, *self.lines.scores(masked, by_keys=True)),
+            base="",
+            weights=f"tl.where(seen, {weights}, 0.0)" if masked else weights,
+            sums=(),
+        )
+
+    def _forward_kernel(self) -> tuple[str, str]:
+        read = ["q", "k", "v", *self._read(), *(["sinks"] if self.op.sinks else [])]
+        return self._kernel("forward", [*read, "y", "lse", *LISTS], [], "")
+
+    def _queries_kernel(self) -> tuple[str, str]:
+        sums = [f"{reading.name}_sums" for reading in self.lines.readings]
+        tensors = ["dy", "q", "k", "v", "y", "lse", *self._read(), "dq", "delta", *sums, *LISTS]
+        return self._kernel("queries", tensors, [], "DQ_")
+
+    def _keys_kernel(self) -> tuple[str, str]:
+        tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(by_keys=True), "dk", "dv", *LISTS]
+        return self._kernel("keys", tensors, [], "DK_")
+
+    def _diagonals(self, reading: Reading) -> tuple[str, list[str]]:
+        """Returns the signature of the kernel that sums a read's gradient along i - j, and the lines of its launch."""
+        name, room = f"{reading.name}_diagonals", f"{SPLITS}, H, 2, t"
+        tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(), name]
+        signature, arguments = self._kernel(name, tensors, [("B", "b")], "DQ_")
+        launch = [
+            f"{name} = q.new_zeros({room}, dtype=torch.float32)",
+            f"{name}_kernel[(triton.cdiv(t, DQ_QUERIES), H, {SPLITS})](",
+            f"{arguments}\n        num_warps=DQ_WARPS,\n        num_stages=DQ_STAGES,\n    )",
+        ]
+        return signature, launch
+
+    def _read(self, by_keys: bool = False) -> list[str]:
+        """Returns the names of the further tensors that a kernel reads."""
+        sources = (reading.source(by_keys) for reading in self.lines.readings)
+        return [*(["start"] if self.lines.documents else []), *dict.fromkeys(sources)]
+
+    def _kernel(self, name: str, tensors: list[str], sizes: list[tuple[str, str]], prefix: str) -> tuple[str, str]:
+        """Returns the signature of a kernel, and the arguments of its launch."""
+        sizes = [*sizes, ("T", "t"), *([("N", "order.shape[-1]")] if "order" in tensors else [])]
+        sizes += [("STRIP", "strip")] if self.strips else []
+        sizes += [(f"{tensor.upper()}_STRIDE", f"{tensor}.stride(0)") for tensor in "qkv"]
+        names = [*(f"{tensor}_ptr" for tensor in tensors), *(size for size, _ in sizes)]
+        given = [*tensors, *(value for _, value in sizes)]
+        given += [prefix + name if name in ("QUERIES", "KEYS") else name for name in CONSTANTS]
+        signature = listed(f"def {name}_kernel(", [*names, *(f"{name}: tl.constexpr" for name in CONSTANTS)], "):")
+        return signature, flowed(f"{', '.join(map(unbroken, given))},", " " * 8)
+
+    def _prepared(self) -> tuple[str, ...]:
+        """Returns the lines of the launch that make what kernels read and write besides inputs and outputs."""
+        lines = [f"{name} = {name}.contiguous()" for name in self.further]
+        if self.strips:
+            lines.append(f"strip = triton.cdiv(t, 64) * 64 + {2 * NEAREST}")
+        for reading in self.lines.readings:
+            rows = ((False, "DQ_QUERIES"), (True, "DK_KEYS")) if self.backward else ((False, "QUERIES"),)
+            lines += reading.strips(*rows) + (reading.sums() if self.backward else [])
+        return tuple(lines)
+
+    def _summed(self) -> tuple[str, ...]:
+        lines = [f"d{table_name(name)}.zero_()" for name in self.op.tables]
+        lines += [line for reading in self.strips for line in self._diagonals(reading)[1]]
+        lines += [line for reading in self.lines.readings for line in reading.finish_sums()]
+        if self.op.sinks:
+            lines.append("dsinks.copy_(-(torch.exp(sinks.float()[:, None] - lse) * delta).sum((0, 2)))")
+        return tuple(lines)
