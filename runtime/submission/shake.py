@@ -1,16 +1,16 @@
 """Tree shaking: extracts the top-level statements of a package that an entry function needs, as a new package.
 
 Modules are parsed, never executed. Starting from the entry function, a name leads to the statements that bind it, and
-an import leads to statements of other modules; every statement that is reached is kept. A method is kept if a kept
-statement mentions its name. A class with a base class from outside the package keeps all of its methods. Docstrings and
-annotations are removed and imports are regenerated, so that a module that is used only in annotations is not included.
+an import leads to statements of other modules; every statement that is reached is kept, a class with all its methods.
+Docstrings and annotations are removed and imports are regenerated, so that a module that is used only in annotations is
+not included.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -55,15 +55,10 @@ class Shaker:
         self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
-        self._mentioned: set[str] = set()
-        self._unmentioned: dict[str, list[tuple[str, ast.stmt]]] = {}  # (module, method) pairs by method name
 
     def reach(self, module: str, name: str) -> None:
         """Keeps the statements that bind `name` in `module`, and all statements that they need."""
         self._reach(self._resolved((module, name)))
-        self._drain()
-
-    def _drain(self) -> None:
         while self._queue:
             self._follow(*self._queue.pop())
 
@@ -78,8 +73,6 @@ class Shaker:
             for target in _targets_of(node):
                 if self.inside(target[0]):
                     self.reach(*target)
-            self._mention(node)
-        self._drain()
         return _text(ast.fix_missing_locations(_Imports(self).visit(tree)))
 
     def texts(self) -> dict[str, str]:
@@ -87,18 +80,11 @@ class Shaker:
         texts: dict[str, str] = {}
         for name, module in sorted(self._modules.items()):
             if module.needed or module.used:
-                body = [self._without_unmentioned(module.body[i]) for i in sorted(module.needed)]
+                body = [module.body[i] for i in sorted(module.needed)]
                 tree = ast.Module([*self._import_lines(module), *body], [])
                 tree = ast.fix_missing_locations(_Imports(self).visit(tree))
                 texts[f"{_flat(name)}.py"] = _text(tree)
         return texts
-
-    def _without_unmentioned(self, statement: ast.stmt) -> ast.stmt:
-        """Returns a statement. Methods that no needed statement mentions are removed from a class."""
-        if isinstance(statement, ast.ClassDef):
-            left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
-            statement.body = [inner for inner in statement.body if id(inner) not in left_out] or [ast.Pass()]
-        return statement
 
     def _import_lines(self, module: _Module) -> Iterable[ast.stmt]:
         """Yields the import statements of a new module."""
@@ -140,29 +126,29 @@ class Shaker:
             return self._resolved((self._replaced[module, None][0], name))
         if name is None or not self.inside(module):
             return symbol
-        origin = self._module(module) if module in self._sources else None
-        if f"{module}.{name}" in self._sources and (origin is None or name not in origin.imports):
-            return f"{module}.{name}", None
-        if origin is None:
-            raise ShakeError(f"there is no module {module}")
+        submodule = f"{module}.{name}"
+        origin = self._module(module) if module in self._sources or submodule not in self._sources else _Module([])
         if name in origin.imports:
             return self._resolved(origin.imports[name])
-        if name not in origin.bound:
-            raise ShakeError(f"{module} has no {name}")
-        return symbol
+        if name in origin.bound:
+            return symbol
+        if submodule in self._sources:  # a submodule, unless the package binds its name
+            return submodule, None
+        raise ShakeError(f"{module} has no {name}")
 
     def _module(self, name: str) -> _Module:
         if name not in self._modules:
             if name not in self._sources:
                 raise ShakeError(f"there is no module {name}")
             tree = ast.parse(self._sources[name])
+            is_package = any(other.startswith(f"{name}.") for other in self._sources)
+            _absolute(tree, name if is_package else name.rpartition(".")[0])
             _Strip(annotations=True).visit(tree)
             module = self._modules[name] = _Module(tree.body)
             for place, statement in enumerate(tree.body):
                 if isinstance(statement, ast.ImportFrom):
-                    source = self._absolute(name, statement)
                     for alias in statement.names:
-                        module.imports[alias.asname or alias.name] = (source, alias.name)
+                        module.imports[alias.asname or alias.name] = (str(statement.module), alias.name)
                 elif isinstance(statement, ast.Import):
                     for alias in statement.names:
                         if alias.asname is None and "." in alias.name:
@@ -175,15 +161,6 @@ class Shaker:
                     for bound in _bindings(statement):
                         module.bound.setdefault(bound, []).append(place)
         return self._modules[name]
-
-    def _absolute(self, name: str, statement: ast.ImportFrom) -> str:
-        """Returns the module that a statement of the module `name` imports from."""
-        if not statement.level:
-            return str(statement.module)
-        package = any(other.startswith(f"{name}.") for other in self._sources)
-        parts = name.split(".")
-        above = parts[: len(parts) + package - statement.level]
-        return ".".join((*above, *((statement.module,) if statement.module else ())))
 
     def _reach(self, symbol: Symbol) -> None:
         name, bound = symbol
@@ -199,17 +176,12 @@ class Shaker:
 
     def _follow(self, owner: str, statement: ast.stmt) -> None:
         module = self._modules[owner]
-        if isinstance(statement, ast.ClassDef) and self._is_closed(owner, statement):
-            for method in _methods(statement):
-                if method.name not in self._mentioned:
-                    self._unmentioned.setdefault(method.name, []).append((owner, method))
         attributes = {
             id(node.value): node.attr
-            for node in self._nodes_of(statement)
+            for node in ast.walk(statement)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        for node in self._nodes_of(statement):
-            self._mention(node)
+        for node in ast.walk(statement):
             for target in _targets_of(node):
                 if self.inside(target[0]):
                     self._reach(self._resolved(target))
@@ -228,40 +200,6 @@ class Shaker:
                     module.used[node.id] = symbol
                 self._reach(symbol)
 
-    def _mention(self, node: ast.AST) -> None:
-        """Records the names that `node` mentions, and queues the methods of these names."""
-        for name in _names_of(node):
-            self._mentioned.add(name)
-            self._queue.extend(self._unmentioned.pop(name, ()))
-
-    def _nodes_of(self, statement: ast.stmt) -> Iterator[ast.AST]:
-        """Yields all nodes of a statement except for methods that no needed statement mentions."""
-        left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
-        pending: list[ast.AST] = [statement]
-        while pending:
-            node = pending.pop()
-            if node is statement or id(node) not in left_out:
-                yield node
-                pending.extend(ast.iter_child_nodes(node))
-
-    def _is_closed(self, owner: str, statement: ast.ClassDef) -> bool:
-        """Returns True if all base classes are in the package, so that code outside it does not call its methods."""
-        bases = [base.value if isinstance(base, ast.Subscript) else base for base in statement.bases]
-        if not all(isinstance(base, ast.Name) for base in bases):
-            return False
-        for name in (base.id for base in bases if isinstance(base, ast.Name)):
-            module = self._module(owner)
-            if name not in module.imports and name not in module.bound:
-                return False
-            origin, symbol = self._resolved((owner, name))
-            if (origin, symbol) in (("typing", "Generic"), ("typing", "Protocol")):
-                continue
-            places = self._module(origin).bound.get(symbol or "", ()) if origin in self._sources else ()
-            classes = [self._module(origin).body[place] for place in places]
-            if not classes or not all(isinstance(c, ast.ClassDef) and self._is_closed(origin, c) for c in classes):
-                return False
-        return True
-
     def _through(self, module: str, attribute: str | None) -> None:
         """Keeps the statements of `module.attribute`.
 
@@ -270,6 +208,15 @@ class Shaker:
         if attribute is None or attribute not in self._module(module).bound:
             raise ShakeError(f"{module} is used as more than a place of names ({attribute})")
         self._reach((module, attribute))
+
+
+def _absolute(tree: ast.AST, package: str) -> None:
+    """Makes the relative imports of a module in `package` absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parents = package.split(".")
+            node.module = ".".join((*parents[: len(parents) - node.level + 1], *filter(None, (node.module,))))
+            node.level = 0
 
 
 def _text(tree: ast.AST) -> str:
@@ -286,22 +233,6 @@ def _targets_of(node: ast.AST) -> list[tuple[str, str]]:
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [(node.module, alias.name) for alias in node.names]
     return []
-
-
-def _methods(statement: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Returns the methods of a class except for special methods, which Python calls itself."""
-    functions = [inner for inner in statement.body if isinstance(inner, ast.FunctionDef)]
-    return [method for method in functions if not (method.name.startswith("__") and method.name.endswith("__"))]
-
-
-def _names_of(node: ast.AST) -> Iterator[str]:
-    """Yields the names in a node that could refer to a method."""
-    if isinstance(node, ast.Attribute):
-        yield node.attr
-    elif isinstance(node, ast.Name):
-        yield node.id
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-        yield node.value
 
 
 def _bindings(statement: ast.stmt) -> set[str]:
@@ -332,7 +263,7 @@ class _Strip(ast.NodeTransformer):
     """Removes docstrings; with `annotations`, also code for type checkers: annotations, casts and assertions.
 
     Annotations in a class body become `int`, because dataclasses find their fields by them. An annotation that states
-    the range of a number with `Field(...)` is not changed, nor is `KW_ONLY`.
+    the range of a number with `Field(...)`, or that fields are given by name, is not changed.
     """
 
     def __init__(self, annotations: bool) -> None:
@@ -383,7 +314,7 @@ class _Strip(ast.NodeTransformer):
             return node
         text = ast.unparse(node.annotation)
         if self._in_class and "ClassVar" not in text:
-            if not re.search(r"Field\((?:ge|gt|le|lt)=|\bKW_ONLY\b", text):
+            if not re.search(r"\bKW_ONLY$|Field\((?:ge|gt|le|lt)=", text):
                 node.annotation = ast.Name("int", ast.Load())
             return node
         return ast.Assign([node.target], node.value) if node.value is not None else None
