@@ -18,7 +18,7 @@ from specc.compiler.spec.check import load
 PLAN = "PLAN.md"
 SHOWN = 10  # tensors, tiles or files that one line of the summary names
 WIDTH = 120
-CONTEXT = 0  # context lines of a diff of generated code: reviewers read the kernels beside the diff
+CONTEXT = 0  # context lines of a diff of generated code: reviewers read the kernels next to the diff
 
 
 @dataclass(frozen=True)

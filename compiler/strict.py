@@ -96,7 +96,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields the parts of the data of this model that stand under names instead of keys: the path, the expected
+        """Yields the parts of the data of this model that are under names instead of keys: the path, the expected
         type, and the data with the tags that the part inherits."""
         yield from ()
 

@@ -202,7 +202,7 @@ class Change(StrictModel):
     """Fields of a block that differ in the layers where the condition `where` holds.
 
     A key may also be the name of a layer, with the fields of it that differ. Mappings are merged field by field, in the
-    order of the changes. A layer or norm of another `kind` replaces the one that stands there. Null removes a field or
+    order of the changes. A layer or norm of another `kind` replaces the existing one. Null removes a field or
     a learned value.
 
     Attributes:
@@ -241,7 +241,7 @@ class Change(StrictModel):
 class Between(StrictModel):
     """Modules before the runs of blocks in which `where` holds, a condition of `run` and `runs`, `layer` and `layers`.
 
-    Runs are counted from 0, and `runs` is their number. Module `name`.0 stands before the first such run, and so on,
+    Runs are counted from 0, and `runs` is their number. Module `name`.0 is before the first such run, and so on,
     with learned values of its own.
 
     Attributes:
@@ -393,7 +393,7 @@ class Blocks(Block):
                 problem.under(*path)
                 for path, schedule in schedules_in(block)
                 for problem in schedule.problems()
-                if self._source(path, chosen) != path  # others are reported where they stand
+                if self._source(path, chosen) != path  # others are reported at their own place
             ]
             problems = (
                 *changed,

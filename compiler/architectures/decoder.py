@@ -77,7 +77,7 @@ class DecoderBlocks(Blocks):
 
     Attributes:
         order: the blocks in the order in which they run, or a schedule of orders. If unset, each block runs once.
-        between: modules that stand between runs.
+        between: modules between runs.
     """
 
     order: Order | OrderSchedule | None = later(None)

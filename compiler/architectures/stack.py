@@ -90,7 +90,7 @@ class Stack:
         return x, state
 
     def _between(self, outer: Builder, run: int, x: str, streams: tuple[str, ...], outputs: Sequence[str]) -> str:
-        """Adds the modules that stand before a run, each as a separate call, and returns the stream after them.
+        """Adds the modules before a run, each as a separate call, and returns the stream after them.
 
         They are outside the blocks, because the same block may run with and without them.
         """

@@ -180,7 +180,7 @@ class Span:
         """Returns the function of one step. The state of all recurrent stages comes first in its inputs and its
         outputs.
 
-        Names cannot collide, whatever the titles of stages: fixed names have no `_`. The name of a stage's value is its
+        Names cannot collide with any titles of stages: fixed names have no `_`. The name of a stage's value is its
         title, `_` and a suffix without `_`. Only state has a key as its suffix.
         """
         b = Builder("")

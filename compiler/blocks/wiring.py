@@ -21,7 +21,7 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding, FirstFeatures
 from specc.compiler.strict import Name, Path, Positive, Problem, StrictModel, later
 
-SHARED = "_shared"  # the prefix of the variable of a part that stands in an expression more than once
+SHARED = "_shared"  # the prefix of the variable of a part that occurs in an expression more than once
 IDS = "ids"  # the tokens of the program, i64[B, T]
 OUTPUT = "output"  # output(k) is the value of run k
 NUMBERS = ("layer", "layers")  # the names of numbers that every expression may read
@@ -250,7 +250,7 @@ def _free(b: Builder, name: str) -> str:
 
 
 def _repeated(expr: Expr) -> Expr | None:
-    """Returns the largest part of an expression that stands in it more than once and reads a value; None if there is
+    """Returns the largest part of an expression that occurs in it more than once and reads a value; None if there is
     none."""
     counts: Counter[Expr] = Counter()
     queue = [expr]

@@ -167,7 +167,7 @@ class _Copied:
                 nodes = " and ".join(dict.fromkeys(node for node, _ in loops))
                 message = (
                     "train.qat cannot round the inputs of int8 products in every step of training: "
-                    f"{loop.name} loops over time with {nodes} inside, and it can do so only in an lstm by itself"
+                    f"{loop.name} loops over time with {nodes} inside, which is possible only in a single lstm"
                 )
                 names = [name for _, name in loops]
                 rule = keeping(self._schemes[names[0]], covering(names))

@@ -61,7 +61,7 @@ class Int8LstmStep(Int8Product):
         h, c, *_ = inputs
         size = h.width
         if not isinstance(size, int) or not h.floating or h != c:
-            raise TypeRuleError(f"takes h and c of floats alike, not {h} and {c}", (0, 1))
+            raise TypeRuleError(f"needs h and c of one float type, not {h} and {c}", (0, 1))
         n, k = GATES * size, padded(size)
         if size % GATES:
             raise TypeRuleError(f"takes a multiple of {GATES} features, but h is {h}", (0,))

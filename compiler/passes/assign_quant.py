@@ -88,7 +88,7 @@ def stated(quant: QuantSpec, scheme: Scheme) -> Path:
 def pattern_of(names: Collection[str]) -> str:
     """Returns a pattern that matches all parameters whose last name component is that of one of `names`."""
     words = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some may stand outside all parts
+    whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some may be outside of all parts
     return f"{whole}{{{','.join(words)}}}" if len(words) > 1 else f"{whole}{next(iter(words))}"
 
 

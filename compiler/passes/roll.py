@@ -21,7 +21,7 @@ class Loop(Op):
     Attributes:
         at: The path of the module list.
         names: The blocks' names of the inputs after the first. The first input is the residual stream. A name for which
-            blocks read different values stands once for each, with the value after it.
+            blocks read different values occurs once for each, with the value after it.
         some: Input -> the blocks that read it, for inputs that not all blocks read.
         earlier: Input -> pairs of a run and the earlier run whose output it reads.
         joined: The module list of the modules that join an earlier run's output to the stream.
@@ -117,7 +117,7 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
     """Yields the nodes in order, in runs. A run is a sequence of calls of blocks of one module list, or of calls that
-    each read the value of the call before. Any other node is a run by itself."""
+    each read the value of the call before. Any other node is a run of its own."""
     run: list[Node] = []
     for node in nodes:
         place = field_of(node)

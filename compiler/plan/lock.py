@@ -210,7 +210,7 @@ class Lock(StrictModel):
 
 
 NO_LOCK = Lock()
-# tune starts from the lock, so it cannot repair an entry by itself
+# tune starts from the lock, so it cannot repair an entry
 MEASURE_AGAIN = "delete the entry, or the whole lock, and measure again: specc tune"
 
 

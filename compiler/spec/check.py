@@ -108,7 +108,7 @@ CODES: Mapping[str, str] = {
     "S276": "a mask that lets a query attend to a later key",
     "S277": "TF32 for a model that does not compute in f32",
     "S278": "too few steps for the method of Muon",
-    "S285": "a norm that cannot stand where it is stated",
+    "S285": "a norm in an invalid place",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that matches only some of the blocks that share their code",

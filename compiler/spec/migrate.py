@@ -141,7 +141,7 @@ def _block_sections(data: Data) -> Iterator[tuple[Data, Any]]:
 
 
 def _flow(value: Any) -> Any:
-    """Returns new data as round-trip YAML whose mappings and lists stand on one line."""
+    """Returns new data as round-trip YAML whose mappings and lists are on one line."""
     flowing: CommentedMap | CommentedSeq
     if isinstance(value, dict) and not isinstance(value, CommentedMap):
         flowing = CommentedMap((key, _flow(inner)) for key, inner in value.items())
@@ -276,7 +276,7 @@ def _migrate_gate(layer: Data) -> None:
 
 
 def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> Iterator[dict[str, Any]]:
-    """Rewrites value embeddings, and yields the changes that stand for the lists of layers in `values` and
+    """Rewrites value embeddings, and yields the changes that replace the lists of layers in `values` and
     `exclude`."""
     for layer in layers:
         title = _title(layer)

@@ -1,5 +1,5 @@
-"""Measures every fused group as a whole, forward in its training form, and forward and backward, beside the plain
-function."""
+"""Measures every fused group as a whole, and the same function in plain Torch: the forward as in training, and the
+forward with the backward."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Measures every kernel of a plan beside eager Torch, torch.compile, and the library's bare product."""
+"""Measures every kernel of a plan, eager Torch, torch.compile, and the bare product of the library."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -109,8 +109,8 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
 
 
 def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
-    """Returns the compiler's cost of the node of a choice: the least operations and bytes, whatever its kernel moves in
-    between."""
+    """Returns the compiler's cost of the node of a choice: the least operations and bytes, without the values that
+    its kernel moves in between."""
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     read, written = (sum(type.bytes(sizes) for type in types) for types in (inputs, node.types))

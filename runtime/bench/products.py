@@ -1,4 +1,4 @@
-"""Measures the int8 products of deployed programs beside `torch._int_mm` with the compiled epilogue, for several
+"""Measures the int8 products of deployed programs and `torch._int_mm` with the compiled epilogue, for several
 numbers of rows.
 
 On a GPU, calls are replayed as one CUDA graph, so that launches do not count. Operands stay in the cache, as they do

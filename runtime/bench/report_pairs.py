@@ -29,7 +29,7 @@ def table_lines(table: Table, steps: int) -> list[str]:
         f"Behind a name: processes, one a GPU. A step has {size:,} samples of all of them together. train: updates as",
         "`specc train` makes them, with teacher forcing. validation: greedy decoding of held-out lines from text to",
         "text, and exact match; as many steps to a training step as an epoch has. overall: all steps over all seconds.",
-        "tokens: of sources and targets, no pads. Rates are totals over totals, compile stands apart. Without a cache",
+        "tokens: of sources and targets, no pads. Rates are totals over totals, compile is separate. Without a cache",
         "a decoder runs again over all that it has written, for each token; the encoder runs once a line in both.",
         "Rows of as many processes share their training, which decodes nothing.",
     ]

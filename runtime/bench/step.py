@@ -1,4 +1,4 @@
-"""Measures the whole training step, by the real trainer on drill data of the spec's kind: the spec itself beside the
+"""Measures the whole training step, by the real trainer on drill data of the spec's kind: the spec itself and the
 same spec with `fuse: []`."""
 
 import gc

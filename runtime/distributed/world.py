@@ -264,4 +264,6 @@ def _peers() -> Iterator[None]:
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]
         message = f"another process of this run does not answer: {reason}"
-        raise PeerLost(message, "it was killed, or its host or the network failed; --resume auto goes on") from error
+        raise PeerLost(
+            message, "it was killed, or its host or the network failed; resume with --resume auto"
+        ) from error

@@ -109,7 +109,7 @@ def _require(
     for i, (dim, size) in enumerate(zip(expected.shape, value.shape, strict=True)):
         known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
         if size != known:
-            where = f", and {dim} is {known} beside it" if isinstance(dim, str) else ""
+            where = f", and {dim} is {known} in another input" if isinstance(dim, str) else ""
             raise ValueError(f"{name} has the shape {list(value.shape)}{where}; it must be {shape}")
         if size == 0:
             raise ValueError(f"{name} is empty: its shape is {list(value.shape)}; it must be {shape}")

@@ -25,7 +25,7 @@ class Average:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The mean so far, not copied. Until it has begun, the masters."""
+        """The mean so far, not copied. The masters before its first update."""
         if not self.begun:
             self._move(1.0)
         return self._tensors

@@ -214,7 +214,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
         again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
-        resume = f"the trained weights are kept; go on with: {again}"
+        resume = f"the trained weights are saved; resume with: {again}"
         raise QuantizeError(error.message, f"{error.hint}\n{resume}" if error.hint else resume) from error
 
 

@@ -188,7 +188,8 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
             quantize(model, out, digests, options.budget)
         except BaseException:
             print(
-                f"the trained weights are kept in {trained.path}; go on with: {trained.resume_command}", file=sys.stderr
+                f"the trained weights are saved in {trained.path}; resume with: {trained.resume_command}",
+                file=sys.stderr,
             )
             raise
         trained.path.unlink()

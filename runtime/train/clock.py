@@ -24,7 +24,7 @@ class Clock:
 
     def agree(self, seconds: float) -> None:
         """Sets the agreed seconds. All processes of a run call this with the same number once per step, so that all
-        decide alike."""
+        make the same decision."""
         self._agreed = seconds
 
     def set(self, seconds: float) -> None:

@@ -22,7 +22,11 @@ from specc.runtime.model.load import import_file
 if TYPE_CHECKING:
     import torch
 
-SIZES = {"B": 2, "T": 128, "S": 128}  # of a first call: as divisible as the real sizes, so that Triton behaves alike
+SIZES = {
+    "B": 2,
+    "T": 128,
+    "S": 128,
+}  # of a first call: as divisible as the real sizes, so that Triton behaves in the same way
 WORKERS = 32
 LONGEST = 200  # characters of a reason
 DEADLINE = 900.0  # seconds; nvcc needs 100 to 200 when every core runs one

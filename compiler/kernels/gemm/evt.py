@@ -93,7 +93,7 @@ PINGPONG = GemmTile(128, 128, 64, (2, 1), "Pingpong")
 COOPERATIVE = GemmTile(128, 256, 64, (2, 1), "Cooperative")
 WALKS = ((1, 0), (1, 2), (2, 2))  # swizzle and raster; changing them needs no compilation
 # Tiles worth compiling, most promising first. A pingpong tile belongs to one consumer warpgroup: at most 192 f32
-# accumulators per thread fit beside the epilogue. Clusters of 1x2 and other cooperative tiles were never competitive.
+# accumulators per thread fit next to the epilogue. Clusters of 1x2 and other cooperative tiles were never competitive.
 CANDIDATES = (
     PINGPONG,
     GemmTile(64, 256, 64, (2, 1), "Pingpong"),
