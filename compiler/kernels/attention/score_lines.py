@@ -256,6 +256,11 @@ class ScoreLines:
         )
 
     @property
+    def plain(self) -> bool:
+        """Whether the score is the scaled product."""
+        return self.value == "s"
+
+    @property
     def by_distance(self) -> tuple[Reading, ...]:
         """The reads that are functions of i - j."""
         return tuple(reading for reading in self.readings if reading.distance is not None)

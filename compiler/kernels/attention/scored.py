@@ -7,6 +7,7 @@ from specc.compiler.kernels.attention.score_tile import (
     FORWARD_TILES,
     KEYS_TILES,
     QUERIES_TILES,
+    SCORED_KEYS_TILES,
     ScoreGradTile,
     ScoreTile,
     fitting,
@@ -85,10 +86,11 @@ class ScoredBackward(ScoredKernel):
 
     def _tiles(self, site: Site) -> tuple[list[ScoreTile], list[ScoreTile]]:
         """Returns the tiles worth measuring of each kernel. Sums along i - j need square tiles."""
-        square = bool(lines_of(site).by_distance)
-        queries = [tile for tile in QUERIES_TILES if not square or tile[0] == tile[1]]
+        lines = lines_of(site)
+        queries = [tile for tile in QUERIES_TILES if not lines.by_distance or tile[0] == tile[1]]
+        keys_tiles = KEYS_TILES if lines.plain else SCORED_KEYS_TILES
         target, channels = site.target, number_of(inputs_of(site)["q"].width)
-        return fitting(target, channels, queries), fitting(target, channels, KEYS_TILES, by_keys=True)
+        return fitting(target, channels, queries), fitting(target, channels, keys_tiles, by_keys=True)
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or ScoreGradTile(*(choices[0] for choices in self._tiles(site)))
