@@ -51,6 +51,14 @@ class Schedule(StrictModel):
             yield Problem(("at", len(times) - 1, 0), "S250", f"the last point is at {times[-1]:g} of the run", hint)
 
     @property
+    def words(self) -> str:
+        """The points in words, such as `0.92 at 0, 0.99 at step 1500, linear`."""
+        points = [
+            f"{value} at {f'{time:.4g}' if self.by == 'share' else f'{self.by} {time:g}'}" for time, value in self.at
+        ]
+        return ", ".join([*points, *(["linear"] if self.between == "linear" else [])])
+
+    @property
     def changes(self) -> tuple[tuple[int, float], ...]:
         """The points after which the value differs for the first time, as (index, share of the run) pairs.
 

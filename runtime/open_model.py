@@ -267,7 +267,7 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
     newest = _newest(run, say)
     weights, state = checkpoint.weights(newest), checkpoint.read_state(newest)
     model = run.spec.model.after(state.done)
-    if model == run.spec.model:
+    if model == run.spec.model.after(1.0):
         return run, weights, state.step
     spec = run.spec.model_copy(update={"model": model})
     read = {param.name for param in lower(spec, run.target).params}

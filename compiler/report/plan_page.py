@@ -57,6 +57,7 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts = [f"Stored: {summary.stored}{f'; {summary.choice}' if summary.choice else ''}."]
     facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
     facts += [f"Largest gap of what was measured: {summary.gap}."] if summary.gap else []
+    facts += summary.changes
     facts += (f"Backward: {text}." for text in summary.saved)
     if summary.unmeasured:
         missing = ", ".join(f"{work.name} {percent(summary.step.share(work))}" for work in summary.unmeasured)

@@ -12,6 +12,7 @@ from specc.compiler.programs.cost import flops_per_token
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
 from specc.compiler.report.storage import Storage, storage_of
+from specc.compiler.schedule import Schedule, schedules_in
 from specc.compiler.spec.spec import Spec
 
 LINES, WIDTH = 25, 120
@@ -63,6 +64,19 @@ class Summary:
     @cached_property
     def step(self) -> Step:
         return step_of(self.spec, self.main)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The terms of the loss, if there are several, and the values that change during the run, in words."""
+        terms = [
+            f"{term.weight.words if isinstance(term.weight, Schedule) else term.weight} x {term.states or term.kind}"
+            for term in self.spec.train.losses
+            if term.input
+        ]
+        plain = [term.kind for term in self.spec.train.losses if not term.input]
+        changes = [f"`{'.'.join(map(str, path))}` {schedule.words}" for path, schedule in schedules_in(self.spec)]
+        loss = f"Loss: {' + '.join((*plain, *terms))}." if terms else ""
+        return tuple(filter(None, (loss, f"Changes during the run: {'; '.join(changes)}." if changes else "")))
 
     @property
     def step_time(self) -> str:

@@ -7,11 +7,12 @@ from types import ModuleType
 
 import pytest
 
-from specc.compiler import blocks, kernels, ops, quant
+from specc.compiler import blocks, kernels, losses, ops, quant
 from specc.compiler.blocks.parts import Embed, Layer
 from specc.compiler.catalog import catalog, classes, models
 from specc.compiler.ir.graph import Op
 from specc.compiler.kernels.kernel import Kernel
+from specc.compiler.losses.term import LossTerm
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.targets import Target
 
@@ -91,8 +92,9 @@ def test_the_catalogs_of_specc() -> None:
     assert {"attention", "mlp"} <= {
         model.model_fields["kind"].annotation.__args__[0] for model in models(blocks, Layer, "kind")
     }  # type: ignore[union-attr]
-    embed = {"Token", "Project", "EmbedNorm", "Bigram", "Smear", "SmearByToken"}
+    embed = {"Token", "Project", "EmbedNorm", "EmbedPositions", "EmbedScale", "Bigram", "Smear", "SmearByToken"}
     assert {model.__name__ for model in models(blocks, Embed, "kind")} == embed
+    assert {term.__name__ for term in models(losses, LossTerm, "kind")} == {"NextToken", "ZLoss", "AuxiliaryLoss"}
     assert set(catalog(kernels, Kernel)) >= {"torch", "torch_epilogue", "linear_triton", "gemm_evt"}
     assert {"round", "gptq", "int8", "none"} == {
         model.model_fields["scheme"].annotation.__args__[0] for model in models(quant, Scheme, "scheme")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from specc.cli.app import specc
 from specc.compiler import pipeline
 from specc.compiler.build import canonical, spec_of
 from specc.compiler.errors import SpecError
+from specc.compiler.schedule import rate_at
 from specc.compiler.spec.check import load
 from specc.compiler.spec.migrate import condition_of, migrated_text, upgraded
 from specc.runtime.storage.run_directory import Run
@@ -118,3 +120,48 @@ def test_a_recorded_spec_keeps_its_digest(tmp_path: Path) -> None:
 )
 def test_conditions_name_the_layers(layers: tuple[int, ...], text: str) -> None:
     assert condition_of(layers, 6) == text
+
+
+def test_what_changes_during_a_run_becomes_schedules(tmp_path: Path) -> None:
+    """Ramps, tapers, teacher forcing and row lengths, with their values at each step, and with their comments."""
+    train = """\
+  steps: 20
+  lengths: [[0, 4], [0.5, 12]]           # short rows first
+  optimizers:
+    - {kind: muon, match: "*.down", lr: 0.01, momentum: {start: 0.8, end: 0.9, steps: 10}, weight_decay: TAPER}
+    - {kind: adamw, match: "*", lr: 0.01, weight_decay: {start: 0.2, end: 0, after: 0}}   # the rest
+"""
+    path = tmp_path / "old.yaml"
+    path.write_text(OLD.partition("  steps: 2\n")[0] + train.replace("TAPER", "{start: 0.2, end: 0.1, after: 0.5}"))
+    text = migrated_text(path)
+    assert text is not None
+    flat = re.sub(" +", " ", text)
+    for line in (
+        " context: {at: [[0, 4], [0.5, 12]]} # short rows first",
+        "momentum: {at: [[0, 0.8], [10, 0.9]], by: step}, weight_decay: {at: [[0, 0.2], [0.5, 0.2], [1, 0.1]]}}",
+        "weight_decay: {at: [[0, 0.2], [1, 0]]}} # the rest",
+    ):
+        assert line in flat
+    spec = load(text)[0]
+    muon = spec.train.optimizers[0]
+    values = [rate_at(muon.momentum, step / 20, step) for step in (0, 5, 10, 20)]  # type: ignore[attr-defined]
+    assert values == pytest.approx([0.8, 0.85, 0.9, 0.9])
+    decays = [rate_at(muon.weight_decay, step / 20, step) for step in (0, 10, 15, 20)]  # type: ignore[attr-defined]
+    assert decays == pytest.approx([0.2, 0.2, 0.15, 0.1])
+    assert spec.train.context.at == ((0, 4), (0.5, 12))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([[0, 1.0], [4, 0.5]], {"at": [[0, 1.0], [4, 0.5]], "by": "step"}),
+        ({"points": [[0, 1.0], [2, 0.0]], "by": "epoch"}, {"at": [[0, 1.0], [2, 0.0]], "by": "epoch"}),
+        (
+            {"points": [[0, 1.0], [8, 0.0]], "between": "linear"},
+            {"at": [[0, 1.0], [8, 0.0]], "by": "step", "between": "linear"},
+        ),
+    ],
+)
+def test_teacher_forcing_of_version_1_becomes_a_schedule(old: object, new: object) -> None:
+    data = upgraded({"spec_version": 1, "train": {"teacher_forcing": old}})
+    assert json.loads(json.dumps(data["train"]["teacher_forcing"])) == new
