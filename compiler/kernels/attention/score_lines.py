@@ -159,7 +159,8 @@ class Reading:
         name, size = f"{self.name}_sums", f" * {self.size}" if self.general else ""
         place = f"{self.name}_place = {name}_ptr + ((b.to(tl.int64) * H + h) * tl.num_programs(0) + tile){size}"
         if not self.general:
-            return [place, f"{name} = tl.zeros((QUERIES,), tl.float32)"]
+            zeros = "tl.zeros((QUERIES,), tl.float32)"
+            return [place, f"{name}, {self.name}_weights = {zeros}, {zeros}"]
         entries = 1 << (self.size - 1).bit_length()
         return [place, f"{self.name}_entries = tl.arange(0, {entries})", f"{name} = tl.zeros(({entries},), tl.float32)"]
 
@@ -175,14 +176,17 @@ class Reading:
             return [f"{sums} += sums_by_index({self.gradient}, {self._place(True)}, seen, {entries})"]
         if self.general:
             return [f"{sums} += tl.where({entries} == {self._place(False)}, tl.sum({self.gradient}), 0.0)"]
-        return [f"{sums} += tl.sum({self.gradient}, 1)"] if self.per_head or not masked else []
+        if self.distance is not None and masked:
+            return []
+        weights = "p" if self.slope == "1.0" else f"p * ({self.slope})"
+        return [f"{sums} += tl.sum({self.gradient}, 1)", f"{self.name}_weights += tl.sum({weights}, 1)"]
 
     def end_sums(self) -> str:
         """Returns the line of the kernel of dq that stores the sums of a row of tiles."""
         name, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general:
             return f"tl.store({self.name}_place + {entries}, {name}, mask={entries} < {self.size})"
-        return f"tl.store({self.name}_place, tl.sum({name}))"
+        return f"tl.store({self.name}_place, tl.sum({name} - error * {self.name}_weights))"
 
     def finish_sums(self) -> list[str]:
         """Returns the lines of a launch that add the sums to the gradient of the table."""

@@ -95,6 +95,7 @@ class ScoredContext:
         slope: The gradient of the scaled product.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
+        delta: What the kernel of dq stores as the sum of dy y.
         prepared: Lines before the launch.
         summed: Lines after the launch.
         wanted: Rows of the table of input checks.
@@ -135,6 +136,7 @@ class ScoredContext:
     finish: tuple[str, ...]
     sums_begin: tuple[str, ...]
     sums_end: tuple[str, ...]
+    delta: str
     prepared: tuple[str, ...]
     summed: tuple[str, ...]
     wanted: tuple[str, ...]
@@ -255,8 +257,9 @@ class Writer:
             element=self.element,
             slope=f"(ds * ({self.lines.slope}))" if self.lines.slope else "ds",
             finish=SINK if self.op.sinks else NO_SINK,
-            sums_begin=tuple(line for reading in readings for line in reading.begin_sums()),
-            sums_end=tuple(reading.end_sums() for reading in readings),
+            sums_begin=(*self._error()[:1], *(line for reading in readings for line in reading.begin_sums())),
+            sums_end=(*self._error()[1:], *(reading.end_sums() for reading in readings)),
+            delta="delta + error" if readings else "delta",
             prepared=self._prepared(),
             summed=self._summed(),
             wanted=tuple(self._check(name, type) for name, type in self.inputs.items()),
@@ -264,6 +267,20 @@ class Writer:
             returns=", ".join(self.outputs),
             fake=self._fake(),
         )
+
+    def _error(self) -> list[str]:
+        """Returns the lines that begin and compute what the rounding of y takes from delta.
+
+        The sum of p dy v^T over the keys is dy y, but for that rounding, so that what is left of the sum of
+        p (dy v^T - delta) is the error of delta. Gradients of tables, which are sums over many queries, need it.
+        """
+        if not self.lines.readings:
+            return []
+        lines = ["rest = tl.zeros((QUERIES,), tl.float32)"]
+        if not self.op.sinks:
+            return [*lines, "error = rest  # of delta, by the rounding of y"]
+        sink = "tl.load(sinks_ptr + h).to(tl.float32) * LOG2E"
+        return [*lines, f"error = rest - delta * tl.exp2({sink} - lse)  # of delta, by the rounding of y"]
 
     def _helpers(self) -> tuple[str, ...]:
         general = any(reading.general for reading in self.lines.readings)
@@ -361,7 +378,10 @@ class Writer:
             scores=(*lines, *(('x = tl.where(seen, x, float("-inf"))',) if masked and not self.backward else ())),
             base='tl.where(top == float("-inf"), 0.0, top)' if masked else "top",
             weights=f"tl.where(seen, {weights}, 0.0)" if masked else weights,
-            sums=tuple(line for reading in self.lines.readings for line in reading.add_sums(masked)),
+            sums=(
+                *(["rest += tl.sum(ds, 1)"] if self.lines.readings else []),
+                *(line for reading in self.lines.readings for line in reading.add_sums(masked)),
+            ),
         )
 
     def _key_part(self, masked: bool) -> Part:
@@ -387,7 +407,8 @@ class Writer:
 
     def _queries_kernel(self) -> tuple[str, str]:
         sums = [f"{reading.name}_sums" for reading in self.lines.readings]
-        tensors = ["dy", "q", "k", "v", "y", "lse", *self._read(), "dq", "delta", *sums, *LISTS]
+        sinks = ["sinks"] if self.op.sinks and sums else []
+        tensors = ["dy", "q", "k", "v", "y", "lse", *self._read(), *sinks, "dq", "delta", *sums, *LISTS]
         return self._kernel("queries", tensors, [], "DQ_")
 
     def _keys_kernel(self) -> tuple[str, str]:

@@ -95,7 +95,6 @@ def queries_kernel(
     y = tl.load(y_ptr + own, mask=inside, other=0.0)
     delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
     place = (b.to(tl.int64) * H + h) * T + query
-    tl.store(delta_ptr + place, delta, mask=query < T)
     lse = tl.load(lse_ptr + place, mask=query < T, other=float("inf")) * LOG2E  # weights behind the end are 0
     row = tile
     order, whole, some = order_ptr + row * N, tl.load(counts_ptr + row * 2), tl.load(counts_ptr + row * 2 + 1)
@@ -124,6 +123,7 @@ def queries_kernel(
         ds = p * (tl.dot(dy, tl.trans(v)) - delta[:, None])
         dq = tl.dot(ds.to(tl.bfloat16), k, dq)
     tl.store(dq_ptr + own, (dq * SCALE).to(tl.bfloat16), mask=inside)
+    tl.store(delta_ptr + place, delta, mask=query < T)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
