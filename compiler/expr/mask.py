@@ -147,8 +147,8 @@ class Mask:
 def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
     """Returns numbers (first, window) such that queries attend only to keys j < first and i - j < window.
 
-    The window is the smallest for the smallest number of first keys. Returns None if both together are not less than
-    `context`.
+    The window is the smallest for the smallest number of first keys. Returns None if both together are more than three
+    quarters of `context`.
     """
     condition = with_documents(reread(text, LANGUAGE), ALWAYS)
     numbers = {int(part.value) for part in atoms(condition) if isinstance(part, Const) and 0 < part.value < context}
@@ -160,7 +160,7 @@ def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
         except Undecided:
             continue
         window = 1 if farthest is None else farthest + 1
-        if first + window < context:
+        if 4 * (first + window) <= 3 * context:
             return first, window
     return None
 

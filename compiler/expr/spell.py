@@ -132,20 +132,18 @@ class _Target(Printer):
     def bucket(self, d: Expr, count: int, distance: int) -> str:
         """Prints the bucket of a distance: itself below `exact`, then the floor of a logarithm.
 
-        The offset of the logarithm is chosen such that its rounding in fp32 changes no bucket. Raises ExprError if
-        there is none, for distances of which fp32 cannot separate the logarithms.
+        The offset of the logarithm is chosen such that its rounding in fp32 changes no bucket. If there is none, the
+        bucket is a sum of comparisons.
         """
         exact, ends = count // 2, bucket_bounds(count, distance)
         rest = count - exact
         scale = rest / log2(distance / exact)
-        slack = 4e-6 * (scale + rest)
+        slack = 1e-6 * (4 * scale + rest)
         steps = list(enumerate(ends[exact:], 1))
         least = max((k - scale * log2(end) for k, end in steps), default=0.0) + slack
         most = min((k - scale * log2(end - 1) for k, end in steps if end > exact), default=1.0) - slack
         if least > most:
-            raise ExprError(
-                f"buckets up to a distance of {distance} cannot be computed in f32", hint="use a smaller distance"
-            )
+            return f"({' + '.join(self.flag(f'({self.side(d)} >= {end})') for end in ends)})"
         far = self.floored_logarithm(self.text(d, ATOM), scale, (least + most) / 2, rest - 1)
         return self.choice(f"{self.side(d)} < {exact}", self.text(d), f"{exact} + {far}")
 
@@ -155,6 +153,10 @@ class _Target(Printer):
 
     def choice(self, condition: str, a: str, b: str) -> str:
         """Returns the text of a choice between whole numbers."""
+        raise ExprError("positions of tokens are not part of this language")
+
+    def flag(self, condition: str) -> str:
+        """Returns the text of a condition as the number 0 or 1."""
         raise ExprError("positions of tokens are not part of this language")
 
     def constant(self, value: float) -> str:
@@ -198,6 +200,9 @@ class _Torch(_Target):
 
     def choice(self, condition: str, a: str, b: str) -> str:
         return f"torch.where({condition}, {a}, {b})"
+
+    def flag(self, condition: str) -> str:
+        return f"{condition}.long()"
 
     def full(self, like: Expr, text: str) -> str:
         """Returns a number as a tensor with the dtype of the first variable of `like`."""
@@ -298,6 +303,9 @@ class _Triton(_Kernel):
 
     def choice(self, condition: str, a: str, b: str) -> str:
         return f"tl.where({condition}, {a}, {b})"
+
+    def flag(self, condition: str) -> str:
+        return f"{condition}.to(tl.int32)"
 
     def side(self, expr: Expr) -> str:
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
