@@ -80,7 +80,7 @@ class Block(StrictModel):
     learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
     read: Expressions | None = later(None)
     write: Expressions | None = later(None)
-    layers: Annotated[tuple[AnyLayer, ...], Field(min_length=1, max_length=64)]
+    layers: Annotated[tuple[AnyLayer, ...], Field(max_length=64)]
 
     def __hash__(self) -> int:  # mappings have no hash
         return hash(self.model_dump_json())
@@ -128,6 +128,8 @@ class Block(StrictModel):
     def problems_of_block(self, dim: int, layer: int, layers: int) -> Iterator[Problem]:
         """Yields the problems of the block as number `layer` of `layers`. Paths are relative to the block."""
         yield from number_problem(self.norm.scale, ("norm", "scale"), layer, layers)
+        if not self.layers:
+            yield Problem(("layers",), "S254", f"block {layer} has no layers", "state or keep one layer")
         titles: dict[str, int] = {}
         for i, part in enumerate(self.layers):
             here: Path = ("layers", i)
@@ -202,8 +204,8 @@ class Change(StrictModel):
     """Fields of a block that differ in the layers where the condition `where` holds.
 
     A key may also be the name of a layer, with the fields of it that differ. Mappings are merged field by field, in the
-    order of the changes. A layer or norm of another `kind` replaces the existing one. Null removes a field or
-    a learned value.
+    order of the changes. A layer or norm of another `kind` replaces the existing one. Null removes a field, a
+    learned value or a layer.
 
     Attributes:
         where: a condition of `layer` and `layers`, such as `layer % 6 == 5`.
@@ -214,7 +216,7 @@ class Change(StrictModel):
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, dict[str, Any]] = Field(init=False)
+    __pydantic_extra__: dict[str, dict[str, Any] | None] = Field(init=False)
 
     where: Annotated[str, Field(min_length=1, max_length=500), AfterValidator(condition(*NUMBERS))]
     norm: dict[str, Any] | None = None
@@ -333,7 +335,8 @@ class Blocks(Block):
         if path[:1] == ("layers",) and len(path) > 1:
             index = path[1]
             assert isinstance(index, int)
-            layer = self.layers[index]
+            removed = {key for i in chosen for key, value in self.changes[i].fields.items() if value is None}
+            layer = [layer for layer in self.layers if layer.title not in removed][index]
             rest = tuple(part for i, part in enumerate(path[2:]) if i or part != getattr(layer, "kind", ""))
             rest = (layer.title, *rest)
         for i in reversed(chosen):
@@ -548,10 +551,9 @@ def _merge_block(base: Mapping[str, Any], fields: Mapping[str, Any]) -> Mapping[
     layers = []
     for layer in base["layers"]:
         title = layer.get("name") or layer["kind"]
-        change = fields.get(title)
-        if isinstance(change, Mapping) and title not in Block.model_fields:
-            layer = _merge(layer, {"name": title, **change} if _replaces(layer, change) else change)
-        layers.append(layer)
+        change = fields.get(title, {}) if title not in Block.model_fields else {}
+        if change is not None:
+            layers.append(_merge(layer, {"name": title, **change} if _replaces(layer, change) else change))
     return {**merged, "layers": layers}
 
 

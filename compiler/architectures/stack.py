@@ -377,7 +377,8 @@ class _Scope:
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
         """Adds an expression over `values` [B, T, H, C] and returns its value.
 
-        Other values of tokens, [B, T, H C] or [B, T, H], are split into heads, [B, T, H, C] or [B, T, H, 1].
+        Other values, [B, T, H C] or [B, T, H], are split into heads, [B, T, H, C] or [B, T, H, 1], and so are learned
+        numbers [H C] or [H].
         """
         return self._add(parse_wiring(text), name, f"{title}_factor", title, values, heads)
 
@@ -417,13 +418,13 @@ class _Scope:
         return self.added[path, value]
 
     def _split(self, ref: str, label: str, heads: int) -> str:
-        """Adds the split of a value of tokens into heads; a single number per token is the same in all heads."""
+        """Adds the split of features into heads, [..., H C] to [..., H, C]. A single number is the same in all
+        heads."""
         type = self.b.types[ref]
-        if len(type.shape) != 3:
+        if len(type.shape) not in (1, 3) or type.shape == (1,):
             return ref
-        return self.b.add(
-            f"{label}.heads".removeprefix(f"{self.b.scope}."), SplitHeads(heads if type.width != 1 else 1), (ref,)
-        )
+        name = f"{label}.heads".removeprefix(f"{self.b.scope}.")
+        return self.b.add(name, SplitHeads(heads if type.width != 1 else 1), (ref,))
 
 
 def texts_of(value: Expressions) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ CODES: Mapping[str, str] = {
     "S250": "a schedule whose points do not start at 0 and increase, or leave the run",
     "S251": "a row length that does not divide the context, or rows that a model of lines does not have",
     "S252": "wiring of a stage that has no residual branch",
-    "S254": "a change of a layer that does not exist",
+    "S254": "a change of a layer that does not exist, or a block without layers",
     "S253": "a decoder that does not read its encoder",
     "S259": "settings of an adaptation that contradict each other or the windows",
     "S260": "a setting of `source: self` with another calibration source",

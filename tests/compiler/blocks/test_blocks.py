@@ -276,6 +276,14 @@ CASES: Mapping[str, dict[str, Any]] = {
             v="v + table",
         ),
     },
+    "numbers_of_each_head_and_channel": attention(
+        learn={"gain": {"shape": 2, "init": 1}, "channels": {"shape": 8, "init": 1}}, y="gain * channels * y"
+    ),
+    "a_block_without_attention": {
+        **attention(rope={}, learn={"share": {"init": 1}}, write="x + share * y"),
+        "blocks": {"changes": ({"where": "layer == 1", "attention": None, "read": "x + output(0)"},)},
+        "count": 3,
+    },
     "coefficients_by_a_network_of_the_stream": {
         "blocks": {
             "learn": {

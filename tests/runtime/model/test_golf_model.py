@@ -112,7 +112,13 @@ ABLATIONS = {
         ),
         LATE - 8 * 512,
     ),
-    "gated attention": (("model.blocks.layers.0.gate={features: 12}",), LATE + 11 * 8 * 12),
+    "gated attention": (
+        (
+            "model.blocks.layers.0.learn={residual: {init: 1}, open: {of: h, features: 12, shape: 8, init: 0}}",
+            "model.blocks.layers.0.y=y * 2 * sigmoid(open)",
+        ),
+        LATE + 11 * 8 * 12,
+    ),
     "documents": (
         ("model.blocks.layers.0.bos=1", "model.blocks.layers.0.mask=j <= i and document(i) == document(j)"),
         LATE,
