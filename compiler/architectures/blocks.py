@@ -339,6 +339,8 @@ class Blocks(Block):
             layer = [layer for layer in self.layers if layer.title not in removed][index]
             rest = tuple(part for i, part in enumerate(path[2:]) if i or part != getattr(layer, "kind", ""))
             rest = (layer.title, *rest)
+        elif path[:1] == ("norm",) and len(path) > 2:  # the kind is part of the path of a validation error
+            rest = ("norm", *path[2:])
         for i in reversed(chosen):
             fields: Any = self.changes[i].fields
             # the first part is a key of the block or a layer, the last may be missing in the data
