@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from specc.compiler.expr.python_lines import operand
@@ -187,6 +188,10 @@ def _source(value: object, inputs: Sequence[str]) -> str:
         case str():
             return f'"{value}"'
     return "..." if value is Ellipsis else spelled(value)
+
+
+# Metadata of a field of an op that digests in locks of earlier versions do not contain, while it has its default.
+ADDED: Mapping[str, bool] = MappingProxyType({"digested": False})
 
 
 @dataclass(frozen=True, slots=True)

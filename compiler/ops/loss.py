@@ -1,12 +1,23 @@
 """Cross-entropy loss, on logits and fused with a pointwise function of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread, torch_value
 from specc.compiler.expr.values import Binary, Const, Expr, Var
-from specc.compiler.ir.graph import Gradients, Input, Op, Scaled, Sizes, Tape, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.graph import (
+    ADDED,
+    Gradients,
+    Input,
+    Op,
+    Scaled,
+    Sizes,
+    Tape,
+    TensorType,
+    TorchCall,
+    TypeRuleError,
+)
 from specc.compiler.ops.shape import Moves
 
 if TYPE_CHECKING:
@@ -106,9 +117,9 @@ class SoftmaxLoss(Op):
     vocab: int
     reduction: Literal["mean", "none"]
     f: str = "z"
-    per_token: str = "nats"
-    weights: tuple[str, ...] = ()
-    title: str = ""  # of `f` in kernel names, if it is not that of its functions
+    per_token: str = field(default="nats", metadata=ADDED)
+    weights: tuple[str, ...] = field(default=(), metadata=ADDED)
+    title: str = field(default="", metadata=ADDED)  # of `f` in kernel names, if it is not that of its functions
 
     @property
     def arity(self) -> int:

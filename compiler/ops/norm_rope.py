@@ -1,10 +1,10 @@
 """RMSNorm, rotary embedding and gain of attention heads as one op, and its gradient."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Dim, Gradients, Op, Sizes, Tape, TensorType, TypeRuleError, output_ref
+from specc.compiler.ir.graph import ADDED, Dim, Gradients, Op, Sizes, Tape, TensorType, TypeRuleError, output_ref
 from specc.compiler.ops.positions import rotated
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class HeadRotation(Op):
     work: ClassVar[str] = "norm and rotary"
     eps: float | None = None
     gain: bool = False
-    neighbors: bool = False
+    neighbors: bool = field(default=False, metadata=ADDED)
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.errors import Diagnostic, SpeccError, SpecError
 from specc.compiler.expr import Keep
+from specc.compiler.ir.graph import ADDED
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.spec.messages.expected import places
 from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
@@ -267,8 +268,12 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 def site_digest(site: Site) -> str:
     """Returns the node's key in locks of earlier versions: twelve hex digits over `repr` of the op and epilogue."""
-    types = map(str, (*site.inputs, *site.node.types))
-    return _digest("\n".join((site.target.name, repr(site.node.op), repr(site.epilogue), *types)))
+    types, op = map(str, (*site.inputs, *site.node.types)), site.node.op
+    added = [field for field in fields(op) if field.metadata == ADDED]
+    text = repr(op)
+    for field in added:  # an op that earlier versions had has the defaults of the fields that were added
+        text = text.replace(f", {field.name}={field.default!r}", "", 1)
+    return _digest("\n".join((site.target.name, text, repr(site.epilogue), *types)))
 
 
 def group_digest(options: Sites) -> str:
