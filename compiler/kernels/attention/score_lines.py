@@ -145,7 +145,7 @@ class Reading:
         """Returns the lines of a launch of the gradient that make room for sums, and the place of each."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
-            return [f"{name} = q.new_empty(b, H, {tiles}, {self.size}, dtype=torch.float32)"]
+            return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]
         count = "t" if self.distance is not None else "1"
         return [
             f"{name} = q.new_empty(b, H, {tiles}, dtype=torch.float32)",
@@ -154,13 +154,15 @@ class Reading:
             f"{self.name}_kernel[(triton.cdiv({count}, 1024), 1, H)](places, {self.name}_index, {count}, 0, -1, 1024)",
         ]
 
-    def begin_sums(self) -> list[str]:
-        """Returns the lines of the kernel of dq that begin the sums of a row of tiles."""
-        name, size = f"{self.name}_sums", f" * {self.size}" if self.general else ""
-        place = f"{self.name}_place = {name}_ptr + ((b.to(tl.int64) * H + h) * tl.num_programs(0) + tile){size}"
+    def begin_sums(self, exact: bool) -> list[str]:
+        """Returns the lines that begin the sums of a row of tiles: of keys, if the read is general, else of queries."""
+        name, row = f"{self.name}_sums", "(b.to(tl.int64) * G + g)" if self.general else "(b.to(tl.int64) * H + h)"
+        size = f" * {self.size}" if self.general else ""
+        place = f"{self.name}_place = {name}_ptr + ({row} * tl.num_programs(0) + tile){size}"
         if not self.general:
             zeros = "tl.zeros((QUERIES,), tl.float32)"
-            return [place, f"{name}, {self.name}_weights = {zeros}, {zeros}"]
+            lines = [place, f"{name} = {zeros}", f"{self.name}_weights = {zeros}"]
+            return lines if exact else lines[:2]
         entries = 1 << (self.size - 1).bit_length()
         return [place, f"{self.name}_entries = tl.arange(0, {entries})", f"{name} = tl.zeros(({entries},), tl.float32)"]
 
@@ -169,8 +171,8 @@ class Reading:
         """The gradient of the element that a score reads."""
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
-    def add_sums(self, masked: bool) -> list[str]:
-        """Returns the lines that add a tile to the sums."""
+    def add_sums(self, masked: bool, exact: bool) -> list[str]:
+        """Returns the lines that add a tile to the sums, with those that correct them if `exact`."""
         sums, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general and masked:
             return [f"{sums} += sums_by_index({self.gradient}, {self._place(True)}, seen, {entries})"]
@@ -179,14 +181,16 @@ class Reading:
         if self.distance is not None and masked:
             return []
         weights = "p" if self.slope == "1.0" else f"p * ({self.slope})"
-        return [f"{sums} += tl.sum({self.gradient}, 1)", f"{self.name}_weights += tl.sum({weights}, 1)"]
+        lines = [f"{sums} += tl.sum({self.gradient}, 1)", f"{self.name}_weights += tl.sum({weights}, 1)"]
+        return lines if exact else lines[:1]
 
-    def end_sums(self) -> str:
-        """Returns the line of the kernel of dq that stores the sums of a row of tiles."""
+    def end_sums(self, exact: bool) -> str:
+        """Returns the line that stores the sums of a row of tiles."""
         name, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general:
             return f"tl.store({self.name}_place + {entries}, {name}, mask={entries} < {self.size})"
-        return f"tl.store({self.name}_place, tl.sum({name} - error * {self.name}_weights))"
+        error = f" - error * {self.name}_weights" if exact else ""
+        return f"tl.store({self.name}_place, tl.sum({name}{error}))"
 
     def finish_sums(self) -> list[str]:
         """Returns the lines of a launch that add the sums to the gradient of the table."""

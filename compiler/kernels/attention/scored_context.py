@@ -95,6 +95,7 @@ class ScoredContext:
         slope: The gradient of the scaled product.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
+        key_sums_begin, key_sums_end: The same of the kernel of dk and dv.
         delta: What the kernel of dq stores as the sum of dy y.
         prepared: Lines before the launch.
         summed: Lines after the launch.
@@ -137,6 +138,8 @@ class ScoredContext:
     sums_begin: tuple[str, ...]
     sums_end: tuple[str, ...]
     delta: str
+    key_sums_begin: tuple[str, ...]
+    key_sums_end: tuple[str, ...]
     prepared: tuple[str, ...]
     summed: tuple[str, ...]
     wanted: tuple[str, ...]
@@ -191,6 +194,10 @@ class Writer:
         self.outputs = dict(zip(names, site.node.types, strict=True))
         self.further = [name for name in self.inputs if name not in (*BACKWARD, "v")]
         self.strips = self.lines.by_distance
+        self.general = [reading for reading in self.lines.readings if reading.general]
+        # Sums along i - j are of few pairs each, and their kernel is faster without what corrects them.
+        self.exact = any(reading.distance is None for reading in self.lines.readings)
+        self.by_queries = [reading for reading in self.lines.readings if not reading.general]
         self.inside = "" if self.width == self.channels else " & (c < C)"
 
     def context(self, tile: ScoreTile | ScoreGradTile) -> ScoredContext:
@@ -257,9 +264,14 @@ class Writer:
             element=self.element,
             slope=f"(ds * ({self.lines.slope}))" if self.lines.slope else "ds",
             finish=SINK if self.op.sinks else NO_SINK,
-            sums_begin=(*self._error()[:1], *(line for reading in readings for line in reading.begin_sums())),
-            sums_end=(*self._error()[1:], *(reading.end_sums() for reading in readings)),
-            delta="delta + error" if readings else "delta",
+            sums_begin=(
+                *self._error()[:1],
+                *(line for reading in self.by_queries for line in reading.begin_sums(self.exact)),
+            ),
+            sums_end=(*self._error()[1:], *(reading.end_sums(self.exact) for reading in self.by_queries)),
+            key_sums_begin=tuple(line for reading in self.general for line in reading.begin_sums(self.exact)),
+            key_sums_end=tuple(reading.end_sums(self.exact) for reading in self.general),
+            delta="delta + error" if self.exact else "delta",
             prepared=self._prepared(),
             summed=self._summed(),
             wanted=tuple(self._check(name, type) for name, type in self.inputs.items()),
@@ -272,9 +284,9 @@ class Writer:
         """Returns the lines that begin and compute what the rounding of y takes from delta.
 
         The sum of p dy v^T over the keys is dy y, but for that rounding, so that what is left of the sum of
-        p (dy v^T - delta) is the error of delta. Gradients of tables, which are sums over many queries, need it.
+        p (dy v^T - delta) is the error of delta. Gradients of tables that are sums over many pairs need it.
         """
-        if not self.lines.readings:
+        if not self.exact:
             return []
         lines = ["rest = tl.zeros((QUERIES,), tl.float32)"]
         if not self.op.sinks:
@@ -283,10 +295,9 @@ class Writer:
         return [*lines, f"error = rest - delta * tl.exp2({sink} - lse)  # of delta, by the rounding of y"]
 
     def _helpers(self) -> tuple[str, ...]:
-        general = any(reading.general for reading in self.lines.readings)
         names = (
             ("tanh", bool(self.lines.calls)),
-            ("sums", self.backward and general),
+            ("sums", self.backward and bool(self.general)),
         )
         return tuple(f"triton/scored_attention_{name}.jinja" for name, used in names if used)
 
@@ -379,8 +390,8 @@ class Writer:
             base='tl.where(top == float("-inf"), 0.0, top)' if masked else "top",
             weights=f"tl.where(seen, {weights}, 0.0)" if masked else weights,
             sums=(
-                *(["rest += tl.sum(ds, 1)"] if self.lines.readings else []),
-                *(line for reading in self.lines.readings for line in reading.add_sums(masked)),
+                *(["rest += tl.sum(ds, 1)"] if self.exact else []),
+                *(line for reading in self.by_queries for line in reading.add_sums(masked, self.exact)),
             ),
         )
 
@@ -398,7 +409,7 @@ class Writer:
             scores=(*begin, *self.lines.scores(masked, by_keys=True)),
             base="",
             weights=f"tl.where(seen, {weights}, 0.0)" if masked else weights,
-            sums=(),
+            sums=tuple(line for reading in self.general for line in reading.add_sums(masked, self.exact)),
         )
 
     def _forward_kernel(self) -> tuple[str, str]:
@@ -406,13 +417,14 @@ class Writer:
         return self._kernel("forward", [*read, "y", "lse", *LISTS], [], "")
 
     def _queries_kernel(self) -> tuple[str, str]:
-        sums = [f"{reading.name}_sums" for reading in self.lines.readings]
-        sinks = ["sinks"] if self.op.sinks and sums else []
+        sums = [f"{reading.name}_sums" for reading in self.by_queries]
+        sinks = ["sinks"] if self.op.sinks and self.exact else []
         tensors = ["dy", "q", "k", "v", "y", "lse", *self._read(), *sinks, "dq", "delta", *sums, *LISTS]
         return self._kernel("queries", tensors, [], "DQ_")
 
     def _keys_kernel(self) -> tuple[str, str]:
-        tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(by_keys=True), "dk", "dv", *LISTS]
+        sums = [f"{reading.name}_sums" for reading in self.general]
+        tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(by_keys=True), "dk", "dv", *sums, *LISTS]
         return self._kernel("keys", tensors, [], "DK_")
 
     def _diagonals(self, reading: Reading) -> tuple[str, list[str]]:

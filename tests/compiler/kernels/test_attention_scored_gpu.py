@@ -73,7 +73,7 @@ def test_every_kind_of_score_mask_and_head(name: str, shape: str, folder: Path) 
         wanted += exact(backward, [dy, *inputs[:3], *wanted, *inputs[3:]])
         for label, got, want in zip(("y", "lse", *backward.node.op.output_labels), found, wanted, strict=True):
             error, scale = (got.double() - want).norm().item(), want.norm().item()
-            most = 1e-2 if label != "lse" else 2e-3  # tanh has 2**-11
+            most = 2e-2 if label != "lse" else 2e-3  # tanh has 2**-11
             assert error <= most * scale + 2e-2 * want.numel() ** 0.5 * (scale < 1e-2), f"{label} of {tokens} tokens"
             assert got.is_contiguous() and not got.isnan().any()
 
