@@ -228,8 +228,9 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
     for variable in variables(expr):
         if variable in values:
             ref, label = values[variable]
-            short = label.rpartition(".")[2]
-            label = short if short not in operands else label.replace(".", "_")
+            whole = label.replace(".", "_")  # a learned value may have the name of another value
+            options = (label.rpartition(".")[2], whole, *(f"{whole}{i}" for i in range(2, len(values) + 2)))
+            label = next(option for option in options if option not in operands)
             operands[label], renamed[variable] = ref, Var(label)
 
     def numbered(part: Expr) -> Expr:

@@ -8,6 +8,7 @@ import torch
 from tiny_models import ATTENTION, MLP, float64, pair, tiny
 
 from specc.compiler.blocks.wiring import parse_wiring, wrapped
+from specc.compiler.errors import SpecError
 from specc.compiler.expr import parse
 
 THREE = {
@@ -61,3 +62,67 @@ def test_names_and_outputs_of_an_expression() -> None:
     wiring = parse_wiring("mix.stream * x + output(9 - layer) - output(9-layer) * output(0)")
     assert wiring.names == {"mix_stream": "mix.stream", "x": "x"}
     assert list(wiring.outputs.values()) == ["9 - layer", "0"]
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_learned_value_may_have_the_name_of_an_argument(tmp_path: Path, fuse: bool) -> None:
+    """`skip` is the argument for an earlier output in generated code, and here also a learned value."""
+    change = {
+        "where": "layer == 2",
+        "learn": {"skip": {"init": 1, "shape": 1}},
+        "read": "x + sigmoid(skip) * output(0)",
+    }
+    with float64():
+        ours = pair(tiny((MLP,), count=3, blocks={"changes": [change]}), tmp_path, fuse=fuse)
+        ids, targets = ours.batch()
+        p = ours.params
+        x, outputs = p["embed.token"][ids], []
+        for layer in range(3):
+            x = x + torch.sigmoid(p["blocks.2.skip"]) * outputs[0] if layer == 2 else x
+            x = x + (norm(x) @ p[f"blocks.{layer}.mlp.up"].T).relu().square() @ p[f"blocks.{layer}.mlp.down"].T
+            outputs.append(x)
+        logits = norm(x) @ p["embed.token"].T
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        torch.testing.assert_close(ours.model(ids, targets), expected)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_null_removes_a_layer(tmp_path: Path, fuse: bool) -> None:
+    """A block without attention has none of its parameters and computes its MLP alone."""
+    changes = [{"where": "layer == 0", "attention": None}, {"where": "layer == 1", "mlp": None}]
+    with float64():
+        ours = pair(tiny((ATTENTION, MLP), count=2, blocks={"changes": changes}), tmp_path, fuse=fuse)
+        assert [name for name in ours.params if name.startswith("blocks")] == [
+            *(f"blocks.0.mlp.{name}" for name in ("up", "down")),
+            *(f"blocks.1.attention.{name}" for name in ("q", "k", "v", "out")),
+        ]
+        ids, targets = ours.batch()
+        p = ours.params
+        x = p["embed.token"][ids]
+        x = x + (norm(x) @ p["blocks.0.mlp.up"].T).relu().square() @ p["blocks.0.mlp.down"].T
+        q, k, v = ((norm(x) @ p[f"blocks.1.attention.{n}"].T).unflatten(-1, (2, 4)).transpose(1, 2) for n in "qkv")
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        logits = norm(x + y @ p["blocks.1.attention.out"].T) @ p["embed.token"].T
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        torch.testing.assert_close(ours.model(ids, targets), expected)
+
+
+def test_errors_behind_a_removed_layer_stand_at_their_field() -> None:
+    """The MLP is the second layer of the spec and the first of the block."""
+    changes = [
+        {"where": "layer == 0", "attention": None},
+        {"where": "layer == 0", "mlp": {"ratio": 3.3, "hidden": None}},
+    ]
+    with pytest.raises(SpecError, match=r"S215 ratio 3\.3 times dim 8") as caught:
+        tiny((ATTENTION, MLP), blocks={"changes": changes})
+    assert '"ratio": 3.3' in str(caught.value)
+
+
+def test_a_block_without_layers_is_refused() -> None:
+    changes = [{"where": "layer == 0", "attention": None, "mlp": None}]
+    with pytest.raises(SpecError, match="block 0 has no layers"):
+        tiny((ATTENTION, MLP), blocks={"changes": changes})
