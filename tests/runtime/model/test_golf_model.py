@@ -11,7 +11,6 @@ from plain_golf import at, copied, place
 from tiny_models import tiny
 
 from specc.compiler import pipeline
-from specc.compiler.build import compile_loaded
 from specc.compiler.ops.positions import RopeAngles
 from specc.compiler.ops.region import Call
 from specc.compiler.programs.programs import Programs
@@ -188,18 +187,6 @@ def test_its_first_loss_is_that_of_knowing_nothing(started: Any) -> None:
     ids, targets = torch.randint(1024, (2, 1, 256), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert float(started(ids, targets)) == pytest.approx(math.log(1024), abs=0.03)
-
-
-def test_the_plan_says_why_attention_that_ends_at_documents_has_no_kernel_of_its_own() -> None:
-    overrides = (
-        "model.blocks.layers.0.bos=1",
-        "model.blocks.layers.0.mask=j <= i and document(i) == document(j)",
-        'fuse=[{"blocks.*.mlp": [up, act, down]}]',
-    )
-    page = compile_loaded(load(SPEC, overrides)[0], None, ("sm90", "cpu")).files["PLAN.md"]
-    reasons = [line for line in page.splitlines() if line.startswith("- blocks.*.attention.y: attention takes")]
-    assert len(reasons) == 1 and "take no mask of documents" in reasons[0]
-    assert page.count("| blocks.*.attention.y | sdpa ") == 1
 
 
 @pytest.mark.parametrize("name", ["documents", "documents_late_stack"])
