@@ -292,7 +292,11 @@ class Writer:
         if not self.op.sinks:
             return [*lines, "error = rest  # of delta, by the rounding of y"]
         sink = "tl.load(sinks_ptr + h).to(tl.float32) * LOG2E"
-        return [*lines, f"error = rest - delta * tl.exp2({sink} - lse)  # of delta, by the rounding of y"]
+        return [
+            *lines,
+            f"sink = {sink}",
+            "error = rest - delta * tl.exp2(sink - lse)  # of delta, by the rounding of y",
+        ]
 
     def _helpers(self) -> tuple[str, ...]:
         names = (
