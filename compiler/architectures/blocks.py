@@ -97,7 +97,7 @@ class Block(StrictModel):
         owners: list[tuple[Path, Block | Layer, str]] = [((), self, "")]
         owners += [(("layers", i), layer, layer.title) for i, layer in enumerate(self.layers)]
         for path, owner, title in owners:
-            for name, learned in owner.learn.items():
+            for name, learned in sorted(owner.learn.items()):
                 if learned.reads is not None:
                     yield (*path, "learn", name, "of"), learned.reads, title
             for name in ("read", *(owner.inner if isinstance(owner, Layer) else ()), "write"):
@@ -160,12 +160,10 @@ class Block(StrictModel):
         learned = self.learned
         read = {f"{part.title}.{name}" for part in self.layers for name in part.own_values}
         titles = [part.title for part in self.layers]
+        sources: dict[str, set[str]] = {}
         for path, wiring, title in self.expressions():
             streams = self._streams_at(path, streams)
-            before = list(learned)
-            if path[-1] == "of":  # learned values read those before them
-                before = before[: before.index(f"{title}.{path[-2]}" if title else str(path[-2]))]
-            known = {*streams, "x0", *common, *before, *(name.removeprefix(f"{title}.") for name in before if title)}
+            known = {*streams, "x0", *common, *learned, *(name.removeprefix(f"{title}.") for name in learned if title)}
             if title:
                 assert isinstance(path[1], int) and isinstance(path[2], str)
                 known |= {"read": set(), "learn": {"h", "y"}, "write": {"y"}}.get(path[2], {"h", path[2]})
@@ -173,6 +171,8 @@ class Block(StrictModel):
                 known |= set(titles)
             if path[-1] == "of":
                 known.add(IDS)
+                names = {f"{title}.{name}" if f"{title}.{name}" in learned else name for name in wiring.names.values()}
+                sources[f"{title}.{path[-2]}" if title else str(path[-2])] = names
             for name in wiring.names.values():
                 full = f"{title}.{name}" if f"{title}.{name}" in learned else name
                 read.add(full)
@@ -180,6 +180,9 @@ class Block(StrictModel):
                     message = f"in layer {layer}, `{name}` is not a known value"
                     yield Problem(path, "S246", message, f"choose from {', '.join(sorted(known))}")
             yield from number_problem(wiring, path, layer, layers)
+        if circle := first_circle(sources):
+            path = (*self._place(circle)[:-1], "of")
+            yield Problem(path, "S246", f"`{circle}` is computed from itself", "remove one of the reads")
         for name in learned:
             if name not in read:
                 message = f"no expression of layer {layer} reads the learned value `{name}`"
@@ -422,21 +425,23 @@ class Blocks(Block):
 
     def _common_problems(self) -> Iterator[Problem]:
         """Yields the problems of the learned values that all blocks share."""
-        before: set[str] = set()
+        sources = {name: set(value.reads.names.values()) for name, value in self.common.items() if value.reads}
+        known = sorted((IDS, "x0", *self.common))
         for name, value in self.common.items():
-            path = ("common", name)
+            path: Path = ("common", name)
             yield from number_problem(value.init, (*path, "init"), 0, self.count)
-            for read in value.reads.names.values() if value.reads is not None else ():
-                if read not in {IDS, "x0", *before}:
-                    message = f"`{read}` is not a known value"
-                    hint = f"choose from {', '.join(sorted((IDS, 'x0', *before)))}"
-                    yield Problem((*path, "of"), "S246", message, hint)
-            for _ in value.reads.outputs if value.reads is not None else ():
+            for unknown in sources.get(name, set()).difference(known):
+                message = f"`{unknown}` is not a known value"
+                yield Problem((*path, "of"), "S246", message, f"choose from {', '.join(known)}")
+            if value.reads is not None and value.reads.outputs:
                 yield Problem((*path, "of"), "S220", "no output exists before the first block", "read `x0`")
-            before.add(name)
-            others = (other.reads.names.values() for other in self.common.values() if other.reads is not None)
-            if not any(name in names for names in others) and not any(block.reads_value(name) for block in self.every):
+            if not any(name in names for names in sources.values()) and not any(
+                block.reads_value(name) for block in self.every
+            ):
                 yield Problem(path, "S247", f"nothing reads the learned value `{name}`", "remove it")
+        if circle := first_circle(sources):
+            message = f"`{circle}` is computed from itself"
+            yield Problem(("common", circle, "of"), "S246", message, "remove one of the reads")
 
     def _condition_problems(self, i: int, change: Change) -> Iterator[Problem]:
         path = ("changes", i, "where")
@@ -495,7 +500,7 @@ class Blocks(Block):
         block = self.block(i)
         for layer in block.layers:
             yield from layer.shared(shape)
-        for name in filter(block.reads_value, self.common):
+        for name in filter(block.reads_value, sorted(self.common)):
             label = name.replace(".", "_")
             yield ModelValue(label, (label,), path=name, values=self.common, shape=shape)
 
@@ -517,6 +522,20 @@ class Blocks(Block):
 
 def _listed(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else ()
+
+
+def first_circle(sources: Mapping[str, Collection[str]]) -> str | None:
+    """Returns the first name, in order, that reaches itself through the names that each name reads."""
+    for name in sorted(sources):
+        reached = set(sources[name])
+        queue = list(reached)
+        for other in queue:  # the list grows during the loop
+            new = set(sources.get(other, ())) - reached
+            reached |= new
+            queue += new
+        if name in reached:
+            return name
+    return None
 
 
 def index_values(run: int, order: tuple[int, ...], count: int) -> Mapping[str, int]:
