@@ -21,8 +21,8 @@ V, D, H, C, E = 50304, 768, 6, 128, 3072
 COS = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given cos
 SIN = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given sin
 STARTS = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given starts
-PRE = {0, 1, 2, 3}  # blocks that are given pre
 GATE_SCALE = {0, 1, 2, 3}  # blocks that are given gate_scale
+PRE = {0, 1, 2, 3}  # blocks that are given pre
 X0 = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given x0
 IDS = {1, 2, 8, 9, 10}  # blocks that are given ids
 SKIPS = {6: 3, 8: 7, 9: 7, 10: 7}  # block -> the earlier block whose output it also reads
@@ -126,7 +126,7 @@ class Block(nn.Module):
             out=(D, H * C) if layer in COS else None,
             carry=(1,) if layer in COS else None,
             post=(1,) if layer in COS else None,
-            gate=(1, 64) if layer in PRE else None,
+            gate=(1, 64) if layer in GATE_SCALE else None,
             inject=(1,) if layer in COS else None,
         )
         self.mlp = weights(up=(E, D), down=(D, E), carry=(1,), post=(1,), back=(1,) if layer in BACK else None)
@@ -144,17 +144,17 @@ class Block(nn.Module):
         cos=None,
         sin=None,
         starts=None,
-        pre=None,
         gate_scale=None,
+        pre=None,
         x0=None,
         ids=None,
         skip=None,
         positions=None,
         cache=None,
     ) -> Tensor:
-        """x, x0, skip bf16[B, T, D], cos, sin f32[T, 32], starts, ids i64[B, T], pre bf16[B, T, 64], gate_scale
-        bf16[1], positions i64[T] -> bf16[B, T, D]. The cache is of attention_k, attention_v bf16[B, 769, H, C], updated
-        in place."""
+        """x, x0, skip bf16[B, T, D], cos, sin f32[T, 32], starts, ids i64[B, T], gate_scale bf16[1], pre bf16[B, T,
+        64], positions i64[T] -> bf16[B, T, D]. The cache is of attention_k, attention_v bf16[B, 769, H, C], updated in
+        place."""
         if skip is None:
             read_x = x
         if cos is None:
@@ -202,7 +202,7 @@ class Block(nn.Module):
             y = self.attention.out_share * y
         if cos is not None:
             out = F.linear(y.flatten(-2), self.attention.out)
-        if pre is not None:
+        if gate_scale is not None:
             gate = F.linear(F.gelu(pre), self.attention.gate)
             x = self.attention.carry * x + self.attention.post * out + gate_scale * (gate + self.attention.inject) * x0
         if self.x:
@@ -225,8 +225,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pre = nn.Parameter(torch.empty(64, D))
         self.gate_scale = nn.Parameter(torch.empty(1))
+        self.pre = nn.Parameter(torch.empty(64, D))
         self.embed = weights(token=(V, D))
         self.embed.smear_by_token = weights(gate=(1, 12), scale=(1,))
         self.head = weights(logits=(V, D))
@@ -271,8 +271,8 @@ class Model(nn.Module):
             own_cos = cos if i in COS else None
             own_sin = sin if i in SIN else None
             own_starts = starts if i in STARTS else None
-            own_pre = pre if i in PRE else None
             gate_scale = self.gate_scale if i in GATE_SCALE else None
+            own_pre = pre if i in PRE else None
             own_x0 = x0 if i in X0 else None
             own_ids = ids if i in IDS else None
             skip = outputs[SKIPS[i]] if i in SKIPS else None
@@ -281,8 +281,8 @@ class Model(nn.Module):
                 cos=own_cos,
                 sin=own_sin,
                 starts=own_starts,
-                pre=own_pre,
                 gate_scale=gate_scale,
+                pre=own_pre,
                 x0=own_x0,
                 ids=own_ids,
                 skip=skip,
