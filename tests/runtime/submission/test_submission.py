@@ -206,7 +206,7 @@ def test_what_was_trained_outlives_a_quantization_that_fails(made: Made, tmp_pat
     size = f"the budget is {code + 9000:,}, less {(folder / CODE).stat().st_size:,} for the code"
     assert size in done.stderr
     kept = folder / f"{WEIGHTS}.trained"
-    resume_command = f"go on with: python {CODE} quantize {WEIGHTS} --data {made.shards} --budget BYTES"
+    resume_command = f"resume with: python {CODE} quantize {WEIGHTS} --data {made.shards} --budget BYTES"
     assert resume_command in done.stderr.replace("[", "").replace("]", "") and kept.is_file()
     assert not (folder / WEIGHTS).exists()
     trained, budget = kept.read_bytes(), (folder / CODE).stat().st_size + 21_000
@@ -285,7 +285,7 @@ def test_the_code_is_small_and_without_specc(made: Made) -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert {found.partition(".")[0] for found in names} <= known, name
-    assert (made.folder / CODE).stat().st_size < 68_000
+    assert (made.folder / CODE).stat().st_size < 74_000
     spec = made.run.spec
     text = bundle.train_gpt(spec, made.run.lock, ("cpu",), ByteTokenizer(), Codec.LZMA)
     assert text == (made.folder / CODE).read_text()
