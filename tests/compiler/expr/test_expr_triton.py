@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,4 +102,8 @@ def test_compiles_for_gpus(capability: int, tmp_path: Path) -> None:
     assert f".target sm_{capability}" in ptx
     assert ptx.count("st.global") >= len(exprs)
     assert "call.uni" not in ptx  # every function is inline
-    assert ".f64" not in ptx  # and in single precision
+    # and in single precision; the library reduces large arguments of sin and cos in double precision
+    exprs = [expr for expr in exprs if not re.search(r"\b(sin|cos)\(", str(expr))]
+    module = load(write_module(tmp_path / f"single_{capability}.py", exprs))
+    source = ASTSource(module.kernel, signature, constexprs={"P": 128})
+    assert ".f64" not in triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
