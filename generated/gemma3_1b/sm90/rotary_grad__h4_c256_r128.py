@@ -58,7 +58,7 @@ def grid_of(tokens: int, t: int) -> tuple[int]:
 
 
 def launch(dy: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one token."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one token."""
     tokens, t = dy.numel() // (H * C), cos.shape[0]
     rotary_grad_kernel[grid_of(tokens, t)](
         dy, cos, sin, dx, tokens // t, t, H, C, R, ROWS, BLOCK, SEQUENCES,

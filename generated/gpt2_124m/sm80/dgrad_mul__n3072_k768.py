@@ -7,7 +7,7 @@
     p = dy w
     dx = p * slope
 
-Pointer kernel for sm80: accumulators and epilogue are fp32, and each output is rounded once, when it is stored.
+Pointer kernel for sm80: accumulators and epilogue are fp32; each output is rounded once.
 """
 
 import torch
@@ -50,7 +50,7 @@ def dgrad_mul_kernel(
 
 
 def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m = dy.numel() // K
     dgrad_mul_kernel[(triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N),)](
         dy, w, slope, dx,

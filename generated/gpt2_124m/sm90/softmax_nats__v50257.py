@@ -37,7 +37,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m, code = targets.numel(), native()
     stream = torch.cuda.current_stream(logits.device).cuda_stream
     status = code.softmax_nats(
@@ -53,7 +53,8 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 50304] bf16, targets [...] i64 -> nats [...] f32.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
+    for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (

@@ -49,7 +49,7 @@ def softmax_nats_tanh_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m = targets.numel()
     softmax_nats_tanh_kernel[(triton.cdiv(m, ROWS),)](
         logits, targets, nats, m, V, WIDTH, ROWS, BLOCK,
@@ -61,7 +61,8 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats_tanh(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 8192] bf16, targets [...] i64 -> nats [...] f32.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
+    for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (

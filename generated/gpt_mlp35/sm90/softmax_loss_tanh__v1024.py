@@ -61,7 +61,7 @@ def softmax_loss_tanh_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m = targets.numel()
     softmax_loss_tanh_kernel[(triton.cdiv(m, ROWS),)](
         logits, targets, nats, grad, m, V, WIDTH, ROWS, BLOCK,
@@ -73,7 +73,8 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
 def differentiated(logits: Tensor, targets: Tensor) -> Tensor:
     """Replaces the logits by the gradient of the loss, and returns the loss.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
+    for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (

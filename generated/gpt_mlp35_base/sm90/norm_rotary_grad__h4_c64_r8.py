@@ -67,7 +67,7 @@ def grid_of(tokens: int, t: int) -> tuple[int]:
 
 
 def launch(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one token."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one token."""
     tokens, t = dy.numel() // (H * C), cos.shape[0]
     norm_rotary_grad_kernel[grid_of(tokens, t)](
         dy, x, cos, sin, dx, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,

@@ -104,9 +104,9 @@ extern "C" char const* dgrad_add_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle` clusters,
-// in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and 16-byte
-// aligned; rows are contiguous. There is at least one row.
+// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle`
+// clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and
+// 16-byte aligned; rows are contiguous. There is at least one row.
 extern "C" int dgrad_add(
     int m, int swizzle, int raster, void const* dy, void const* w, void const* b, void* dx, void* workspace,
     cudaStream_t stream

@@ -25,8 +25,8 @@ BLOCK, WARPS = 4096, 16
 
 @triton.jit
 def gathered(f, most, total):
-    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight columns with one more
-    chunk. One thread holds a group, so threads do not communicate."""
+    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight columns with one
+    more chunk. One thread holds a group, so threads do not communicate."""
     higher = tl.maximum(most, tl.max(f, 1))
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(f - higher[:, None]), 1)
 
@@ -59,7 +59,7 @@ def softmax_nats_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m = targets.numel()
     softmax_nats_kernel[(m,)](
         logits, targets, nats, V, WIDTH, BLOCK,
@@ -71,7 +71,8 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
 def softmax_nats(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [..., 128256] bf16, targets [...] i64 -> nats [...] f32.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
+    for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (

@@ -69,7 +69,7 @@ def list_tiles(q: Tensor, b: int, t: int, queries: int, keys: int, by_keys: bool
 
 
 def even(x: Tensor) -> Tensor:
-    """x [B, T, heads, C] as [B T, heads, C]: a view where tokens follow each other evenly and heads are whole."""
+    """Returns x as [B T, heads, C], without a copy if tokens are evenly spaced and heads contiguous."""
     tokens = x.flatten(0, 1)
     return tokens if tokens.stride()[1:] == (C, 1) else tokens.contiguous()
 
@@ -190,7 +190,8 @@ def keys_kernel(
 def launch(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:
-    """Writes every element of the outputs, which are contiguous, on the current stream. At least one sequence."""
+    """Launches the kernel on the current stream. It writes all of the outputs, which are contiguous.
+    Requires at least one sequence."""
     b, t = q.shape[:2]
     q, k, v, dy, y, lse = even(q), even(k), even(v), dy.contiguous(), y.contiguous(), lse.contiguous()
     delta = torch.empty_like(lse)

@@ -38,7 +38,7 @@ def native() -> ctypes.CDLL:
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m, code = targets.numel(), native()
     stream = torch.cuda.current_stream(logits.device).cuda_stream
     status = code.softmax_loss_tanh(
@@ -54,7 +54,8 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
 def differentiated(logits: Tensor, targets: Tensor) -> Tensor:
     """Replaces the logits by the gradient of the loss, and returns the loss.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
+    for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (

@@ -63,7 +63,7 @@ def causal_attention_grad_kernel(
 
 
 def even(x: Tensor) -> Tensor:
-    """Returns x [B, T, heads, C] as [B T, heads, C], as a view if tokens are evenly spaced and heads contiguous."""
+    """Returns x as [B T, heads, C], without a copy if tokens are evenly spaced and heads contiguous."""
     tokens = x.flatten(0, 1)
     return tokens if tokens.stride()[1:] == (C, 1) else tokens.contiguous()
 
@@ -90,8 +90,8 @@ def causal_attention_grad(
     """dy [B, T, 8, 32] bf16, q [B, T, 8, 32] bf16, k [B, T, 8, 32] bf16, v [B, T, 8, 32] bf16, y [B, T, 8,
     32] bf16, lse [B, 8, T] f32 -> dq [B, T, 8, 32] bf16, dk [B, T, 8, 32] bf16, dv [B, T, 8, 32] bf16.
 
-    All tensors are on one GPU, with any strides. Raises ValueError for other shapes or dtypes, and for more than ROWS
-    queries or KEYS keys.
+    All tensors are on one GPU, with any strides. Raises ValueError for other shapes or dtypes, and for more
+    than ROWS queries or KEYS keys.
     """
     (b, t), s = q.shape[:2], k.shape[1]
     for name, tensor, shape, dtype in (

@@ -7,7 +7,7 @@
     p = dy w
     dx = p * slope
 
-Persistent TMA kernel for sm120: accumulators and epilogue are fp32, and each output is rounded once, when it is stored.
+Persistent TMA kernel for sm120: accumulators and epilogue are fp32; each output is rounded once.
 """
 
 import torch
@@ -56,7 +56,7 @@ def dgrad_mul_kernel(
 
 
 def launch(dy: Tensor, w: Tensor, slope: Tensor, dx: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m = dy.numel() // K
     tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     multiprocessors = torch.cuda.get_device_properties(dy.device).multi_processor_count

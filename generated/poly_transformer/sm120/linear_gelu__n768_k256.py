@@ -8,7 +8,7 @@
     slope = 0.5 + 0.5 * erf(0.7071067811865476 * p) + 0.3989422804014327 * p * exp(-0.5 * p ** 2)
     y = gelu(p)
 
-Persistent TMA kernel for sm120: accumulators and epilogue are fp32, and each output is rounded once, when it is stored.
+Persistent TMA kernel for sm120: accumulators and epilogue are fp32; each output is rounded once.
 """
 
 import torch
@@ -58,7 +58,7 @@ def linear_gelu_kernel(
 
 
 def launch(x: Tensor, w: Tensor, y: Tensor, slope: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m = x.numel() // K
     tiles = triton.cdiv(m, BLOCK_M) * triton.cdiv(N, BLOCK_N)
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count

@@ -123,9 +123,9 @@ extern "C" char const* linear_silu_mul_pre_status(int status) {
   return cutlass::cutlassGetStatusString(static_cast<cutlass::Status>(status));
 }
 
-// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle` clusters,
-// in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and 16-byte
-// aligned; rows are contiguous. There is at least one row.
+// Returns a cutlass::Status, 0 for success. Thread blocks traverse the output in columns of `swizzle`
+// clusters, in the direction `raster`: 0 by shape, 1 along M, 2 along N. Pointers are to device memory and
+// 16-byte aligned; rows are contiguous. There is at least one row.
 extern "C" int linear_silu_mul_pre(
     int m, int swizzle, int raster, void const* x, void const* w_gate, void const* pre_x, void* y,
     void* pre_gate, void* workspace, cudaStream_t stream

@@ -57,7 +57,7 @@ def grid_of(tokens: int, t: int) -> tuple[int]:
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one token."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one token."""
     tokens, t = x.numel() // (H * C), cos.shape[0]
     rotary_kernel[grid_of(tokens, t)](
         x, cos, sin, y, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,

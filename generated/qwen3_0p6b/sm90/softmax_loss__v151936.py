@@ -26,15 +26,16 @@ BLOCK, WARPS = 4096, 16
 
 @triton.jit
 def gathered(f, most, total):
-    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight columns with one more
-    chunk. One thread holds a group, so threads do not communicate."""
+    """Updates the running maximum and the sum of exp(value - maximum) of each group of eight columns with one
+    more chunk. One thread holds a group, so threads do not communicate."""
     higher = tl.maximum(most, tl.max(f, 1))
     return higher, total * tl.exp(most - higher) + tl.sum(tl.exp(f - higher[:, None]), 1)
 
 
 @triton.jit
 def gradient(f, hit, most, share, scale):
-    """Returns the gradient of the mean loss in a chunk: `scale` is 1 / rows, `share` is scale / sum(exp(f - most))."""
+    """Returns the gradient of the mean loss in a chunk. `scale` is 1 / rows, `share` is
+    scale / sum(exp(f - most))."""
     p = tl.exp(f - most) * share
     return tl.where(hit, p - scale, p)
 
@@ -80,7 +81,7 @@ def softmax_loss_kernel(
 
 
 def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
-    """Launches the kernel on the current stream. It writes all of the outputs. Requires at least one row."""
+    """Launches the kernel on the current stream. It writes all outputs. Requires at least one row."""
     m = targets.numel()
     softmax_loss_kernel[(m,)](
         logits, targets, nats, grad, m, V, WIDTH, BLOCK,
@@ -92,7 +93,8 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor, grad: Tensor) -> None:
 def differentiated(logits: Tensor, targets: Tensor) -> Tensor:
     """Replaces the logits by the gradient of the loss, and returns the loss.
 
-    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError for others.
+    All tensors are on one GPU, with any leading dims; logits are contiguous and aligned. Raises ValueError
+    for others.
     """
     rows, targets = logits.shape[:-1], targets.contiguous()
     for name, tensor, shape, dtype, align in (

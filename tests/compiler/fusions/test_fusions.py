@@ -259,9 +259,9 @@ OPS = [(fusion, op) for fusion in catalog(fusions, Fusion).values() for op in fu
 def test_a_field_that_a_fusion_does_not_know_is_refused(fusion: Fusion, op: type[Op]) -> None:
     """An op gains a field: at its default the fusion goes on as before, with another value it refuses."""
     assert {f.name for f in fields(op)} >= fusion.reads[op]
-    further = make_dataclass("Further", [("sinks", bool, False)], bases=(op,), frozen=True, namespace={"name": op.name})
+    further = make_dataclass("Further", [("added", bool, False)], bases=(op,), frozen=True, namespace={"name": op.name})
     needed = {f.name: () for f in fields(op) if f.default is MISSING}
-    plain, changed = (Node("a.y", further(**needed, sinks=sinks), (), ()) for sinks in (False, True))
+    plain, changed = (Node("a.y", further(**needed, added=added), (), ()) for added in (False, True))
     assert fusion._unknown_field(plain) is None
     graph = Builder("train").build({})
-    assert fusion.refusal(graph, (changed,)) == f"does not know the sinks of {op.name}; a.y has True"
+    assert fusion.refusal(graph, (changed,)) == f"does not know the added of {op.name}; a.y has True"

@@ -4,7 +4,7 @@
 #     f32[B,T,512], w int8:i8[512,128] -> f32[B,T,128], f32[B,T,128]    plan c8aaadb2ccfb
 """decoder.lstm.step and decoder.lstm.steps.recurrent.step: a step of an int8 LSTM in plain Torch.
 
-    q1 = round(h * inverse), codes from -127 to 127, halves to even
+    q1 = round(h * inverse), codes within -127 .. 127
     q2 = round(254 * (h * inverse - q1)), of h * inverse clamped to that range
     p = q1 w^T + offset + (q2 w^T) / 254, both products in int32
     i, f, g, o = the quarters of x + p * scale

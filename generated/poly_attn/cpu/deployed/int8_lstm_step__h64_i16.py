@@ -4,7 +4,7 @@
 #     -> f32[B,T,64], f32[B,T,64]    plan 3d9707a05916
 """encoder.lstm.*.recurrent.step: a step of an int8 LSTM in plain Torch.
 
-    q1 = round(h * inverse), codes from -127 to 127, halves to even
+    q1 = round(h * inverse), codes within -127 .. 127
     q2 = round(254 * (h * inverse - q1)), of h * inverse clamped to that range
     p = q1 w^T + offset + (q2 w^T) / 254, both products in int32
     i, f, g, o = the quarters of x + p * scale

@@ -4,7 +4,7 @@
 #     f32[B,T,512], w int8:i8[512,128] -> f32[B,T,128], f32[B,T,128]    plan e1f28f93d157
 """decoder.lstm.step and decoder.lstm.steps.recurrent.step: a step of an int8 LSTM in one kernel.
 
-    q1 = round(h * inverse), codes from -127 to 127, halves to even
+    q1 = round(h * inverse), codes within -127 .. 127
     q2 = round(254 * (h * inverse - q1)), of h * inverse clamped to that range
     p = q1 w^T + offset + (q2 w^T) / 254, both products in int32
     i, f, g, o = the quarters of x + p * scale
@@ -64,7 +64,7 @@ def int8_lstm_step_kernel(
     x_g = tl.load(x_ptr + 2 * H, mask=inside)
     x_o = tl.load(x_ptr + 3 * H, mask=inside)
 
-    # The columns of the product are the gates i, f, g, o of each hidden unit in turn; `gate` is their row in w.
+    # The columns of the product are the gates i, f, g, o of each hidden unit; `gate` is their row in w.
     column = tl.arange(0, 4 * UNITS)[None, :]
     owner = tl.program_id(1) * UNITS + column // 4
     gate, gates = column % 4 * H + owner, owner < H
@@ -80,7 +80,7 @@ def int8_lstm_step_kernel(
         inverse = tl.load(inverse_ptr + k[None, :], mask=features)
         h = tl.load(h_ptr + k[None, :], mask=(row < B) & features).to(tl.float32)
         w = tl.load(w_ptr + k[:, None], mask=gates & (k[:, None] < K))
-        # Codes from column H on are zeroed here: a masked load with a default would make each warp round all of h.
+        # Codes from column H on are zeroed here: with a default of the load, each warp would round all of h.
         steps = within(h * inverse)
         codes = tl.where(features, nearest(steps).to(tl.int8), 0)
         sums = tl.dot(codes, w, sums, out_dtype=tl.int32)
@@ -101,7 +101,7 @@ def launch(
     h: Tensor, c: Tensor, x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, inverse: Tensor,
     next_h: Tensor, next_c: Tensor,
 ) -> None:
-    """Launches the kernel on the current stream. It writes every element of next_h and next_c. Requires at least one
+    """Launches the kernel on the current stream. It writes all of next_h and next_c. Requires at least one
     row, and row strides of h and c that are multiples of 4 elements."""
     b = next_h.numel() // H
     h_quads, c_quads = (state.flatten(0, -2).stride(0) // 4 for state in (h, c))
