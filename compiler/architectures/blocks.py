@@ -3,6 +3,7 @@
 import json
 import operator
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
@@ -33,6 +34,7 @@ from specc.compiler.blocks.wiring import (
     condition,
     number_problem,
     parse_wiring,
+    width_problem,
 )
 from specc.compiler.catalog import models
 from specc.compiler.expr import ExprError
@@ -125,6 +127,10 @@ class Block(StrictModel):
         """Returns the types of the state that the block stores between tokens, by layer and key."""
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
+    def values_width(self, dim: int) -> int | None:
+        """Returns the number of features of the values of the block's first attention; None without attention."""
+        return next((width for layer in self.layers if (width := layer.values_width(dim)) is not None), None)
+
     def problems_of_block(self, dim: int, layer: int, layers: int) -> Iterator[Problem]:
         """Yields the problems of the block as number `layer` of `layers`. Paths are relative to the block."""
         yield from number_problem(self.norm.scale, ("norm", "scale"), layer, layers)
@@ -143,6 +149,7 @@ class Block(StrictModel):
                 yield Problem((*here, "write"), "S247", message, "remove one of the two")
         for name, learned in self.learned.items():
             yield from number_problem(learned.init, self._place(name), layer, layers)
+            yield from width_problem(learned, (*self._place(name)[:-1], "shape"), self.values_width(dim))
 
     def _place(self, name: str) -> Path:
         """Returns the path of the initialization of a learned value."""
@@ -415,7 +422,7 @@ class Blocks(Block):
                 moved = Problem(path, problem.code, problem.message, problem.hint, related)
                 by_path.setdefault((path, problem.code), moved)
         yield from by_path.values()
-        yield from self._common_problems()
+        yield from self._common_problems(dim)
         if streams != (STREAM,) and not by_path:
             message = f"the last block leaves the streams {' and '.join(streams)}"
             hint = "give the last block a `write` of one expression, for example `0.5 * (a + b)`"
@@ -423,13 +430,15 @@ class Blocks(Block):
         if not by_path:
             yield from self.order_problems()
 
-    def _common_problems(self) -> Iterator[Problem]:
+    def _common_problems(self, dim: int) -> Iterator[Problem]:
         """Yields the problems of the learned values that all blocks share."""
         sources = {name: set(value.reads.names.values()) for name, value in self.common.items() if value.reads}
         known = sorted((IDS, "x0", *self.common))
         for name, value in self.common.items():
             path: Path = ("common", name)
             yield from number_problem(value.init, (*path, "init"), 0, self.count)
+            for block in filter(lambda block: block.reads_value(name), self.every):
+                yield from width_problem(value, (*path, "shape"), block.values_width(dim))
             for unknown in sources.get(name, set()).difference(known):
                 message = f"`{unknown}` is not a known value"
                 yield Problem((*path, "of"), "S246", message, f"choose from {', '.join(known)}")
@@ -479,6 +488,8 @@ class Blocks(Block):
         if module.name in TAKEN or any(other.name == module.name for other in self.modules[:i]):
             message = f"{module.name} is the name of another part of the model"
             yield Problem(("name",), "S207", message, "choose another `name:`")
+        for name, learned in module.learn.items():
+            yield from width_problem(learned, ("learn", name, "shape"), None)
         texts = module.read if isinstance(module.read, dict) else {"": module.read}
         streams = {stream for block in self.every for stream in block.streams_after((STREAM,))}
         known = streams if isinstance(module.read, dict) else {STREAM}
@@ -502,7 +513,8 @@ class Blocks(Block):
             yield from layer.shared(shape)
         for name in filter(block.reads_value, sorted(self.common)):
             label = name.replace(".", "_")
-            yield ModelValue(label, (label,), path=name, values=self.common, shape=shape)
+            wide = replace(shape, values=block.values_width(shape.dim))
+            yield ModelValue(label, (label,), path=name, values=self.common, shape=wide)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
         """Returns the computations that the blocks share, each once."""

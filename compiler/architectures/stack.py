@@ -171,7 +171,8 @@ class _BlockCall:
     shape: Shape = field(init=False)
 
     def __post_init__(self) -> None:
-        self.shape = replace(self.stack.shape, layer=self.i)
+        shape = self.stack.shape
+        self.shape = replace(shape, layer=self.i, values=self.block.values_width(shape.dim))
 
     def add(self, x: str, embedded: str, source: Mapping[str, str], run: int) -> tuple[str, Mapping[str, str]]:
         """Adds the call to the program.

@@ -148,6 +148,9 @@ class Attention(Layer):
         """Returns the number of channels of a head."""
         return self.head_dim or dim // self.heads
 
+    def values_width(self, dim: int) -> int | None:
+        return (self.kv_heads or self.heads) * self.size(dim)
+
     def _channels(self, shape: Shape) -> int:
         return shape.size("C", int(self.size(shape.dim)), "channels of a head", self.title)
 

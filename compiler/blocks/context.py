@@ -49,6 +49,7 @@ class Shape:
         source: the number of features of the encoder's output; 0 without an encoder.
         names: the names of sizes in generated code.
         layer: the index of the block that is lowered, from 0.
+        values: the number of features of the values of the block's attention; None without attention.
     """
 
     dim: int
@@ -62,6 +63,7 @@ class Shape:
     source: Dim = 0
     names: SizeNames = field(default_factory=SizeNames, compare=False, repr=False)
     layer: int = 0
+    values: int | None = None
 
     def size(self, name: str, value: int, words: str, title: str = "") -> int:
         """Returns `value` as a dim called `name` in generated code, or `TITLE_NAME` if `name` is taken.

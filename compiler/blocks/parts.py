@@ -187,6 +187,14 @@ class Part(StrictModel):
         """True if the part reads the output of an encoder."""
         return False
 
+    def values_width(self, dim: int) -> int | None:
+        """Returns the number of features of the values that the part attends to; None without attention.
+
+        Args:
+            dim: the number of features of the model.
+        """
+        return None
+
     @property
     def in_place(self) -> bool:
         """True if the part writes its state in place, at the positions of its tokens."""

@@ -29,6 +29,7 @@ INDEX = ("layer", "layers", "run", "runs")  # the names that the k of output(k) 
 
 
 TableDim = Annotated[int, Field(gt=0, le=2**24)] | Literal["heads", "context"]
+TableDims = Annotated[tuple[TableDim, ...], Field(min_length=1, max_length=4)]
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,17 @@ class Learned(StrictModel):
     Attributes:
         init: the value that numbers start with, a number or a formula of `layer` and `layers`; or the initialization of
             a matrix, which is the model's if unset.
-        shape: how many numbers there are, one per feature of the model if unset; or the dims of a table that a score
-            reads, such as `[heads, 32]`.
+        shape: how many numbers there are, one per feature of the model if unset; `values`: as many as the values of the
+            block's attention have; or the dims of a table that a score reads, such as `[heads, 32]`.
         of: the value that a matrix [shape, features] is multiplied with, an expression. `ids`: the rows of a table
             [vocabulary, shape], one for each token.
         features: how many of the first features of that value are read; all if unset.
     """
 
     init: LayerFormula | Init | None = None
-    shape: Positive | Annotated[tuple[TableDim, ...], Field(min_length=1, max_length=4)] | None = None
+    shape: Positive | Literal["values"] | Annotated[tuple[TableDim, ...], Field(min_length=1, max_length=4)] | None = (
+        None
+    )
     of: WiringText | None = later(None)
     features: Positive | None = later(None)
 
@@ -160,7 +163,8 @@ class Learned(StrictModel):
         """
         outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
         leaf = name.rpartition(".")[2]
-        dims = self.dims(sizes or {}) or (self.shape if isinstance(self.shape, int) else shape.dim,)
+        count = shape.values if self.shape == "values" else self.shape
+        dims = self.dims(sizes or {}) or (count if isinstance(count, int) else shape.dim,)
         start = self.init if isinstance(self.init, Init) else shape.matrix_init
         if isinstance(self.init, float | int | str):
             start = constant(value_of(self.init, layer=float(shape.layer), layers=float(shape.layers)))
@@ -279,6 +283,13 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
     names = (name, *(f"{name}{i}" for i in range(2, len(b.scalars) + 3)))
     free = next(option for option in names if b.scalars.get(option, bound) == bound)
     return free, {free: b.scalar(free, *bound)}
+
+
+def width_problem(learned: Learned, at: Path, values: int | None) -> Iterator[Problem]:
+    """Yields a problem if a learned value is as wide as the values of attention, and there is none."""
+    if learned.shape == "values" and values is None:
+        message = "`shape: values` needs attention in the block, which there is not"
+        yield Problem(at, "S241", message, "state a number of features")
 
 
 def number_problem(value: Wiring | Init | float | str | None, at: Path, layer: int, layers: int) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from specc.runtime.submission.names import WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class PlainSize:
-    """The sizes of the same arrays in bytes: `own` of the whole artifact at `path`, `plain` in the plain format."""
+    """The sizes of the same arrays in bytes: `artifact` of the artifact at `path`, `plain` in the plain format."""
 
     path: Path
     artifact: int

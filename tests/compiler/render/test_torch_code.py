@@ -4,6 +4,7 @@ import ast
 import math
 import random
 import re
+from difflib import unified_diff
 
 import pytest
 import torch
@@ -211,14 +212,15 @@ def test_formulas_are_the_numbers_that_the_plan_has() -> None:
             assert eval(text, {"math": math}, {"layer": int(call.op.at.rpartition(".")[2])}) == value
 
 
-def test_moving_value_embeddings_changes_one_line() -> None:
-    at = {"layers": [1]}, {"layers": [0]}
+def test_moving_value_embeddings_changes_few_lines() -> None:
+    at = {"layers": [2, 3]}, {"layers": [1, 2]}
     first, second = (
-        compile_loaded(tiny(({**ATTENTION, "values": {"dim": 4, **where}}, MLP)), None).files["cpu/model.py"]
+        compile_loaded(tiny(({**ATTENTION, "values": {"dim": 4, **where}}, MLP), count=4), None).files["cpu/model.py"]
         for where in at
     )
-    changed = [pair for pair in zip(first.splitlines(), second.splitlines(), strict=True) if pair[0] != pair[1]]
-    assert len(changed) == 1 and changed[0][0].startswith("ATTENTION_VALUES = {1}")
+    lines = list(unified_diff(first.splitlines(), second.splitlines(), n=0))[2:]
+    changed = [line for line in lines if line[0] in "+-"]
+    assert 2 <= len(changed) <= 12
 
 
 def test_blocks_that_read_different_rotary_tables_are_one_function() -> None:

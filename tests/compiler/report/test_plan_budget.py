@@ -11,7 +11,8 @@ from specc.compiler.report.summary import Summary, lines
 GOLF = Path(__file__).parents[3] / "specs" / "gpt_mlp35.yaml"
 GATED = "model.blocks.layers.1.act=silu(gate) * x"
 CHANGE = (
-    "{where: layer >= 2, learn: {skip.scale: {init: 1}}, attention: {values: {dim: 128}}, "
+    "{where: layer >= 2, learn: {skip.scale: {init: 1}}, attention: {learn: {value_scale: {shape: 1, init: 1}}, "
+    "v: v + value_scale * (attention_values.scale * attention_values.project)}, "
     "read: mix.stream * (x + skip.scale * output(3 - layer)) + mix.embedded * x0}"
 )
 SMALL = ("targets=[cpu]", "model.dim=128", "model.blocks.count=4", f"model.blocks.changes=[{CHANGE}]")

@@ -29,7 +29,11 @@ CPU = torch.device("cpu")
 TABLES = (
     "model.blocks.count=1",
     "model.embed=[{kind: token}, {kind: bigram, buckets: 64, dim: 8}, {kind: norm}]",
-    "model.blocks.layers.0.values={dim: 8}",
+    "model.blocks.common={attention_values.table: {of: ids, shape: 8, init: {normal: 0.01}}, "
+    "attention_values.project: {of: attention_values.table, shape: values}, "
+    "attention_values.scale: {shape: 1, init: 0.1}}",
+    "model.blocks.layers.0.learn={residual: {init: 1}, value_scale: {shape: 1, init: 1}}",
+    "model.blocks.layers.0.v=v + value_scale * (attention_values.scale * attention_values.project)",
     "quant.promote=null",
     "quant.default={scheme: round, bits: 6}",
     'quant.rules=[{match: "*.{residual,q_gain,value_scale,scale}", scheme: none, dtype: f16}]',

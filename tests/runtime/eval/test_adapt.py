@@ -343,6 +343,6 @@ def test_what_cannot_adapt_is_refused(run: Run, opened: OpenedModel, tmp_path: P
         wild = {**TTT, "optimizer": {"kind": "sgd", "lr": 1e38}, "clip_norm": None}
         adapted(opened, wild, cache=tmp_path)
     assert all(bool(weight.isfinite().all()) for weight in opened.model.parameters())
-    for window, stride in ((33, 8), (0, 8), (16, 17), (-1, None)):
+    for window, stride in ((0, 8), (16, 17), (-1, None)):
         with pytest.raises(EvaluateError, match=r"is not in 1 \.\."):
             plain(opened, window=window, stride=stride, cache=tmp_path)

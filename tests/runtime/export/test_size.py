@@ -54,7 +54,7 @@ def test_groups_are_the_parameters(run: Run) -> None:
 
 def test_the_plain_scheme_takes_more_of_the_same_arrays(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     found = plain_size(run.directory)
-    assert found == plain_size(run.quantized / "model.specc") and found.own == size(run.directory).total
+    assert found == plain_size(run.quantized / "model.specc") and found.artifact == size(run.directory).total
     arrays = read_verified(run.quantized / "model.specc").stored.tensors
     saved = io.BytesIO()
     flat = {f"{n}.{s}": torch.from_numpy(a.copy()) for n, own in arrays.items() for s, a in own.items()}
@@ -63,8 +63,8 @@ def test_the_plain_scheme_takes_more_of_the_same_arrays(run: Run, capsys: pytest
     assert found.plain == len(brotli.compress(saved.getvalue(), quality=11, lgwin=24))
     assert specc(["size", str(run.directory), "--plain"]) == 0
     told = capsys.readouterr().out
-    assert f"plain scheme {found.plain:,} bytes" in told and f"model.specc {found.own:,}: " in told
-    assert ("smaller" in told) == (found.own < found.plain) and f"{found.own:,} bytes of 24,000" in told
+    assert f"plain scheme {found.plain:,} bytes" in told and f"model.specc {found.artifact:,}: " in told
+    assert ("smaller" in told) == (found.artifact < found.plain) and f"{found.artifact:,} bytes of 24,000" in told
 
 
 def test_the_budget_is_decimal_bytes_and_may_be_met_exactly(run: Run) -> None:
