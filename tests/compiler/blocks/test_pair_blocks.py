@@ -105,15 +105,12 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks(SELF, {**MLP, "dropout": 0.1}, count=3, lanes={"first": 2})],
         [LEARNED, blocks({**SELF, "rope": {}}, CROSS, count=3, lanes={"first": 1}, mix={"kind": "embedded"}), LSTM],
     ),
-    "values_and_skips": case(
+    "skips": case(
+        [LEARNED, blocks({**SELF, "rope": {}}, count=4, skips={"kind": "unet"})],
         [
             LEARNED,
-            blocks({**SELF, "rope": {}, "values": {"dim": 3, "layers": [1, 3]}}, count=4, skips={"kind": "unet"}),
-        ],
-        [
-            LEARNED,
-            blocks({**SELF, "rope": {}, "values": {"dim": 3, "layers": [1]}}, CROSS, skips={"kind": "unet"}),
-            {**blocks({**SELF, "rope": {}, "values": {"dim": 2}}), "name": "late"},
+            blocks({**SELF, "rope": {}}, CROSS, skips={"kind": "unet"}),
+            {**blocks({**SELF, "rope": {}}), "name": "late"},
         ],
     ),
     "two_stacks": case(
@@ -139,8 +136,8 @@ CASES: Mapping[str, dict[str, Any]] = {
         head=UNTIED,
     ),
     "attention_with_positions": case(
-        [EMBED, {**SELF, "rope": {}, "values": {"dim": 3}}],
-        [EMBED, {**SELF, "rope": {}, "values": {"dim": 3}, "exclude": {}}, {**CROSS, "gate": {}}],
+        [EMBED, {**SELF, "rope": {}}],
+        [EMBED, {**SELF, "rope": {}, "exclude": {}}, CROSS],
     ),
     "attention_behind_an_lstm": case(RECURRENT, [EMBED, LSTM, CROSS, {**LSTM, "name": "second"}, CONCAT], head=UNTIED),
     "additive_relu": case(RECURRENT, [EMBED, ADDITIVE, CONCAT, LSTM], bridge={"kind": "linear"}),
