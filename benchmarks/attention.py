@@ -20,7 +20,8 @@ from specc.compiler.expr.score import bound_score
 from specc.compiler.ir.graph import Node, TensorType
 from specc.compiler.kernels.attention.scored import SCORED, SCORED_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
-from specc.compiler.ops.attention import ScoredAttention, ScoredAttentionGrad, Sdpa
+from specc.compiler.ops.attention import Sdpa
+from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 from specc.compiler.render.jinja import render
 from specc.compiler.targets import TARGETS
 from specc.runtime.bench.timing import alternate

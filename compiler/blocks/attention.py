@@ -20,7 +20,9 @@ from specc.compiler.expr.mask import CAUSAL, bound_mask, parse_mask, window_of
 from specc.compiler.expr.score import PLAIN, bound_score, parse_score
 from specc.compiler.expr.values import Read
 from specc.compiler.ir.graph import Builder, TensorType
-from specc.compiler.ops.attention import CacheWrite, Exclusive, RingKeys, ScoreFields, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.exclusive import Exclusive
+from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Rope

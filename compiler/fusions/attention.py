@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from specc.compiler.fusions.fusion import Fusion, Rewrite, node
 from specc.compiler.ir.graph import Graph, Node, Op
-from specc.compiler.ops.attention import CausalAttention, ScoredAttention, Sdpa, SdpaSeen, SeenAttention
+from specc.compiler.ops.attention import Sdpa, SdpaSeen
+from specc.compiler.ops.saved_attention import CausalAttention, ScoredAttention, SeenAttention
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ from specc.compiler.expr.grid import GRID, deviations
 from specc.compiler.expr.mask import window_of
 from specc.compiler.ir.graph import TensorType
 from specc.compiler.kernels.kernel import Rendered, Site
-from specc.compiler.ops.attention import IDS, Sdpa, SdpaCached, starts_of
+from specc.compiler.ops.attention import Sdpa, SdpaCached
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.saved_attention import IDS, starts_of
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs import reference

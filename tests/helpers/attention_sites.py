@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specc.compiler.ir.graph import Node, Op, TensorType
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SeenAttention, SeenAttentionGrad
+from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionGrad, SeenAttention, SeenAttentionGrad
 from specc.compiler.targets import TARGETS
 
 # heads of queries, heads of keys and values, channels of each

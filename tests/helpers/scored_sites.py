@@ -13,7 +13,7 @@ from specc.compiler.ir.graph import Node, TensorType
 from specc.compiler.kernels.attention.score_tile import ScoreGradTile, ScoreTile
 from specc.compiler.kernels.attention.scored import SCORED, SCORED_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site
-from specc.compiler.ops.attention import ScoredAttention, ScoredAttentionGrad
+from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 from specc.compiler.targets import TARGETS
 
 CONTEXT = 2048

@@ -7,7 +7,8 @@ from specc.compiler.expr.score import PLAIN
 from specc.compiler.ir.graph import TensorType
 from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SavedAttentionGrad, ScoreFields, SeenOp
+from specc.compiler.ops.attention import ScoreFields
+from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionGrad, SavedAttentionGrad, SeenOp
 
 FORWARD, BACKWARD = ("q", "k", "v"), ("dy", "q", "k", "v", "y", "lse")
 REPEATS = {

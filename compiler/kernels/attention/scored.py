@@ -15,7 +15,7 @@ from specc.compiler.kernels.attention.score_tile import (
 from specc.compiler.kernels.attention.scored_context import MOST_ENTRIES, Writer, inputs_of, lines_of
 from specc.compiler.kernels.generated import number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.attention import ScoredAttention, ScoredAttentionGrad
+from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
 WIDEST = 256  # channels of a head
 RANK = 3  # after the libraries' kernels for plain causal attention

@@ -15,7 +15,7 @@ from specc.compiler.kernels.generated import (
 )
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
-from specc.compiler.ops.attention import ScoredAttention, ScoredAttentionGrad
+from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
 MOST_ENTRIES = 2048  # of a table that is not read at i - j: a program holds one sum per element
 SPLITS = 16  # programs that share the tiles of one offset, in the kernel that sums along i - j

@@ -8,7 +8,13 @@ from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, c
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SeenAttention, SeenAttentionGrad, SeenOp
+from specc.compiler.ops.saved_attention import (
+    CausalAttention,
+    CausalAttentionGrad,
+    SeenAttention,
+    SeenAttentionGrad,
+    SeenOp,
+)
 
 LONGEST = 128  # tokens; registers must hold the scores at least twice
 WIDEST = 128  # channels of a head

@@ -9,7 +9,7 @@ from specc.compiler.expr.python_lines import fitted, operand
 from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient
 from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.attention import (
+from specc.compiler.ops.saved_attention import (
     CausalAttention,
     CausalAttentionGrad,
     ScoredAttention,

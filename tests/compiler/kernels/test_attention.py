@@ -20,7 +20,8 @@ from specc.compiler.catalog import catalog
 from specc.compiler.kernels.attention import attention
 from specc.compiler.kernels.attention.torch import ATTENTION_GRAD_TORCH, ATTENTION_TORCH
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, Sdpa
+from specc.compiler.ops.attention import Sdpa
+from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionGrad
 from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, Machine
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError

@@ -17,7 +17,7 @@ from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.kernels.attention.attention import AttentionKernel
 from specc.compiler.kernels.kernel import Kernel, symbol
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
+from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionGrad
 from specc.compiler.targets import TARGETS
 from specc.runtime.bench.plain import plain_site
 from specc.runtime.model.load import instantiate, runs_on

@@ -15,7 +15,7 @@ from specc.compiler import pipeline
 from specc.compiler.ir.graph import Node, TensorType
 from specc.compiler.kernels.attention.torch import SCORED_GRAD_TORCH, SCORED_TORCH
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.ops.attention import ScoredAttention, ScoredAttentionGrad, starts_of
+from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad, starts_of
 from specc.compiler.targets import TARGETS
 
 B, T, H, G, C = 2, 11, 4, 2, 8

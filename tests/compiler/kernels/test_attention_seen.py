@@ -18,7 +18,7 @@ from specc.compiler import kernels, pipeline
 from specc.compiler.catalog import catalog
 from specc.compiler.kernels.attention.torch import SEEN_GRAD_TORCH, SEEN_TORCH
 from specc.compiler.kernels.kernel import Kernel, symbol
-from specc.compiler.ops.attention import SeenAttention, SeenAttentionGrad
+from specc.compiler.ops.saved_attention import SeenAttention, SeenAttentionGrad
 from specc.compiler.programs.programs import LoweringError
 from specc.runtime.bench.plain import plain_site
 from specc.runtime.model.load import group_function

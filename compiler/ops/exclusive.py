@@ -1,0 +1,50 @@
+"""Exclusive self-attention: attention without the component along a token's own value."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir.graph import (
+    Input,
+    Op,
+    Sizes,
+    TensorType,
+    TorchCall,
+    TypeRuleError,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusive(Op):
+    """Exclusive self-attention: y - (y . u) u with u = v / |v| (XSA, arXiv 2603.09078).
+
+    y [B, T, H, C] is the attention output and v [B, T, G, C] the value of the same token, where G divides H. Query head
+    h uses value head h // (H / G). The component of y along the token's value is removed.
+    """
+
+    name: ClassVar[str] = "exclusive"
+    keeps_features: ClassVar[bool] = True
+    arity: ClassVar[int] = 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        y, v = inputs
+        heads, groups = y.shape[-2], v.shape[-2]
+        assert isinstance(heads, int) and isinstance(groups, int)
+        if heads % groups or y.with_shape(*y.shape[:-2], groups, y.width) != v:
+            raise TypeRuleError(f"removes values {v} from outputs {y}", (0, 1))
+        return (y,)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 4 * inputs[0].count(sizes) + 3 * inputs[1].count(sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("exclusive", (Input(0), Input(1)))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        y, v = inputs
+        v = v.repeat_interleave(y.shape[-2] // v.shape[-2], dim=-2)
+        along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True)
+        return y - along * v

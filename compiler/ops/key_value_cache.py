@@ -1,0 +1,89 @@
+"""Key-value caches: writing tokens to a cache or a ring, and the positions that a ring holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir.graph import (
+    Input,
+    Op,
+    TensorType,
+    TorchCall,
+    TypeRuleError,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def ring_positions(first: int, window: int, start: int) -> "Tensor":
+    """Returns the position in each row of a ring, i64[first + window], before token `start`.
+
+    The ring holds the first positions, and the last `window` of those after them. An empty row has a position after
+    all others, which no mask allows.
+    """
+    import torch
+
+    rows = [1 << 40] * (first + window)
+    for position in range(start):
+        rows[position if position < first else first + (position - first) % window] = position
+    return torch.tensor(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWrite(Op):
+    """Replaces rows `positions` (i64[T]) of a cache [B, S, G, C] by x [B, T, G, C], in place.
+
+    With a ring (first, window), the cache has first + window rows. Position p has row p below `first`, and row first +
+    (p - first) % window from there on, so that a token replaces the one `window` tokens before it.
+    """
+
+    name: ClassVar[str] = "cache_write"
+    inline: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
+    arity: ClassVar[int] = 3
+    flops_per_output: ClassVar[int] = 0
+    ring: tuple[int, int] | None = None
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        cache, x, _ = inputs
+        if cache.shape[2:] != x.shape[2:] or (self.ring is not None and cache.shape[1] != sum(self.ring)):
+            raise TypeRuleError(f"writes {x} to a cache {cache}", (0, 1))
+        return (cache,)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        if self.ring is not None:
+            return TorchCall("write_ring", (Input(0), Input(1), Input(2), *self.ring))
+        return TorchCall(".index_copy_", (Input(0), 1, Input(2), Input(1)))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        cache, x, positions = inputs
+        first, window = self.ring or (cache.shape[1], 1)
+        written = cache.clone()
+        for row, position in enumerate(positions.tolist()):
+            written[:, position if position < first else first + (position - first) % window] = x[:, row]
+        return written
+
+
+@dataclass(frozen=True, slots=True)
+class RingKeys(Op):
+    """The rows of a ring cache [B, R, G, C], followed by those of x [B, T, G, C], as [B, S, G, C]."""
+
+    name: ClassVar[str] = "ring_keys"
+    inline: ClassVar[bool] = False  # the cache is overwritten after this node
+    arity: ClassVar[int] = 2
+    flops_per_output: ClassVar[int] = 0
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        cache, x = inputs
+        if cache.shape[2:] != x.shape[2:]:
+            raise TypeRuleError(f"reads {x} behind a cache {cache}", (0, 1))
+        return (cache.with_shape(cache.shape[0], "S", *cache.shape[2:]),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("torch.cat", ((Input(0), Input(1)), 1))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        return torch.cat(inputs, 1)
