@@ -267,8 +267,8 @@ class Attention(Layer):
         return None if self.rope is None else self.rope.table(self.size(shape.dim), shape.context)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        found = (self._rope(shape), self._documents)
-        return tuple(one for one in found if one is not None)
+        tables = (self._rope(shape), self._documents)
+        return tuple(table for table in tables if table is not None)
 
     @property
     def _documents(self) -> Documents | None:
@@ -276,8 +276,8 @@ class Attention(Layer):
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         ring = self._ring(shape)
-        kept = "S" if self.reads_source else shape.kept if ring is None else sum(ring)
-        rows = shape.activation("B", kept, self._groups(shape), self._channels(shape))
+        positions = "S" if self.reads_source else shape.kept if ring is None else sum(ring)
+        rows = shape.activation("B", positions, self._groups(shape), self._channels(shape))
         return {"k": rows, "v": rows}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
@@ -335,8 +335,8 @@ class Attention(Layer):
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
         v = self._wired("v", lambda: self._heads(b, x, "v", groups, shape), groups, context)
-        found = {"q": self._positioned(b, q, "q", context, shape)} if q else {}
-        return found | {"k": self._positioned(b, k, "k", context, shape), "v": v}
+        queries = {"q": self._positioned(b, q, "q", context, shape)} if q else {}
+        return queries | {"k": self._positioned(b, k, "k", context, shape), "v": v}
 
     def _scaled(self, b: Builder, q: str, shape: Shape) -> str:
         """Returns q with the factor that replaces 1 / sqrt(C), if the scale depends on the layer."""

@@ -62,11 +62,11 @@ def over_tile(expr: Expr) -> Expr:
 @lru_cache(maxsize=1 << 12)
 def _bounds(expr: Expr) -> Interval:
     split = _mod_as_division(expr)
-    own = _sum_bounds(expr)
+    direct = _sum_bounds(expr)
     if split == expr:
-        return own
+        return direct
     other = _sum_bounds(simplify(split))
-    return _largest(own[0], other[0]), _smallest(own[1], other[1])
+    return _largest(direct[0], other[0]), _smallest(direct[1], other[1])
 
 
 def _mod_as_division(expr: Expr) -> Expr:

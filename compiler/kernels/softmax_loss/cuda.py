@@ -63,7 +63,7 @@ class StagedTile:
     def __str__(self) -> str:
         words = [f"{self.threads} threads x {self.vectors}", f"{self.copy} copies"]
         words += [f"{self.resident} a multiprocessor"] if self.resident > 1 else []
-        return ", ".join([*words, *([] if self.persistent else ["a row a block"])])
+        return ", ".join([*words, *([] if self.persistent else ["one row per block"])])
 
 
 # Threads, vectors, blocks per multiprocessor, persistent; most promising first. Each is tried with every kind of copy

@@ -29,8 +29,8 @@ def diagnostics_of(
     """
     errors = [_located(details, source.data) for details in error.errors(include_url=False)]
     errors = list(_settled(errors))
-    diagnostics = [one for group in _grouped(errors) for one in Words(source, models, root).say(group)]
-    return tuple(diagnostics), frozenset(one.path for one in errors)
+    diagnostics = [diagnostic for group in _grouped(errors) for diagnostic in Words(source, models, root).say(group)]
+    return tuple(diagnostics), frozenset(error.path for error in errors)
 
 
 def _located(details: ErrorDetails, data: object) -> FieldError:

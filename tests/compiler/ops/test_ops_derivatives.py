@@ -10,10 +10,10 @@ from torch import Tensor
 from specc.compiler import ops
 from specc.compiler.catalog import classes
 from specc.compiler.ir.graph import Op, Scaled, Tape, TensorType
-from specc.compiler.ops.attention import CausalAttention, ScoredAttention, SeenAttention
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.ops.norm_rope import NormRope
+from specc.compiler.ops.saved_attention import CausalAttention, ScoredAttention, SeenAttention
 from specc.compiler.ops.shape import PadRows
 from specc.runtime.verify.judge import many
 
