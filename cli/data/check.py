@@ -6,7 +6,7 @@ from pathlib import Path
 import rich_click as click
 
 from specc.cli import options
-from specc.cli.options import format_option, json_option, tokenizers_option
+from specc.cli.options import format_option, json_option, tokenizer_of, tokenizers_option
 from specc.cli.output import Stages
 
 
@@ -27,7 +27,9 @@ def command(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], a
     from specc.runtime.data.tokenizers.open import open_tokenizer
 
     stages = Stages()
-    opened = open_tokenizer(tokenizer, (*tokenizers, folder, Path())) if tokenizer is not None else None
+    opened = None
+    if tokenizer is not None:
+        opened = open_tokenizer(*tokenizer_of(tokenizer, (*tokenizers, folder, Path())))
     check = read(folder, opened, lambda done, total: stages("check", done, total))
     if as_json:
         click.echo(json.dumps(check.facts(), indent=2))

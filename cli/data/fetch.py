@@ -1,6 +1,7 @@
-"""The `data fetch` command, which downloads token shards."""
+"""The `data fetch` command, which downloads token shards and tokenizers."""
 
 import shlex
+import sys
 from pathlib import Path
 
 import rich_click as click
@@ -10,7 +11,7 @@ from specc.cli.output import say
 
 
 @click.command("fetch")
-@click.argument("name", metavar="fineweb-sp1024|fineweb-sp8192")
+@click.argument("name", metavar="NAME")
 @click.option("--out", type=folder, required=True, help="Folder to fill. An interrupted download resumes there.")
 @click.option(
     "--shards",
@@ -19,20 +20,36 @@ from specc.cli.output import say
     show_default=True,
     help="Number of training shards, of 100 million tokens each.",
 )
-@click.option("--repo", help="Dataset repository with the same files. By default, the official one.")
+@click.option("--repo", help="Repository with the same files. By default, the official one.")
 @click.option("--revision", help="Branch, tag or commit of the repository. By default, main.")
+@click.option("--yes", is_flag=True, help="Download without a question.")
 @format_option
-def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None) -> None:
-    """Download token shards of FineWeb and their tokenizer from the Hugging Face hub.
+def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None, yes: bool) -> None:
+    """Download token shards or a tokenizer from the Hugging Face hub.
 
-    No other command uses the network.
+    NAME is fineweb-sp1024 or fineweb-sp8192, for shards of FineWeb and their tokenizer, or the file of a tokenizer that
+    a spec names: gpt2.tiktoken, llama3.tiktoken, qwen3.json or gemma3.model. The command states what it downloads, and
+    asks. No other command uses the network.
     """
-    from specc.runtime.data.shards.fetch import SETS
-    from specc.runtime.data.shards.fetch import fetch as bring
+    from specc.runtime.data.shards.fetch import SETS, fetch
+    from specc.runtime.data.shards.fetch_tokenizer import TOKENIZERS, fetch_tokenizer
 
-    if name not in SETS:
-        raise click.UsageError(f"no set is named {name}; there are {', '.join(SETS)}")
-    record = bring(name, out, shards, say, repo, revision)
+    if name not in SETS and name not in TOKENIZERS:
+        raise click.UsageError(f"nothing is named {name}; there are {', '.join((*SETS, *TOKENIZERS))}")
+    if name in TOKENIZERS:
+        source, content = f"{repo or TOKENIZERS[name].repository}", f"the tokenizer {name}"
+    else:
+        source, content = f"datasets/{repo or SETS[name].repository}", f"the tokenizer, val and {shards} train shards"
+    say(f"{content} from https://huggingface.co/{source} to {out}")
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("nobody can be asked here; add --yes to download")
+        click.confirm("download?", abort=True, err=True)
+    if name in TOKENIZERS:
+        path = fetch_tokenizer(name, out, say, repo, revision)
+        click.echo(f"next: specc data pack INPUT --out FOLDER --tokenizer {shlex.quote(str(path))}")
+        return
+    record = fetch(name, out, shards, say, repo, revision)
     tokens = sum(shard.tokens for split in record.splits.values() for shard in split.shards)
     click.echo(f"{out}: {tokens:,} tokens of {record.tokenizer}")
     click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(out))))

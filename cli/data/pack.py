@@ -1,5 +1,6 @@
 """The `data pack` command, which packs text into token shards."""
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -7,14 +8,20 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import folder, format_option, tokenizers_option
+from specc.cli.options import folder, format_option, tokenizer_of, tokenizers_option
 from specc.cli.output import say
 
 
+def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,99}", name) or re.search("train|val|bytes", name, re.IGNORECASE):
+        raise click.BadParameter("use letters, digits, `.` and `-`, without the words train, val and bytes")
+    return name
+
+
 @click.command("pack")
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.argument("sources", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--out", type=folder, required=True, help="Folder to create.")
-@click.option("--tokenizer", required=True, help="`bytes`, a SentencePiece *.model file or a tiktoken rank file.")
+@click.option("--tokenizer", required=True, help="`bytes`, a file *.json, *.model or *.tiktoken, or a spec *.yaml.")
 @click.option("--validation", multiple=True, metavar="INPUT", help="Text for the validation split only. Repeatable.")
 @click.option(
     "--validation-fraction",
@@ -36,6 +43,13 @@ from specc.cli.output import say
     help="End of a document: a line `<|endoftext|>`, a blank line, the record (always so in jsonl), or the file.",
 )
 @click.option(
+    "--name",
+    default="tokens",
+    show_default=True,
+    callback=_plain,
+    help="Beginning of the names of the shards, as in NAME_train_000000.bin.",
+)
+@click.option(
     "--shard-tokens",
     type=click.IntRange(1, 2**31 - 1),
     default=100_000_000,
@@ -44,29 +58,20 @@ from specc.cli.output import say
 )
 @tokenizers_option
 @format_option
-def command(
-    inputs: tuple[str, ...],
-    out: Path,
-    tokenizer: str,
-    validation: tuple[str, ...],
-    share: float | None,
-    marks: Any,
-    bounds: Any,
-    shard_tokens: int,
-    tokenizers: tuple[Path, ...],
-) -> None:
-    """Pack text, jsonl or parquet into a folder of token shards.
+def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
+    """Pack text, jsonl, parquet or folders of `datasets` into a folder of token shards.
 
-    Text and jsonl may be compressed as .xz or .gz. By default, the splits are the same as in training on the text
-    itself: files or folders named train* and val*, or else one document in ten for validation.
+    Text and jsonl may be compressed as .xz, .gz or .zst. By default, the splits are those of `specc train` on the
+    text itself: files or folders named train* are for training, and val* for validation. Without such names, one
+    document in ten is for validation.
     """
     from specc.runtime.data.shards.pack import PackOptions
     from specc.runtime.data.shards.pack import pack as make
 
-    if validation and share is not None:
+    if settings["validation"] and settings["share"] is not None:
         raise click.UsageError("--validation and --validation-fraction: name one of them")
-    where = (*tokenizers, Path())
-    options = PackOptions(inputs, out, tokenizer, validation, share, bounds, marks, shard_tokens, where)
+    settings["tokenizer"], search = tokenizer_of(settings["tokenizer"], (*tokenizers, Path()))
+    options = PackOptions(**settings, search=search)
 
     begun: list[str] = []
 
@@ -87,4 +92,4 @@ def command(
             f"{name:<6} {split.documents:,} documents, {split.document_bytes:,} bytes, {tokens:,} tokens "
             f"({per_token} bytes a token), {len(split.shards)} shards"
         )
-    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(out))))
+    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(options.out))))

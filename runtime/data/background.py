@@ -1,7 +1,5 @@
 """The base of loaders, which read ahead in a background thread."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

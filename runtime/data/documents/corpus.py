@@ -1,8 +1,7 @@
 """Documents of a text source: files, folders of files, or the source code of the Python standard library."""
 
-from __future__ import annotations
-
 import hashlib
+import json
 import os
 import platform
 import re
@@ -32,8 +31,8 @@ class Corpus:
         files: (label, path) in order. The label is the path relative to the source.
         in_val: returns whether a document with the given bytes is in val. None if the files determine the split.
         bounds: the boundaries between documents; None for the default of each file format.
-        left_out: labels of the source's files that are in neither split, because other files are named after both
-            splits.
+        left_out: labels of files that are in neither split, because the source has files named train and files named
+            val.
     """
 
     source: str
@@ -63,15 +62,12 @@ class Corpus:
                     empty = False
                     yield document
         if empty:
-            hint = "add a document that is not empty"
-            if self.in_val is not None:
-                hint = (
-                    "val is a fraction of the documents, by hash: add more documents, or separate files for each split"
-                )
+            more = "val is a fraction of the documents, by hash: add more documents, or separate files for each split"
+            hint = "add a document that is not empty" if self.in_val is None else more
             raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
 
     def listing(self) -> list[list[str | int]]:
-        """Returns label, path, size and modification time (ns) of each file, which identify the documents.
+        """Returns label, path, size and modification time (ns) of each file. Together, they identify the documents.
 
         Raises DataError if a file cannot be accessed.
         """
@@ -92,13 +88,15 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
         `stdlib`: the standard library of the running Python without its tests. Each .py file is a document, and is in
             val with a probability of about 1 in 10, by the SHA-256 of its path within the library.
         a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document
-            in its string "text"), .md or .py (one document). Each may be compressed as .xz or .gz. Also .parquet (one
-            row per document, in its column "text").
-        a folder: all such files in it, recursively, in the order of their relative paths.
+            in its string "text"), .md or .py (one document). Each may be compressed as .xz, .gz or .zst. Also .parquet
+            and .arrow (one row per document, in the column "text").
+        a folder: all such files in it, recursively, in the order of their relative paths. Of a folder that `datasets`
+            saved, only the files that its state lists.
 
-    If the name of a file, or of its top-level folder, starts with the word val (or valid, validation), such files are
-    the val split. The train split is then the files named train, or all other files if none is named train. Otherwise
-    each document is in val with a probability of 1 in 10, by the SHA-256 of its bytes.
+    Files belong to the val split if the name of the file or of its top-level folder starts with the word val (or valid,
+    validation). If there are such files, the train split consists of the files named train, or of all other files if no
+    file is named train. Without such files, each document is in val with a probability of 1 in 10, by the SHA-256 of
+    its bytes.
 
     Raises:
         DataError: the source does not exist, a line is invalid (with file and line), or the split has no documents.
@@ -134,17 +132,16 @@ def split_corpus(
         The files of each split.
 
     Raises:
-        DataError: a source cannot be read, a file is in both splits, or the documents of all files are records
-            (.jsonl, .parquet) and `bounds` is something else.
+        DataError: a source cannot be read, a file is in both splits, or `bounds` is given although all files consist of
+            records (.jsonl, .parquet, .arrow).
     """
     name, files = ", ".join(map(str, sources)), _files(sources)
     val, train = _files(validation), files
     kinds = {kind_of(path) for _, path in files + val}
     if bounds not in (None, "record") and all(KINDS[kind] == "record" for kind in kinds):
         suffixes = " and ".join(sorted(kinds))
-        raise DataError(
-            f"{name}: documents of {suffixes} files are records and cannot end at `{bounds}`", "leave --bounds out"
-        )
+        message = f"{name}: documents of {suffixes} files are records and cannot end at `{bounds}`"
+        raise DataError(message, "leave --bounds out")
     in_val: Callable[[bytes], bool] | None = None
     if validation:
         both = {path.resolve() for _, path in train} & {path.resolve() for _, path in val}
@@ -192,7 +189,8 @@ def is_val(key: bytes) -> bool:
 
 
 def in_share(share: float, key: bytes) -> bool:
-    """Returns whether a document with these bytes is in a val split that is the fraction `share` of all documents."""
+    """Returns whether a document with these bytes is in the val split, if val is the fraction `share` of all
+    documents."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
 
 
@@ -201,14 +199,24 @@ def _stdlib_files() -> list[tuple[str, Path]]:
     files = [file for file in _walk(root, _NOT_STDLIB) if file[1].suffix == ".py"]
     files = [file for file in files if not file[1].name.startswith("_sysconfigdata") and _is_utf8(file[1])]
     if not files:
-        raise DataError(
-            f"Python {platform.python_version()} has no source files of its library in {root}", "use other data"
-        )
+        message = f"Python {platform.python_version()} has no source files of its library in {root}"
+        raise DataError(message, "use other data")
     return files
 
 
 def _folder_files(root: Path) -> list[tuple[str, Path]]:
-    return [file for file in _walk(root, set()) if kind_of(file[1])]
+    files = [file for file in _walk(root, set()) if kind_of(file[1])]
+    listed = {folder: _dataset_files(folder) for folder in {path.parent for _, path in files}}
+    return [(label, path) for label, path in files if (names := listed[path.parent]) is None or path.name in names]
+
+
+def _dataset_files(folder: Path) -> set[str] | None:
+    """Returns the files of a folder that `datasets` saved, without the results it caches there; None for others."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        return {str(entry["filename"]) for entry in state["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _walk(root: Path, skip: set[str]) -> list[tuple[str, Path]]:

@@ -1,28 +1,65 @@
 """Opens the files of documents, plain or compressed."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from specc.runtime.data.errors import DataError
+from specc.runtime.errors import EnvironmentFailure
 
-COMPRESSIONS = (".xz", ".gz")
+COMPRESSIONS = (".xz", ".gz", ".zst")
 # A whole document is in memory at once, and some tokenizers need thirty times its size for its tokens.
 DOCUMENT_BYTES = 64 * 1024 * 1024
 READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 
 
 def open_file(path: Path) -> io.BufferedIOBase:
-    """Opens a file that may be compressed. Reading raises OSError, or one of READ_ERRORS if the file is damaged."""
+    """Opens a file that may be compressed. Reading raises OSError, or one of READ_ERRORS if the file is damaged.
+
+    Raises EnvironmentFailure if a .zst file needs pyarrow, which is not installed.
+    """
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".gz":
         return gzip.open(path)
+    if path.suffix == ".zst":
+        return io.BufferedReader(_Zstd(path), 1 << 20)
     return open(path, "rb")
+
+
+class _Zstd(io.RawIOBase):
+    """The content of a file that is compressed by Zstandard. Reading raises EOFError if it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        require_pyarrow(path)
+        import pyarrow
+
+        self._source = pyarrow.input_stream(str(path), compression="zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            part = self._source.read(len(buffer))
+        except OSError as error:
+            raise EOFError(str(error)) from None
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+def require_pyarrow(path: Path) -> None:
+    """Raises EnvironmentFailure if pyarrow, which reads the file, is not installed."""
+    if find_spec("pyarrow") is None:
+        raise EnvironmentFailure(f"{path}: a {path.suffix} file needs pyarrow", "pip install 'specc[parquet]'")
 
 
 def bounded(document: bytes, where: str | Path) -> bytes:

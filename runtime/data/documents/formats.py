@@ -1,54 +1,50 @@
 """File formats of documents: text, source code, jsonl and parquet, by suffix."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
 from specc.runtime.data.documents import files
 from specc.runtime.data.documents.files import COMPRESSIONS, READ_ERRORS, bounded, open_file
 from specc.runtime.data.documents.jsonl import json_lines
-from specc.runtime.data.documents.parquet import parquet_rows
+from specc.runtime.data.documents.tables import arrow_rows, parquet_rows
 from specc.runtime.data.documents.text import is_blank, is_separator, separated
 from specc.runtime.data.errors import DataError, DataIntegrityError
 
 Bounds = Literal["endoftext", "blank-line", "record", "file"]
 
-# The default boundaries between documents, by suffix. A record is a line of .jsonl or a row of .parquet.
-KINDS: dict[str, Bounds] = {
-    ".txt": "endoftext",
-    ".md": "file",
-    ".py": "file",
-    ".jsonl": "record",
-    ".parquet": "record",
-}
+# The default boundaries between documents, by suffix. A record is a line of .jsonl or a row of a table.
+KINDS: dict[str, Bounds] = {".txt": "endoftext", ".md": "file", ".py": "file", ".jsonl": "record"}
+TABLES: Mapping[str, Callable[[Path], Iterator[bytes]]] = {".parquet": parquet_rows, ".arrow": arrow_rows}
+KINDS |= dict.fromkeys(TABLES, "record")
 SUPPORTED = (
-    f"readable: {', '.join(KINDS)}, all but .parquet also with {' or '.join(COMPRESSIONS)}; token shards end in .bin"
+    f"readable: {', '.join(KINDS)}, all but {' and '.join(TABLES)} also with {', '.join(COMPRESSIONS)}; "
+    "token shards end in .bin"
 )
 
 
 def kind_of(path: Path) -> str:
     """Returns the format of a file, such as `.txt` for `a.txt` and `a.txt.xz`; empty if it is not supported."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
-    return suffix if suffix in KINDS and (suffix != ".parquet" or suffix == path.suffix) else ""
+    return suffix if suffix in KINDS and (suffix not in TABLES or suffix == path.suffix) else ""
 
 
 def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
     """Yields the documents of a file, including empty documents.
 
     `bounds` determines the boundaries between documents; None selects the default of the file format. Documents of a
-    .jsonl or .parquet file are always its records. A large .txt file may be read twice, to find out whether it has a
-    separator.
+    .jsonl, .parquet or .arrow file are always its records. A large .txt file may be read twice, to determine whether it
+    has a separator.
 
     Raises DataError if the file cannot be read, a record is invalid, or a document has more than DOCUMENT_BYTES. Raises
-    DataIntegrityError if a compressed file is damaged, and EnvironmentFailure if a .parquet file needs pyarrow.
+    DataIntegrityError if a compressed file is damaged, and EnvironmentFailure if a .parquet, .arrow or .zst file needs
+    pyarrow.
     """
     kind = kind_of(path)
     where = KINDS[kind] if bounds is None or KINDS[kind] == "record" else bounds
     try:
-        if kind == ".parquet":
-            yield from parquet_rows(path)
+        if kind in TABLES:
+            yield from TABLES[kind](path)
             return
         with open_file(path) as file:
             if where == "record":

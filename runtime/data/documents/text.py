@@ -1,7 +1,5 @@
 """Documents of plain text: separated by lines, or running text that is cut into blocks."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +37,7 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
 
     Args:
         file: the open file.
-        path: its path, to read it again and for messages.
+        path: the path of the file, to read it again and for messages.
         ends: returns whether a line is a separator.
         may_run: whether to cut a large file without separators into blocks.
 

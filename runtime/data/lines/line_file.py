@@ -1,7 +1,5 @@
 """Files of line pairs, with `source=target` on each line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +33,7 @@ class LineFile:
     held_out: npt.NDArray[np.bool_]
 
     @classmethod
-    def read(cls, path: Path, tokenizer: CharTokenizer, width: int) -> LineFile:
+    def read(cls, path: Path, tokenizer: CharTokenizer, width: int) -> "LineFile":
         """Reads a file.
 
         Raises the errors of `read_lines`. Raises LineError, with file and line, if a side of a line has `width` or more
@@ -87,7 +85,7 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
     for number, text in enumerate(texts, 1):
         left, _, right = text.partition("=")
         if not left or not right or "=" in right:
-            raise DataError(f"{path}:{number}: expected source=target, found {text!r}")
+            raise DataError(f"{path}:{number}: expected source=target, not {text!r}")
         sides[0].append(left)
         sides[1].append(right)
     if not texts:

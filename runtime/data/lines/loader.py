@@ -5,8 +5,6 @@ Within a pass, rank r gets the samples at indices k with k % world == r. Every s
 samples for any number of ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +44,6 @@ class Samples(Protocol):
 
     def take(self, position: int, count: int) -> tuple[SampleBatch, int]:
         """Returns `count` samples from a position on, and the position after them. The sequence begins at 0."""
-        ...
 
 
 class FixedSet:
@@ -138,9 +135,9 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the next pass: source and target, i64 [batch, width], and its weight, f32 [].
 
-        The loss of a step is the mean over its target tokens without pads. It equals the mean over all passes of all
-        ranks of the pass's mean loss times its weight. `samples` and `tokens` (of sources and targets, without pads)
-        count the data of all ranks in whole steps.
+        The loss of a step is the mean over all target tokens of the step, without pads. It equals the mean, over all
+        passes of all ranks, of the mean loss of a pass times the weight of the pass. `samples` and `tokens` (of sources
+        and targets, without pads) count the data of all ranks in whole steps.
         """
         if self._taken == self._passes:
             self._begin()

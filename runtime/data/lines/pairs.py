@@ -1,7 +1,5 @@
 """Pairs of source and target lines as tokens."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -23,7 +21,6 @@ class TextPairs(Protocol):
 
     def sides(self) -> tuple[Codes, Codes]:
         """Returns sources and targets as code points [N, W], with zeros after the end of each line."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class Pairs:
     target: Tokens
 
     @classmethod
-    def of(cls, lines: TextPairs, tokenizer: CharTokenizer, width: int) -> Pairs:
+    def of(cls, lines: TextPairs, tokenizer: CharTokenizer, width: int) -> "Pairs":
         """Encodes `lines`.
 
         Raises LineError if a line has `width` or more characters, or a character that is not in the vocabulary.
@@ -45,10 +42,10 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, rows: slice | Ints) -> Pairs:
+    def __getitem__(self, rows: slice | Ints) -> "Pairs":
         return Pairs(self.source[rows], self.target[rows])
 
-    def within(self, tokens: int | None) -> Pairs:
+    def within(self, tokens: int | None) -> "Pairs":
         """Returns the longest prefix of the pairs whose targets have at most `tokens` tokens in total, with stops.
 
         The prefix has at least one pair. None returns all pairs.
@@ -72,7 +69,7 @@ def lengths(tokens: Tokens) -> Ints:
     return counts
 
 
-def placed(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+def placed(array: npt.NDArray[np.generic], device: "torch.device") -> "Tensor":
     """Copies an array to `device`. The copy to a GPU is asynchronous."""
     import torch
 

@@ -8,8 +8,6 @@ Line k of a stream depends only on the 64-bit word k of SHAKE-256 outputs (see `
 on every machine and version, and has random access.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +55,7 @@ class Lines:
     forms: Ints
 
     @classmethod
-    def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> Lines:
+    def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> "Lines":
         """Brings products into canonical form: moves the coefficients of monomials to `outer`, and sorts the binomials.
 
         Args:
@@ -83,7 +81,7 @@ class Lines:
     def __len__(self) -> int:
         return len(self.outer)
 
-    def __getitem__(self, rows: slice | npt.NDArray[np.generic]) -> Lines:
+    def __getitem__(self, rows: slice | npt.NDArray[np.generic]) -> "Lines":
         return Lines(self.variable[rows], self.function[rows], self.outer[rows], self.forms[rows])
 
     @property
@@ -107,7 +105,7 @@ class Lines:
         """Returns the right sides as ASCII, u8 [N, LONGEST], zero-padded."""
         return self._printed(_expansions)
 
-    def _printed(self, side: Callable[[Lines], Rows]) -> Rows:
+    def _printed(self, side: Callable[["Lines"], Rows]) -> Rows:
         """Prints a side in blocks, which bounds memory."""
         return np.concatenate([side(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
 
@@ -250,15 +248,9 @@ def _expansions(lines: Lines) -> Rows:
     (a1, b1), (a2, b2) = (lines.forms[:, i].T for i in range(2))
     square, linear, constant = lines.outer * a1 * a2, lines.outer * (a1 * b2 + a2 * b1), lines.outer * b1 * b2
     first = (linear == 0) & (square < 0) & (constant > 0)  # 294-24*x**2
-    return _packed(
-        _number(constant, first),
-        _coefficient(square),
-        name,
-        _word("**2", np.ones(len(lines), np.bool_)),
-        _added(linear),
-        _where(linear != 0, name),
-        _signed(constant, ~first),
-    )
+    leading = (_coefficient(square), name, _word("**2", np.ones(len(lines), np.bool_)))
+    middle = (_added(linear), _where(linear != 0, name))
+    return _packed(_number(constant, first), *leading, *middle, _signed(constant, ~first))
 
 
 def _word(text: str, where: npt.NDArray[np.bool_]) -> Rows:

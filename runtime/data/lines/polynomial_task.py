@@ -1,7 +1,5 @@
 """The polynomial task: its training set, its held-out splits, and the overlap between sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +22,8 @@ class Split:
     """A rule that selects held-out lines from a separate stream, in the order of sampling.
 
     `apart` returns a number per line. Lines whose number occurs in the training set are excluded, and so are repeated
-    lines. If it is None, all lines are selected, with repeats, so that the distribution is that of the training set.
+    lines. If `apart` is None, all lines are selected, with repeats, so that the distribution is that of the training
+    set.
     """
 
     name: str
@@ -79,11 +78,9 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     start = 0
     while len(seen) < count:
         if start >= MOST_DRAWN:
-            raise DataError(
-                f"{split}: of {start:,} sampled lines, only {len(seen):,} are disjoint from the {len(training):,} "
-                f"training lines; {count:,} are needed",
-                "train on fewer lines (train.data.lines)",
-            )
+            left = f"only {len(seen):,} are disjoint from the {len(training):,} training lines; {count:,} are needed"
+            message = f"{split}: of {start:,} sampled lines, {left}"
+            raise DataError(message, "train on fewer lines (train.data.lines)")
         drawn = draw(split, seed, start, BLOCK)
         start += BLOCK
         fitting = drawn[~_in(apart(drawn), known)]
@@ -98,8 +95,8 @@ class Fresh:
     """The endless stream "train" without the lines of the disjoint held-out splits.
 
     A line is excluded if it equals one of the first MOST_HELD_OUT lines of duplicate-free, or has the coefficients of
-    one of the first MOST_HELD_OUT lines of structure-disjoint. Both splits are computed for a training set of the
-    stream's first `count` lines, none of which are therefore excluded. Of later lines, about 1 in 10 is excluded. The
+    one of the first MOST_HELD_OUT lines of structure-disjoint. Both splits are computed for a training set of the first
+    `count` lines of the stream, so none of these lines is excluded. About 1 in 10 of the later lines is excluded. The
     remaining lines have the distribution of the stream.
     """
 
@@ -134,10 +131,8 @@ class Fresh:
 
 def overlap(lines: Lines, training: Lines) -> Overlap:
     """Returns the overlap of `lines` with `training`."""
-    lines_in, structures_in = (
-        float(_in(ours, np.unique(theirs)).mean())
-        for ours, theirs in ((lines.keys, training.keys), (lines.structures, training.structures))
-    )
+    sides = ((lines.keys, training.keys), (lines.structures, training.structures))
+    lines_in, structures_in = (float(_in(ours, np.unique(theirs)).mean()) for ours, theirs in sides)
     return Overlap(lines_in, structures_in, "coefficients")
 
 

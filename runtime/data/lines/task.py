@@ -3,8 +3,6 @@
 A task is a subclass of `Task` in a module of this package. Its `name` is the `kind` of `train.data`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ class LineSet(TextPairs, Protocol):
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of the lines."""
-        ...
 
 
 class LineStream(Protocol):
@@ -37,7 +34,6 @@ class LineStream(Protocol):
 
     def take(self, position: int, count: int) -> tuple[LineSet, int]:
         """Returns `count` lines from a position on, and the position after them. The stream begins at position 0."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +77,7 @@ class Task(ABC, Generic[Set]):
     @property
     @abstractmethod
     def training(self) -> Set:
-        """The fixed training set. If training draws fresh lines, they begin with this set."""
+        """The fixed training set. If training draws fresh lines, the first lines are this set."""
 
     @property
     @abstractmethod

@@ -1,7 +1,5 @@
 """Checks a folder of token shards: reads it in pieces, and reports its content and all problems."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -10,12 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.duplicates import DIGEST_BYTES, Hashes, shared
 from specc.runtime.data.shards.record import RECORD, ShardRecord, read_record
-from specc.runtime.data.shards.shard_file import TokenShard, header_of, shard_offset, split_of
+from specc.runtime.data.shards.shard_file import Tokens, TokenShard, byte_counts_of, holds_byte_counts, split_of
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
@@ -23,12 +20,11 @@ PIECE = 4 * 1024 * 1024  # tokens that are read at once
 SPLITS: tuple[Split, ...] = ("val", "train")
 
 Progress = Callable[[int, int], None]
-Tokens = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem. `damage` is whether a file is missing, damaged, or not the file that the record describes."""
+    """A problem. `damage` states whether a file is missing, damaged, or different from the record."""
 
     where: str
     what: str
@@ -106,14 +102,7 @@ class Checked:
     def facts(self) -> dict[str, object]:
         """Returns the result as fields for JSON output."""
         splits = {split: {**asdict(content), "lengths": content.histogram()} for split, content in self.splits.items()}
-        findings = [asdict(finding) for finding in self.findings]
-        return {
-            "folder": str(self.folder),
-            "vocab": self.vocab,
-            "bos": self.bos,
-            "splits": splits,
-            "findings": findings,
-        }
+        return {**asdict(self), "folder": str(self.folder), "splits": splits}
 
 
 def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None) -> Checked:
@@ -127,7 +116,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
     Args:
         folder: the folder.
         tokenizer: determines the vocabulary and BOS if there is no record.
-        progress: called with the number of tokens read and the total.
+        progress: called with the number of bytes read and the total.
 
     Returns:
         The facts and the problems.
@@ -158,6 +147,7 @@ class _Check:
     def __init__(self, checked: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
         self._checked, self._record, self._progress = checked, record, progress
         self._hashes: dict[str, str] = {}  # digest of a shard's tokens -> name of the first such shard
+        self._bits: dict[int, str] = {}  # width of the tokens -> name of the first such shard
         self._done = self._total = 0
 
     def run(self) -> None:
@@ -165,8 +155,10 @@ class _Check:
         for path in sorted(self._checked.folder.glob("*.bin")):
             paths[split_of(path.name)].append(path)
         for path in paths[None]:
+            if holds_byte_counts(path.name):
+                continue  # read with its shard
             self._report(path, "is not read: its name contains neither train nor val")
-        self._total = sum(path.stat().st_size // 2 for split in SPLITS for path in paths[split] if path.is_file())
+        self._total = sum(path.stat().st_size for split in SPLITS for path in paths[split] if path.is_file())
         hashes = {split: self._split(split, paths[split]) for split in SPLITS}
         for split in SPLITS:
             if repeated := hashes[split].repeated():
@@ -206,9 +198,28 @@ class _Check:
             count, findings = facts.lengths.total(), self._checked.findings[first:]
             if stated not in (None, count) and not any(finding.damage for finding in findings):
                 self._report(split, f"{count:,} documents; {RECORD} states {stated:,}", True)
+        self._byte_counts(split, paths)
         if facts.shards and not facts.tokens:
             self._report(split, "no tokens in its shards")
         return hashes
+
+    def _byte_counts(self, split: Split, paths: list[Path]) -> None:
+        """Checks the files of byte counts beside shards against the shards and the record."""
+        counts = [(path, byte_counts_of(path)) for path in paths if byte_counts_of(path).exists()]
+        total = 0
+        for path, beside in counts:
+            try:
+                with closing(TokenShard(beside)) as file, closing(TokenShard(path)) as shard:
+                    if file.tokens != shard.tokens:
+                        message = f"counts the bytes of {file.tokens:,} tokens, but the shard has {shard.tokens:,}"
+                        self._report(beside, message, True)
+                    for start in range(0, file.tokens, PIECE):
+                        total += int(file.read(start, min(PIECE, file.tokens - start)).sum(dtype=np.int64))
+            except DataError as error:
+                self._report(beside, error.message.removeprefix(f"{beside}: "), True)
+        stated = self._record.splits[split].document_bytes if self._record and split in self._record.splits else None
+        if counts and stated not in (None, total):
+            self._report(split, f"byte counts of {total:,} bytes; {RECORD} states {stated:,}", True)
 
     def _pieces(self, split: Split, paths: list[Path], facts: SplitFacts) -> Iterator[Tokens]:
         """Yields the tokens of the valid shards in pieces, and checks the shards."""
@@ -221,16 +232,16 @@ class _Check:
 
     def _shard(self, split: Split, shard: TokenShard, facts: SplitFacts) -> Iterator[Tokens]:
         vocab, bos, beyond = self._checked.vocab, self._checked.bos, 0
-        file, content = hashlib.sha256(header_of(shard.tokens)), hashlib.sha256()
+        file, content = hashlib.sha256(shard.form.header(shard.tokens)), hashlib.sha256()
         for start in range(0, shard.tokens, PIECE):
             tokens = shard.read(start, min(PIECE, shard.tokens - start))
             for hasher in (file, content):
-                hasher.update(tokens.astype("<u2").data)
+                hasher.update(tokens.astype(shard.form.dtype).data)
             facts.highest = max(facts.highest, int(tokens.max()))
             if vocab is not None and facts.highest >= vocab and (bad := tokens >= vocab).any():
                 if not beyond:
                     first = int(np.argmax(bad))
-                    place = f"token {int(tokens[first])} at byte {shard_offset(start + first):,}"
+                    place = f"token {int(tokens[first])} at byte {shard.form.file_bytes(start + first):,}"
                     self._report(shard.path, f"{place}; the tokenizer has {vocab:,} ids", True)
                 beyond += int(bad.sum())
             if facts.bos is not None:
@@ -238,7 +249,7 @@ class _Check:
                 if split == "val" and facts.tokens == start == 0 and tokens[0] != bos:
                     self._report(shard.path, f"begins with token {int(tokens[0])}, not BOS ({bos}): cannot be scored")
             yield tokens
-            self._done += len(tokens)
+            self._done += tokens.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
         if beyond > 1:
@@ -248,6 +259,10 @@ class _Check:
         entry = self._record.entries(split).get(shard.path.name) if self._record else None
         if entry is not None and (entry.tokens, entry.sha256) != (shard.tokens, file.hexdigest()):
             self._report(shard.path, f"not the file that {RECORD} describes: its SHA-256 differs", True)
+        if len(self._bits) and shard.form.bits not in self._bits:
+            bits, other = next(iter(self._bits.items()))
+            self._report(shard.path, f"has {shard.form.bits}-bit tokens, but {other} has {bits}-bit tokens", True)
+        self._bits.setdefault(shard.form.bits, shard.path.name)
         same = self._hashes.setdefault(content.hexdigest(), shard.path.name)
         if same != shard.path.name:
             self._report(shard.path, f"has the same tokens as {same}")
@@ -261,7 +276,8 @@ def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, b
     hasher, length, begun = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, False
     for tokens in pieces:
         ended = []
-        for index, part in enumerate(np.split(tokens.astype("<u2"), np.flatnonzero(tokens == bos))):
+        stored = tokens.astype(tokens.dtype.newbyteorder("<"))
+        for index, part in enumerate(np.split(stored, np.flatnonzero(tokens == bos))):
             if index:  # begins with BOS
                 if begun:
                     ended.append((length, hasher.digest()))

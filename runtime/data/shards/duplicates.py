@@ -1,7 +1,5 @@
 """Counts duplicate documents by their hashes, in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,8 +12,9 @@ DIGEST_BYTES = 8  # the probability of any collision among MOST different docume
 class Hashes:
     """A set of hashes of the documents of a split.
 
-    If there are more than MOST hashes, only the fraction `2**-level` whose leading `level` bits are 0 is stored. Copies
-    of a document have the same hash, so either all or none of them are stored, and counts can be scaled up.
+    If there are more than MOST hashes, the set keeps only those whose first `level` bits are 0. This is a sample of
+    about `2**-level` of all hashes. Copies of a document have the same hash, so the sample has all of them
+    or none. Counts of the sample can therefore be scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:

@@ -1,17 +1,14 @@
 """Downloads token shards from the Hugging Face hub for `specc data fetch`. No other part of specc uses the network."""
 
-from __future__ import annotations
-
-import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.shards.hub import RemoteFile, Repository, Say, client, download, requests
 from specc.runtime.data.shards.pack import sha256_of
 from specc.runtime.data.shards.record import (
     RECORD,
@@ -25,10 +22,8 @@ from specc.runtime.data.shards.record import (
 from specc.runtime.data.shards.shard_file import TokenShard, split_of
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.open import open_tokenizer
-from specc.runtime.errors import EnvironmentFailure, cannot_write
+from specc.runtime.errors import cannot_write
 from specc.runtime.storage.atomic import sync_folder
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,39 +45,6 @@ SETS: Mapping[str, HubSet] = {
     "fineweb-sp1024": _fineweb("willdepueoai/parameter-golf", 1024),
     "fineweb-sp8192": _fineweb("kevclark/parameter-golf", 8192),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Remote:
-    """A file in the repository.
-
-    `size` is in bytes. `sha256` is None if the hub stores the file in git and not in LFS; `blob` is then its git id.
-    """
-
-    path: str
-    size: int
-    sha256: str | None
-    blob: str
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition("/")[2]
-
-    @classmethod
-    def of(cls, entry: Any) -> _Remote:
-        sha256 = str(entry.lfs.sha256) if entry.lfs is not None else None
-        return cls(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
-
-    def fault(self, path: Path) -> str | None:
-        """Returns how the file at `path` differs from this file; None if it is identical."""
-        size = path.stat().st_size
-        if size != self.size:
-            return f"{size:,} bytes, not {self.size:,}"
-        if self.sha256 is not None:
-            return None if sha256_of(path) == self.sha256 else "its SHA-256 differs from that on the hub"
-        data = path.read_bytes()
-        digest = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-        return None if digest == self.blob else "its git id differs from that on the hub"
 
 
 def fetch(
@@ -112,19 +74,20 @@ def fetch(
         EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the folder
             cannot be written.
     """
-    hub, wanted = _hub(), SETS[name]
+    hub, wanted = client(), SETS[name]
     where = repository or wanted.repository
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a folder", "name another --out")
     before = _previous(out, name)
-    with _requests(where):
+    with requests(where):
         api = hub.HfApi()
         commit = str(api.dataset_info(where, revision=revision).sha)
         listed = [*api.list_repo_tree(where, wanted.folder, repo_type="dataset", revision=commit)]
         listed += api.get_paths_info(where, [wanted.tokenizer], repo_type="dataset", revision=commit)
-    remote = {entry.path: _Remote.of(entry) for entry in listed if hasattr(entry, "blob_id")}  # others are folders
-    chosen = _chosen(remote, wanted, shards, f"{where} at {commit[:12]}", out)
-    say(f"{where} at {commit[:12]}: {len(chosen)} files, {sum(file.size for file in chosen):,} bytes")
+    source = Repository(where, "dataset", commit)
+    remote = {entry.path: RemoteFile.of(entry) for entry in listed if hasattr(entry, "blob_id")}  # others are folders
+    chosen = _chosen(remote, wanted, shards, str(source), out)
+    say(f"{source}: {len(chosen)} files, {sum(file.size for file in chosen):,} bytes")
     try:
         missing = [file for file in chosen if not _is_present(file, out, say)]
         listed_before = {*before.entries("train"), *before.entries("val"), chosen[0].name} if before else set()
@@ -135,7 +98,7 @@ def fetch(
             begin_record(out)
         downloads = []
         for file in missing:
-            downloads.append(_download(hub, where, commit, file, out, say))
+            downloads.append(download(source, file, out / _DOWNLOADS, say))
             if not complete:
                 _move(downloads, out)
         if downloads:
@@ -151,27 +114,6 @@ def fetch(
 
 _DOWNLOADS = ".downloads"
 _SET = f"{_DOWNLOADS}/set"  # a file with the name of the set that is being downloaded
-
-
-def _hub() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise EnvironmentFailure("huggingface_hub is not installed", "pip install 'specc[hub]'") from None
-    return huggingface_hub
-
-
-@contextmanager
-def _requests(repository: str) -> Iterator[None]:
-    """Converts all exceptions to EnvironmentFailure, because the hub's client passes on any error of its transport."""
-    try:
-        yield
-    except Exception as error:
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise EnvironmentFailure(
-            f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
-            "check the network, the repository and your access to it, then run it again: completed files are kept",
-        ) from error
 
 
 def _previous(out: Path, name: str) -> ShardRecord | None:
@@ -194,7 +136,7 @@ def _previous(out: Path, name: str) -> ShardRecord | None:
     return record
 
 
-def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: str, out: Path) -> list[_Remote]:
+def _chosen(remote: Mapping[str, RemoteFile], wanted: HubSet, shards: int, where: str, out: Path) -> list[RemoteFile]:
     """Returns the files to download, the tokenizer first, including train shards that are already in `out`.
 
     Raises DataError if the repository lacks the tokenizer, val shards, or enough train shards.
@@ -210,31 +152,12 @@ def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: s
     return [remote[wanted.tokenizer], *val, *train[: max([shards, *present])]]
 
 
-def _is_present(file: _Remote, out: Path, say: Say) -> bool:
+def _is_present(file: RemoteFile, out: Path, say: Say) -> bool:
     if not (out / file.name).is_file():
         return False
     fault = file.fault(out / file.name)
     say(f"{file.name}: present" if fault is None else f"{file.name}: differs from the file on the hub; fetched again")
     return fault is None
-
-
-def _download(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> Path:
-    """Downloads a file and returns its temporary path.
-
-    Raises DataIntegrityError if the file does not match the size or digest that the hub states.
-    """
-    with _requests(repository):
-        path = Path(
-            hub.hf_hub_download(repository, file.path, repo_type="dataset", revision=commit, local_dir=out / _DOWNLOADS)
-        )
-    fault = file.fault(path)
-    if fault is not None:
-        path.unlink()
-        raise DataIntegrityError(f"{file.name}: the download is damaged: {fault}", "run it again")
-    with open(path, "rb") as handle:
-        os.fsync(handle.fileno())
-    say(f"{file.name}: {file.size:,} bytes")
-    return path
 
 
 def _move(downloads: list[Path], out: Path) -> None:
@@ -245,7 +168,7 @@ def _move(downloads: list[Path], out: Path) -> None:
     sync_folder(out)
 
 
-def _record(source: str, chosen: list[_Remote], out: Path) -> ShardRecord:
+def _record(source: str, chosen: list[RemoteFile], out: Path) -> ShardRecord:
     entries: dict[Split, list[ShardEntry]] = {"train": [], "val": []}
     for file in chosen[1:]:
         with closing(TokenShard(out / file.name)) as shard:

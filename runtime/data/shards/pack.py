@@ -1,7 +1,5 @@
 """Packs text atomically into a folder of token shards with a record."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
@@ -11,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from specc.compiler.spec.data.text import TextData
 from specc.runtime.data.documents.corpus import split_corpus
 from specc.runtime.data.documents.formats import Bounds
 from specc.runtime.data.errors import DataError
@@ -18,7 +17,7 @@ from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, Spl
 from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.open import open_tokenizer, tokenizer_files
-from specc.runtime.data.tokenizers.tokenizer import require_16_bits, require_bos
+from specc.runtime.data.tokenizers.tokenizer import require_bos
 from specc.runtime.errors import cannot_write
 from specc.runtime.storage.atomic import sync_folder
 
@@ -33,7 +32,9 @@ class PackOptions:
     Attributes:
         sources, validation, share, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`.
         out: the folder to create. It must not exist, or be empty. A link is followed.
-        tokenizer: a name for `open_tokenizer`. The tokenizer's file is copied into the folder.
+        tokenizer: a name for `open_tokenizer`, or the data of a spec. The tokenizer's file is copied into the folder.
+        name: the beginning of the names of the shards: `NAME_train_000000.bin` and `NAME_val_000000.bin`, which the
+            loaders of other trainers expect.
         marks: `document` writes BOS before every document. `none` writes it only at the start of a split, because
             scoring requires it there.
         shard_tokens: number of tokens of each shard except the last of a split.
@@ -42,19 +43,22 @@ class PackOptions:
 
     sources: tuple[str, ...]
     out: Path
-    tokenizer: str
+    tokenizer: str | TextData
     validation: tuple[str, ...] = ()
     share: float | None = None
     bounds: Bounds | None = None
     marks: Marks = "document"
     shard_tokens: int = SHARD_TOKENS
     search: tuple[Path, ...] = ()
+    name: str = "tokens"
 
 
 def pack(
     options: PackOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
 ) -> ShardRecord:
     """Creates the folder. The same input results in the same bytes.
+
+    If the tokenizer is not lossless, the val split has byte counts of its tokens, which bits per byte use.
 
     An interrupted run leaves the folder `.NAME.packing` next to the output. The next run with the same output removes
     its content and starts over.
@@ -68,13 +72,13 @@ def pack(
         The record of the folder.
 
     Raises:
-        DataError: a source or the tokenizer cannot be used, a source changes meanwhile, or the folder exists or is in
+        DataError: a source or the tokenizer cannot be used, a source changes during packing, or `out` exists or is in
             use by another process.
         DataIntegrityError: a compressed file is damaged.
         EnvironmentFailure: the folder cannot be written.
     """
     tokenizer = open_tokenizer(options.tokenizer, options.search)
-    require_16_bits(tokenizer)
+    tokenizer_name = options.tokenizer if isinstance(options.tokenizer, str) else options.tokenizer.tokenizer
     require_bos(tokenizer)
     corpora = split_corpus(options.sources, options.validation, options.share, options.bounds)
     for corpus in corpora.values():
@@ -87,13 +91,22 @@ def pack(
     name = ", ".join(Path(source).absolute().name for source in options.sources)  # the last component only
     out = options.out.expanduser().resolve()
     with _staged(out) as folder:
-        for file in tokenizer_files(options.tokenizer, options.search):
+        for file in tokenizer_files(tokenizer_name, options.search):
             _copy(file, folder / file.name)
         splits: dict[Split, SplitEntry] = {}
         for split in SPLITS:
             report = None if progress is None else _of(progress, split)
-            name_of, size, corpus = split + "_{:06d}.bin", options.shard_tokens, corpora[split]
-            written = write_shards(corpus, tokenizer, folder, name_of, size, options.marks, report)
+            name_of, size, corpus = f"{options.name}_{split}_{{:06d}}.bin", options.shard_tokens, corpora[split]
+            written = write_shards(
+                corpus,
+                tokenizer,
+                folder,
+                name_of,
+                size,
+                options.marks,
+                report,
+                byte_counts=split == "val" and not tokenizer.lossless,
+            )
             splits[split] = SplitEntry(
                 documents=written.documents,
                 document_bytes=written.document_bytes,

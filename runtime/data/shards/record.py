@@ -3,8 +3,6 @@
 An empty record marks a folder that is not complete. Shards in such a folder are not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -63,7 +61,7 @@ class ShardRecord(StrictModel):
     splits: dict[Split, SplitEntry]
 
     @classmethod
-    def of(cls, source: str, tokenizer: Tokenizer, marks: Marks, splits: dict[Split, SplitEntry]) -> ShardRecord:
+    def of(cls, source: str, tokenizer: Tokenizer, marks: Marks, splits: dict[Split, SplitEntry]) -> "ShardRecord":
         """Returns the record of new shards.
 
         Args:
@@ -114,9 +112,14 @@ def read_record(folder: Path) -> ShardRecord | None:
         hint = "pack again with the same --out, which starts over; or remove the folder" if left else HINT
         raise DataIntegrityError(f"{path}: is empty, because the folder was never completed", hint)
     try:
-        return ShardRecord.model_validate_json(text)
+        return parsed(text)
     except ValidationError as error:
         raise DataIntegrityError(f"{path}: {in_words(error)}", HINT) from None
+
+
+def parsed(text: bytes) -> ShardRecord:
+    """Returns the record with this text. Raises ValidationError if it is invalid."""
+    return ShardRecord.model_validate_json(text)
 
 
 def begin_record(folder: Path) -> None:

@@ -1,15 +1,16 @@
-"""Token shards: a header of 256 little-endian i32 (magic, version, count, zeros), followed by u16 tokens.
+"""Token shards: a header of 256 little-endian i32 (magic, version, count, zeros), followed by u16 or u32 tokens.
 
-Shards are read with `pread` and not through a memory map. Both use the page cache, but if a mapped file is truncated,
-an access terminates the process with SIGBUS, which no check can prevent. A short `pread` is an ordinary error.
+The magic and the version state the width: they are those of llm.c, which other trainers read and write too.
+
+Shards are read with `pread` and not through a memory map. If a mapped file is truncated, an access terminates the
+process with SIGBUS, which no check can prevent. A short `pread` is an ordinary error. Both use the page cache.
 """
-
-from __future__ import annotations
 
 import os
 import re
 import stat
 import weakref
+from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
 from types import TracebackType
@@ -22,23 +23,64 @@ from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.missing_paths import missing_source
 from specc.runtime.data.split import Split
 
-MAGIC = 20240520
-VERSION = 1
 HEADER_BYTES = 1024
 MAX_TOKENS = 2**31 - 1  # the count is an int32
 
 
+@dataclass(frozen=True, slots=True)
+class ShardFormat:
+    """A format of shards.
+
+    Attributes:
+        magic, version: the first two numbers of the header.
+        dtype: little-endian dtype of the tokens.
+        highest: the highest token. Of 32 bits, one is unused, so that tokens can be viewed as i32.
+    """
+
+    magic: int
+    version: int
+    dtype: np.dtype[Any]
+    highest: int
+
+    @property
+    def bits(self) -> int:
+        return 8 * int(self.dtype.itemsize)
+
+    def file_bytes(self, tokens: int) -> int:
+        """Returns the size of the file of a shard, which is also the offset of the token after its last."""
+        return HEADER_BYTES + int(self.dtype.itemsize) * tokens
+
+    def header(self, tokens: int) -> bytes:
+        """Returns the header of a shard with the given number of tokens."""
+        header = np.zeros(256, "<i4")
+        header[:3] = self.magic, self.version, tokens
+        return header.tobytes()
+
+
+NARROW = ShardFormat(20240520, 1, np.dtype("<u2"), 2**16 - 1)
+WIDE = ShardFormat(20240801, 7, np.dtype("<u4"), 2**31 - 1)
+FORMATS = {form.magic: form for form in (NARROW, WIDE)}
+
+
+def format_for(vocab: int) -> ShardFormat:
+    """Returns the format of new shards with `vocab` ids."""
+    return NARROW if vocab <= NARROW.highest + 1 else WIDE
+
+
+Tokens = npt.NDArray[np.uint16 | np.uint32]
+# The byte counts of the shard fineweb_val_000000.bin are in fineweb_val_bytes_000000.bin.
+_BYTES_IN_NAME = re.compile(r"(?<![a-z])bytes(?![a-z])", re.IGNORECASE)
 _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 
 
 class ShardWriter:
     """Writes a shard. Use it as a context manager: a normal exit writes the header and syncs the file.
 
-    The header is invalid until then. Callers write into a temporary folder, so a shard need not appear atomically.
+    Before that, the header is invalid. Callers write into a temporary folder, so a shard need not appear atomically.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:
+        self.path, self.form = Path(path), form
         self.tokens = 0
         self._file = open(self.path, "wb")  # noqa: SIM115 (closed on exit)
         self._file.write(bytes(HEADER_BYTES))
@@ -46,16 +88,17 @@ class ShardWriter:
     def write(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
         """Appends tokens of any integer dtype.
 
-        Raises ValueError if a token is not in 0..65535, or if the shard would exceed MAX_TOKENS tokens.
+        Raises ValueError if a token is negative or above the highest of the format, or if the shard would exceed
+        MAX_TOKENS tokens.
         """
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFF):
-            raise ValueError("tokens of a shard must be in 0..65535")
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > self.form.highest):
+            raise ValueError(f"tokens of a shard must be in 0..{self.form.highest}")
         if self.tokens + tokens.size > MAX_TOKENS:
             raise ValueError(f"a shard has at most {MAX_TOKENS:,} tokens")
-        self._file.write(np.ascontiguousarray(tokens, "<u2").data)
+        self._file.write(np.ascontiguousarray(tokens, self.form.dtype).data)
         self.tokens += int(tokens.size)
 
-    def __enter__(self) -> ShardWriter:
+    def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(
@@ -64,20 +107,25 @@ class ShardWriter:
         with self._file:
             if kind is None:
                 self._file.seek(0)
-                self._file.write(header_of(self.tokens))
+                self._file.write(self.form.header(self.tokens))
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
 
 class TokenShard:
-    """An open shard with a validated header and a size of exactly 1024 + 2 * tokens bytes.
+    """An open shard with a validated header and a size of exactly 1024 bytes and two or four bytes per token.
+
+    Attributes:
+        path: the file.
+        form: the format, which states the width of a token.
+        tokens: number of tokens.
 
     Raises:
         DataError: the file cannot be opened.
         DataIntegrityError: the file is not a shard, or has the wrong size.
     """
 
-    __slots__ = ("__weakref__", "_descriptor", "_finalizer", "path", "tokens")
+    __slots__ = ("__weakref__", "_descriptor", "_finalizer", "form", "path", "tokens")
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -88,12 +136,12 @@ class TokenShard:
             raise DataError(f"{path}: {error.strerror}") from None
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self.tokens = self._validated_count()
+            self.form, self.tokens = self._validated()
         except BaseException:
             self.close()
             raise
 
-    def _validated_count(self) -> int:
+    def _validated(self) -> tuple[ShardFormat, int]:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise self._damage("it is not a regular file")
@@ -101,19 +149,23 @@ class TokenShard:
         if size < HEADER_BYTES:
             raise self._damage(f"{size:,} bytes, but a shard's header alone has {HEADER_BYTES:,}")
         header = np.frombuffer(self._pread(HEADER_BYTES, 0), "<i4")
-        if header.size != 256 or header[0] != MAGIC:
-            raise self._damage(f"not a token shard (magic {header[0] if header.size else '?'}, expected {MAGIC})")
-        if header[1] != VERSION:
-            raise self._damage(f"shard version {header[1]}; this reads version {VERSION} (uint16 tokens)")
+        form = FORMATS.get(int(header[0])) if header.size == 256 else None
+        if form is None:
+            expected = " or ".join(f"{form.magic} for {form.bits}-bit tokens" for form in FORMATS.values())
+            raise self._damage(f"not a token shard (magic {header[0] if header.size else '?'}, expected {expected})")
+        if header[1] != form.version:
+            raise self._damage(
+                f"shard version {header[1]}; this reads version {form.version} of {form.bits}-bit tokens"
+            )
         count = int(header[2])
-        if count < 0 or size != HEADER_BYTES + 2 * count:
-            raise self._damage(f"{size:,} bytes, but {count:,} tokens need {HEADER_BYTES + 2 * count:,}")
+        if count < 0 or size != form.file_bytes(count):
+            raise self._damage(f"{size:,} bytes, but {count:,} tokens need {form.file_bytes(count):,}")
         if header[3:].any():
             raise self._damage("nonzero bytes in the reserved part of the header")
-        return count
+        return form, count
 
-    def read(self, start: int, count: int) -> npt.NDArray[np.uint16]:
-        """Returns tokens [start, start + count) as a new u16 array [count].
+    def read(self, start: int, count: int) -> Tokens:
+        """Returns tokens [start, start + count) as a new u16 or u32 array [count].
 
         Raises:
             IndexError: the range exceeds the shard.
@@ -124,16 +176,18 @@ class TokenShard:
             raise IndexError(f"tokens [{start}, {start + count}) of a shard of {self.tokens}")
         if not self._finalizer.alive:
             raise ValueError(f"{self.path}: the shard is closed")
-        wanted = 2 * count
+        wanted = self.form.file_bytes(count) - HEADER_BYTES
         parts: list[bytes] = []
         while wanted:
-            part = self._pread(wanted, shard_offset(start + count) - wanted)
+            part = self._pread(wanted, self.form.file_bytes(start + count) - wanted)
             if not part:
                 size = os.fstat(self._descriptor).st_size
-                raise self._damage(f"cut while in use: {size:,} of {HEADER_BYTES + 2 * self.tokens:,} bytes are left")
+                raise self._damage(
+                    f"cut while in use: {size:,} of {self.form.file_bytes(self.tokens):,} bytes are left"
+                )
             parts.append(part)
             wanted -= len(part)
-        return np.frombuffer(b"".join(parts), "<u2").astype(np.uint16)
+        return np.frombuffer(b"".join(parts), self.form.dtype).astype(self.form.dtype.newbyteorder("="))
 
     def _pread(self, size: int, offset: int) -> bytes:
         try:
@@ -146,18 +200,6 @@ class TokenShard:
 
     def _damage(self, what: str) -> DataIntegrityError:
         return DataIntegrityError(f"{self.path}: {what}", "copy or write the file again")
-
-
-def header_of(tokens: int) -> bytes:
-    """Returns the header of a shard with the given number of tokens."""
-    header = np.zeros(256, "<i4")
-    header[:3] = MAGIC, VERSION, tokens
-    return header.tobytes()
-
-
-def shard_offset(token: int) -> int:
-    """Returns the byte offset of a token in the file of a shard."""
-    return HEADER_BYTES + 2 * token
 
 
 def find_shards(source: str | Path, split: Split) -> list[Path] | None:
@@ -189,7 +231,18 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     return chosen
 
 
+def holds_byte_counts(name: str) -> bool:
+    """Returns whether a file holds byte counts of the tokens of a shard, by its name."""
+    return _BYTES_IN_NAME.search(name) is not None and _SPLIT_IN_NAME.search(name) is not None
+
+
+def byte_counts_of(shard: Path) -> Path:
+    """Returns the path of the file with the byte counts of the tokens of a shard, which need not exist."""
+    named = _SPLIT_IN_NAME.sub(lambda match: f"{match[0]}_bytes", shard.name, count=1)
+    return shard.with_name(named)
+
+
 def split_of(name: str) -> Split | None:
-    """Returns the split in the name of a shard; None if there is none."""
-    match = _SPLIT_IN_NAME.search(name)
+    """Returns the split in the name of a shard; None if there is none, or if the file holds byte counts."""
+    match = _SPLIT_IN_NAME.search(name) if not holds_byte_counts(name) else None
     return None if match is None else "val" if match[1].lower() == "val" else "train"

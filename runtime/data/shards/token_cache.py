@@ -1,6 +1,4 @@
-"""A cache of tokenized text, with one folder of shards per source, split and tokenizer."""
-
-from __future__ import annotations
+"""A cache of tokenized text. An entry is a folder of shards for one source, split and tokenizer."""
 
 import contextlib
 import hashlib
@@ -8,7 +6,6 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -57,7 +54,7 @@ class CacheRecord(StrictModel):
 
 
 def open_cached(
-    source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path, progress: Callable[[int], None] | None = None
+    source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path
 ) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
     """Opens the cache entry of a split of text, and builds it first if it does not exist.
 
@@ -66,7 +63,6 @@ def open_cached(
         split: "train" or "val".
         tokenizer: the tokenizer.
         cache: the folder of the cache.
-        progress: called with the number of document bytes tokenized so far.
 
     Returns:
         The record of the entry, and its shards.
@@ -85,7 +81,7 @@ def open_cached(
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(folder.name + ".lock")):
                 if not (folder / _RECORD).exists():
-                    _build(corpus, tokenizer, folder, key, progress)
+                    _build(corpus, tokenizer, folder, key)
     except OSError as error:
         raise cannot_write(folder, error, "set XDG_CACHE_HOME to a folder on another disk") from error
     return _opened(folder, tokenizer)
@@ -96,9 +92,7 @@ def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _build(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str, progress: Callable[[int], None] | None
-) -> None:
+def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None:
     """Builds an entry in a temporary folder and renames it to `folder`. The caller holds the entry's lock.
 
     Raises DataError if the source changes meanwhile.
@@ -107,7 +101,7 @@ def _build(
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     try:
-        written = write_shards(corpus, tokenizer, temporary, "{:06d}.bin", SHARD_TOKENS, progress=progress)
+        written = write_shards(corpus, tokenizer, temporary, "{:06d}.bin", SHARD_TOKENS)
         if _key(corpus, tokenizer) != key:
             raise DataError(f"{corpus.source} changed while it was tokenized", "run again when it is complete")
         record = CacheRecord(

@@ -1,20 +1,19 @@
 """Writes documents as token shards: BOS and the tokens of each document, divided into shards of fixed size."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from specc.runtime.data.documents.corpus import Corpus
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks
-from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.shards.shard_file import NARROW, ShardWriter, byte_counts_of, format_for
+from specc.runtime.data.tokenizers.tokenizer import TokenArray, Tokenizer
 
 SHARD_TOKENS = 100_000_000
 BATCH_BYTES = 8 * 1024 * 1024
@@ -28,7 +27,7 @@ class Written:
         documents: number of documents.
         document_bytes: bytes of the documents in the source.
         shards: number of tokens of each file, by file name.
-        sha256: SHA-256 (hex) of all tokens as little-endian u16.
+        sha256: SHA-256 (hex) of all tokens as little-endian u16 or u32, as stored.
     """
 
     documents: int
@@ -45,16 +44,18 @@ def write_shards(
     shard_tokens: int,
     marks: Marks = "document",
     progress: Callable[[int], None] | None = None,
+    byte_counts: bool = False,
 ) -> Written:
     """Writes a split as shards. A document may continue from one shard to the next.
 
     Args:
         corpus: the documents.
-        tokenizer: the tokenizer, with ids below 65,536.
+        tokenizer: the tokenizer.
         folder: the folder to write to.
         name: format string for file names, with the index of the shard as its argument.
         shard_tokens: number of tokens of every shard except the last.
         marks: BOS before each document, or only before the first.
+        byte_counts: whether to write, beside each shard, the bytes of the source that each token stands for.
         progress: called with the number of document bytes tokenized so far.
 
     Returns:
@@ -65,11 +66,13 @@ def write_shards(
         OSError: a shard cannot be written, for example because the disk is full.
     """
     hasher = hashlib.sha256()
-    bos = np.array([tokenizer.bos], np.uint16)
+    form = format_for(tokenizer.vocab)
+    bos = np.array([tokenizer.bos], form.dtype)
     documents = document_bytes = 0
     shards: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         writer: ShardWriter | None = None
+        counter: ShardWriter | None = None
         for batch in _batches(corpus.documents()):
             try:
                 encoded = tokenizer.encode_batch(batch)
@@ -80,20 +83,41 @@ def write_shards(
                 parts = [part for ids in encoded for part in (bos, ids)]
             else:
                 parts = [*([] if documents else [bos]), *encoded]
-            tokens = np.concatenate(parts).astype("<u2")
+            tokens = np.concatenate(parts).astype(form.dtype)
+            if byte_counts:
+                counts = _byte_counts(tokenizer, batch, encoded, [part is bos for part in parts])
             hasher.update(tokens.data)
             while tokens.size:
                 if writer is None or writer.tokens == shard_tokens:
                     stack.close()
-                    writer = stack.enter_context(ShardWriter(folder / name.format(len(shards))))
+                    writer = stack.enter_context(ShardWriter(folder / name.format(len(shards)), form))
+                    if byte_counts:
+                        counter = stack.enter_context(ShardWriter(byte_counts_of(writer.path)))
                 part, tokens = np.split(tokens, [shard_tokens - writer.tokens])
                 writer.write(part)
+                if counter is not None:
+                    size, counts = np.split(counts, [len(part)])
+                    counter.write(size)
                 shards[writer.path.name] = writer.tokens
             documents += len(batch)
             document_bytes += sum(map(len, batch))
             if progress is not None:
                 progress(document_bytes)
     return Written(documents, document_bytes, shards, hasher.hexdigest())
+
+
+def _byte_counts(
+    tokenizer: Tokenizer, texts: Sequence[bytes], encoded: Sequence[TokenArray], marks: Sequence[bool]
+) -> npt.NDArray[np.int64]:
+    """Returns the bytes of each token of a batch of documents; 0 for BOS, which `marks` shows among the parts.
+
+    Raises DataError if one token stands for more bytes than a shard can count.
+    """
+    documents = iter([tokenizer.byte_counts(text, ids) for text, ids in zip(texts, encoded, strict=True)])
+    counts = np.concatenate([np.zeros(1, np.int64) if mark else next(documents) for mark in marks])
+    if counts.size and int(counts.max()) > NARROW.highest:
+        raise DataError(f"{tokenizer.name}: a token stands for {int(counts.max()):,} bytes of a document", "split it")
+    return counts
 
 
 def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:

@@ -1,7 +1,5 @@
 """The tokenizer `bytes`: one id per byte."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The tokenizer for single characters, whose vocabulary a spec states in `model.vocab: {chars: ...}`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,27 +9,19 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.data.tokenizers.open import open_tokenizer
-from specc.runtime.data.tokenizers.tokenizer import MAX_UINT16_VOCAB, Tokenizer, require_16_bits
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
 
 def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
     """Returns the tokenizer that a text spec names.
 
-    Raises DataError if the spec is not for text, its ids do not fit in the 16 bits of a token shard, the tokenizer is
-    not found, its ids exceed the model's vocabulary or 16 bits, or its BOS id differs from the separator id that the
-    spec states.
+    Raises DataError if the spec is not for text, the tokenizer is not found, its ids exceed the model's vocabulary, or
+    its BOS id differs from the separator id that the spec states.
     """
-    vocab = spec.model.vocabulary
-    if vocab > MAX_UINT16_VOCAB:
-        raise DataError(
-            f"model.vocab of {spec.name} is {vocab:,}; token shards hold ids below {MAX_UINT16_VOCAB:,}",
-            "such a spec can be planned, built, verified and loaded, but not trained or scored on text yet",
-        )
     data = spec.train.data
     if not isinstance(data, TextData):
         raise DataError(f"{spec.name} has a vocabulary of characters, not a tokenizer")
-    tokenizer = open_tokenizer(data.tokenizer, search)
-    require_16_bits(tokenizer)
+    tokenizer = open_tokenizer(data, search)
     if tokenizer.vocab > spec.model.vocabulary:
         raise DataError(
             f"{tokenizer.name} has {tokenizer.vocab:,} ids, but the model has only {spec.model.vocabulary:,}",

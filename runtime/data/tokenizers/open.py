@@ -1,37 +1,51 @@
 """Opens tokenizers by name or path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from specc.compiler.spec.data.text import TextData
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from specc.runtime.data.tokenizers.tiktoken import TiktokenTokenizer
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.tokenizers.tokenizer_json import JsonTokenizer
 
-BY_SUFFIX: Mapping[str, Callable[[Path], Tokenizer]] = {
-    ".model": SentencePieceTokenizer,
-    ".tiktoken": TiktokenTokenizer,
+
+def _tiktoken(path: Path, data: TextData) -> Tokenizer:
+    special = {entry.token: entry.id for entry in data.special}
+    return TiktokenTokenizer(path, data.pattern, special, data.bos)
+
+
+# By suffix: the fields of `train.data` that apply, and the function that opens a file.
+BY_SUFFIX: Mapping[str, tuple[set[str], Callable[[Path, TextData], Tokenizer]]] = {
+    ".model": (set(), lambda path, data: SentencePieceTokenizer(path)),
+    ".tiktoken": ({"pattern", "special", "bos"}, _tiktoken),
+    ".json": ({"bos"}, lambda path, data: JsonTokenizer(path, data.bos)),
 }
 
 
-def open_tokenizer(name: str, search: Sequence[Path] = ()) -> Tokenizer:
-    """Opens the tokenizer `bytes`, or a `.model` or `.tiktoken` file, which is searched as in `find_file`.
+def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokenizer:
+    """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file, which is searched as in `find_file`.
+
+    Args:
+        data: the name of the tokenizer, or the data of a spec, which states more of it.
+        search: folders to search for the file.
 
     Raises:
-        DataError: the kind is unknown, the file is not found (the message lists the searched paths), or it is invalid.
+        DataError: the kind is unknown, a setting does not apply to it, the file is not found (the message lists the
+            searched paths), or it is invalid.
+        EnvironmentFailure: the package that reads the file is not installed.
     """
-    if name == "bytes":
-        return ByteTokenizer()
-    tokenizer = BY_SUFFIX.get(Path(name).suffix)
-    if tokenizer is None:
-        raise DataError(
-            f"unknown tokenizer {name!r}",
-            "use `bytes`, a SentencePiece file (*.model) or a tiktoken rank file (*.tiktoken)",
-        )
-    return tokenizer(find_file(name, search))
+    data = TextData.model_construct(tokenizer=data) if isinstance(data, str) else data
+    name = data.tokenizer
+    fields, opened = BY_SUFFIX.get(Path(name).suffix, (set(), None))
+    if opened is None and name != ByteTokenizer.name:
+        kinds = "`bytes`, tokenizer.json, a SentencePiece file (*.model) or a tiktoken rank file (*.tiktoken)"
+        raise DataError(f"unknown tokenizer {name!r}", f"use {kinds}")
+    if unused := sorted((data.model_fields_set & {"pattern", "special", "bos"}) - fields):
+        raise DataError(f"train.data.{unused[0]} does not apply to the tokenizer {name}", f"remove {', '.join(unused)}")
+    return ByteTokenizer() if opened is None else opened(find_file(name, search), data)
 
 
 def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
@@ -52,4 +66,7 @@ def find_file(name: str, search: Sequence[Path]) -> Path:
         if candidate.is_file():
             return candidate
     searched = ", ".join(map(str, dict.fromkeys(candidates)))
-    raise DataError(f"no tokenizer {name!r}; searched {searched}", "give its path; tokenizers are never downloaded")
+    raise DataError(
+        f"no tokenizer {name!r}; searched {searched}",
+        f"give its path; `specc data fetch {path.name}` downloads known ones, `specc data tokenizer` trains others",
+    )

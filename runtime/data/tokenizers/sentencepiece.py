@@ -1,15 +1,24 @@
 """The tokenizer for SentencePiece models, `*.model`."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer, cores, id_dtype, read_file
+from specc.runtime.data.tokenizers.tokenizer import (
+    PieceBytes,
+    TokenArray,
+    Tokenizer,
+    byte_offsets,
+    cores,
+    id_dtype,
+    missing_package,
+    read_file,
+    valid_text,
+)
 
 SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
@@ -20,7 +29,7 @@ class SentencePieceTokenizer(Tokenizer):
     It is never lossless: it normalizes text, and U+2581 decodes to a space. The document separator is the model's BOS,
     or its EOS if it has no BOS. Text must be valid UTF-8.
 
-    Raises DataError if the file is not a valid model or sentencepiece is not installed.
+    Raises DataError if the file is not a valid model, and EnvironmentFailure if sentencepiece is not installed.
     """
 
     lossless = False
@@ -29,7 +38,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError:
-            raise DataError(f"{path}: sentencepiece is not installed", "pip install sentencepiece") from None
+            raise missing_package(path, "sentencepiece") from None
         data = read_file(Path(path))
         try:
             self._model = SentencePieceProcessor(model_proto=data)
@@ -47,18 +56,14 @@ class SentencePieceTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        strings = [self._text(text) for text in texts]
+        strings = [valid_text(self.name, text) for text in texts]
         lists = self._model.encode(strings, out_type=int, num_threads=cores()) if strings else []
         return [np.array(ids, id_dtype(self.vocab)) for ids in lists]
 
-    def _text(self, text: bytes) -> str:
-        try:
-            return text.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{self.name}: the document is not valid UTF-8 at byte {error.start}",
-                "convert it to UTF-8, or use the tokenizer `bytes` or a .tiktoken file, which take any bytes",
-            ) from None
+    def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
+        string = text.decode("utf-8")
+        offsets = self._model.encode(string, return_type="offset_mapping")["offsets"]
+        return byte_offsets(string)[[end for _, end in offsets]]
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
         text = self._model.decode(self.checked(ids).tolist(), out_type=str)

@@ -1,64 +1,89 @@
-"""The tokenizer for tiktoken rank files, `*.tiktoken`, with the pre-tokenizer of GPT-2."""
-
-from __future__ import annotations
+"""The tokenizer for tiktoken rank files, `*.tiktoken`."""
 
 import base64
 import binascii
 import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, Tokenizer, cores, id_dtype, read_file
+from specc.runtime.data.tokenizers.patterns import PATTERNS
+from specc.runtime.data.tokenizers.tokenizer import (
+    PieceBytes,
+    TokenArray,
+    Tokenizer,
+    cores,
+    id_dtype,
+    missing_package,
+    read_file,
+)
 
-# GPT-2's pre-tokenizer. Possessive quantifiers match the same pieces as greedy quantifiers, without backtracking.
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-GPT2_SEPARATOR = "<|endoftext|>"
-
-# `\s+(?!\S)` backtracks by recursion and overflows the regex engine's stack near a million characters, so long runs are
-# cut out first. The character class is Unicode White_Space, which `\s` means in that engine, but not in `re`.
-_WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_LONG_BLANK = re.compile(f"[{_WHITE}]{{2000,}}")
+SEPARATOR = "<|endoftext|>"
+# The regex engine overflows its stack within longer runs of white space, if the pattern looks ahead.
+_MOST_BLANK = re.compile(r"\s{500000}")
 # Invalid UTF-8 bytes, as represented by the "surrogateescape" handler.
 _ESCAPED = re.compile("([\udc80-\udcff]+)")
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A tokenizer from a `.tiktoken` rank file (lines of base64 bytes and rank) with the pattern of GPT-2.
+    """A tokenizer from a `.tiktoken` rank file (lines of base64 bytes and rank).
 
-    It is lossless on any bytes. `<|endoftext|>`, which separates documents, has the id after the last rank; within a
-    document it is ordinary text. Invalid UTF-8 bytes become one token each.
+    It is lossless on any bytes. Within a document, special tokens are ordinary text. Invalid UTF-8 bytes become one
+    token each.
 
-    Raises DataError if the file is invalid or tiktoken is not installed.
+    Args:
+        path: the file.
+        pattern: a name in PATTERNS, or a regular expression whose matches are the pieces. It must match all text.
+        special: special tokens and their ids. By default, `<|endoftext|>` with the id after the last rank.
+        bos: the special token before each document; None selects the first.
+
+    Raises:
+        DataError: the file is invalid, the pattern is not a regular expression, or ids of special tokens collide.
+        EnvironmentFailure: tiktoken is not installed.
     """
 
     lossless = True
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        pattern: str = "gpt2",
+        special: Mapping[str, int | None] | None = None,
+        bos: str | None = None,
+    ) -> None:
         try:
             from tiktoken import Encoding
         except ImportError:
-            raise DataError(f"{path}: tiktoken is not installed", "pip install tiktoken") from None
+            raise missing_package(path, "tiktoken") from None
         # tiktoken's own loader caches local files in a temporary folder by path, so it would miss changes of a file.
         data = read_file(Path(path))
-        ranks = _parse_ranks(data, Path(path))
+        ranks = parse_ranks(data, Path(path))
         self.name = Path(path).name
-        self.vocab = len(ranks) + 1
-        self.bos = len(ranks)
-        self._pieces = sorted(ranks, key=ranks.__getitem__)
+        specials = _numbered(special or {SEPARATOR: None}, ranks, Path(path))
+        bos = next(iter(specials)) if bos is None else bos
+        if bos not in specials:
+            message = f"{path}: BOS is {bos}, but the special tokens are {', '.join(specials)}"
+            raise DataError(message, "add it to `special` in train.data of the spec")
+        self.bos = specials[bos]
+        self.vocab = max(len(ranks), *(identity + 1 for identity in specials.values()))
+        unused = range(len(ranks), self.vocab)
+        self._pieces = [*sorted(ranks, key=ranks.__getitem__), *(b"" for _ in unused)]
+        self._sizes = np.array([len(piece) for piece in self._pieces], np.int64)
         self._byte_ids: TokenArray = np.array([ranks[bytes([value])] for value in range(256)], id_dtype(self.vocab))
-        self._encoding = Encoding(
-            self.name,
-            pat_str=GPT2_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens={GPT2_SEPARATOR: len(ranks)},
-            explicit_n_vocab=self.vocab,
-        )
-        self._digest = hashlib.sha256(b"tiktoken\0" + GPT2_PATTERN.encode() + b"\0" + data).hexdigest()
+        self._pattern = PATTERNS.get(pattern)
+        regex = pattern if self._pattern is None else self._pattern.regex
+        try:
+            self._encoding = Encoding(self.name, pat_str=regex, mergeable_ranks=ranks, special_tokens=specials)
+        except ValueError as error:
+            known = f"use one of {', '.join(PATTERNS)}, or a regular expression of the engine of tiktoken"
+            raise DataError(f"{path}: the pattern {pattern!r} is not valid: {error}", known) from None
+        marks = "" if specials == {SEPARATOR: len(ranks)} else json.dumps([specials, self.bos])
+        self._digest = hashlib.sha256(b"tiktoken\0" + regex.encode() + b"\0" + data + marks.encode()).hexdigest()
 
     def encode(self, text: bytes) -> TokenArray:
         string = text.decode("utf-8", errors="surrogateescape")
@@ -68,8 +93,20 @@ class TiktokenTokenizer(Tokenizer):
                 raw = np.frombuffer(part.encode("utf-8", errors="surrogateescape"), np.uint8)
                 parts.append(self._byte_ids[raw])
             else:
-                parts.extend(self._encode_valid(segment) for segment in _segments(part))
-        return np.concatenate([np.zeros(0, self._byte_ids.dtype), *parts])
+                parts.extend(self._encode_valid(segment) for segment in self._segments(part))
+        ids = np.concatenate([np.zeros(0, self._byte_ids.dtype), *parts])
+        if self._pattern is None and self._sizes[ids].sum() != len(text):
+            message = f"{self.name}: the pattern leaves out parts of a document"
+            raise DataError(message, r"a pattern must match all text: end it with `|\s+|.`")
+        return ids
+
+    def _segments(self, text: str) -> list[str]:
+        if self._pattern is not None:
+            return self._pattern.segments(text)
+        if blank := _MOST_BLANK.search(text):
+            message = f"{self.name}: more than 500,000 blank characters in a row, at character {blank.start():,}"
+            raise DataError(message, "remove them, or use one of the patterns that specc names")
+        return [text]
 
     def _encode_valid(self, text: str) -> TokenArray:
         ids = self._encoding.encode_to_numpy(text, disallowed_special=())
@@ -80,26 +117,30 @@ class TiktokenTokenizer(Tokenizer):
             return list(pool.map(self.encode, texts))
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
-        return b"".join(self._pieces[i] for i in self.checked(ids).tolist() if i != self.bos)
+        return b"".join(self._pieces[i] for i in self.checked(ids).tolist())
 
     def piece_bytes(self) -> PieceBytes:
-        base = np.array([len(piece) for piece in self._pieces] + [0], np.int64)
-        return PieceBytes(base, np.zeros(self.vocab, np.bool_), np.arange(self.vocab) == self.bos)
+        return PieceBytes(self._sizes, np.zeros(self.vocab, np.bool_), self._sizes == 0)
 
 
-def _segments(text: str) -> list[str]:
-    """Cuts `text` around long runs of white space, at positions where the pattern of GPT-2 always cuts.
+def _numbered(special: Mapping[str, int | None], ranks: Mapping[bytes, int], path: Path) -> dict[str, int]:
+    """Returns the ids of special tokens: as stated, or the id after the previous token.
 
-    If a word follows such a run, the run without its last character is a piece of its own.
+    Raises DataError if an id is that of a rank or of another special token.
     """
-    cuts = [0]
-    for match in _LONG_BLANK.finditer(text):
-        if match.end() < len(text):  # a run at the end matches without backtracking
-            cuts += [match.start(), match.end() - 1]
-    return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True) if a < b]
+    ids: dict[str, int] = {}
+    following = len(ranks)
+    for token, stated in special.items():
+        number = following if stated is None else stated
+        if number < len(ranks) or number in ids.values():
+            message = f"{path}: the special token {token} has the id {number:,}, which another token has"
+            raise DataError(message, f"the ranks of the file take 0 to {len(ranks) - 1:,}")
+        ids[token], following = number, number + 1
+    return ids
 
 
-def _parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
+def parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
+    """Returns the ranks of a `.tiktoken` file. Raises DataError if it is not valid."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(data.splitlines(), 1):
         if not line.strip():
@@ -111,13 +152,12 @@ def _parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
                 raise ValueError
         except (ValueError, binascii.Error):
             raise DataError(
-                f"{path}:{number}: expected base64 bytes not seen before and the rank {len(ranks)}",
-                "a .tiktoken file has one token a line, ranks counting up from 0",
+                f"{path}:{number}: expected the rank {len(ranks)} behind base64 bytes that no earlier line has",
+                "a .tiktoken file has one token per line, with ranks that count up from 0",
             ) from None
         ranks[piece] = len(ranks)
     missing = sum(bytes([value]) not in ranks for value in range(256))
     if missing:
-        raise DataError(
-            f"{path}: {missing} of the 256 single bytes have no rank", "the file is cut, or not a byte-level vocabulary"
-        )
+        message = f"{path}: {missing} of the 256 single bytes have no rank"
+        raise DataError(message, "the file is truncated, or is not a byte-level vocabulary")
     return ranks

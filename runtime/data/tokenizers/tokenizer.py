@@ -1,7 +1,5 @@
 """The interface of text tokenizers. Tokenizers are never downloaded."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError
+from specc.runtime.errors import EnvironmentFailure
 
 TokenArray = npt.NDArray[np.integer[Any]]
-
-MAX_UINT16_VOCAB = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +75,25 @@ class Tokenizer(ABC):
     def piece_bytes(self) -> PieceBytes:
         """Returns the table of bytes per token. Raises DataError if bytes cannot be counted by tokens."""
 
+    def byte_counts(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
+        """Returns the bytes of a document that each of its ids stands for, i64 [len(ids)].
+
+        Args:
+            text: the document.
+            ids: the result of `encode`.
+
+        Returns:
+            The counts, whose sum is `len(text)`. A byte that no token shows counts for the next token, or the last.
+        """
+        counts = np.diff(np.maximum.accumulate(self._ends(text, ids)), prepend=0)
+        if counts.size:
+            counts[-1] += len(text) - int(counts.sum())
+        return counts
+
+    def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
+        """Returns the offset in bytes behind the part of a document that each of its ids shows."""
+        return np.cumsum(self.piece_bytes().base[ids])
+
     def digest(self) -> str:
         """Returns the SHA-256 (hex) of everything that determines the ids."""
         return self._digest
@@ -91,23 +107,35 @@ class Tokenizer(ABC):
         return array
 
 
-def require_16_bits(tokenizer: Tokenizer) -> None:
-    """Raises DataError unless every id fits in the 16 bits of a token shard."""
-    if tokenizer.vocab > MAX_UINT16_VOCAB:
-        raise DataError(
-            f"{tokenizer.name}: {tokenizer.vocab:,} ids do not fit in the 16 bits of a token shard",
-            f"use a tokenizer of at most {MAX_UINT16_VOCAB:,} ids: larger vocabularies cannot be trained on yet",
-        )
-
-
 def require_bos(tokenizer: Tokenizer) -> int:
     """Returns the id of BOS. Raises DataError if the tokenizer has no id to write before documents."""
     if tokenizer.bos is None:
-        raise DataError(
-            f"{tokenizer.name} has neither BOS nor EOS, so documents cannot be separated",
-            "train the SentencePiece model with a bos_id",
-        )
+        message = f"{tokenizer.name} has neither BOS nor EOS, so documents cannot be separated"
+        raise DataError(message, "train the SentencePiece model with a bos_id")
     return tokenizer.bos
+
+
+def missing_package(path: str | Path, package: str) -> EnvironmentFailure:
+    """Returns the error for a tokenizer file whose package is not installed."""
+    return EnvironmentFailure(f"{path}: {package} is not installed", f"pip install {package}, or 'specc[train]'")
+
+
+def valid_text(name: str, text: bytes) -> str:
+    """Returns a document as a string. Raises DataError if it is not valid UTF-8."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: the document is not valid UTF-8 at byte {error.start}",
+            "convert it to UTF-8, or use the tokenizer `bytes` or a .tiktoken file, which take any bytes",
+        ) from None
+
+
+def byte_offsets(text: str) -> npt.NDArray[np.int64]:
+    """Returns the offset in UTF-8 bytes of each character, and of the end, i64 [len(text) + 1]."""
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.concatenate([[0], np.cumsum(sizes)])
 
 
 def read_file(path: Path) -> bytes:
@@ -120,7 +148,7 @@ def read_file(path: Path) -> bytes:
 
 def id_dtype(vocab: int) -> type[np.uint16] | type[np.uint32]:
     """Returns the smallest of uint16 and uint32 that holds all ids below `vocab`."""
-    return np.uint16 if vocab <= MAX_UINT16_VOCAB else np.uint32
+    return np.uint16 if vocab <= 1 << 16 else np.uint32
 
 
 def cores() -> int:

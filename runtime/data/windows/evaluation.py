@@ -1,7 +1,5 @@
 """Evaluation windows of a token stream: the targets that each window scores, and batches of windows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,11 +25,13 @@ class WindowPlan:
         stride: distance between windows in tokens, 1 to `length`. None selects `length`: windows do not overlap. With a
             smaller stride, each target after the first window has at least length - stride tokens of context (sliding
             evaluation).
+        unscored: number of first targets of each window that are not scored, because the model sees them.
     """
 
     length: int
     batch: int
     stride: int | None = None
+    unscored: int = 0
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.batch < 1 or not 1 <= self.step <= self.length:
@@ -77,7 +77,7 @@ class Windows:
         return Window(start, end - start, end - self.before(k))
 
     def before(self, k: int) -> int:
-        """Returns the number of targets that windows before `k` score: the position of the last of these targets."""
+        """Returns the number of targets that the windows before window `k` score."""
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
@@ -113,7 +113,9 @@ class Batch:
     seen: Mask
 
 
-def read_batch(stream: TokenStream, windows: Windows, number: int, chosen: range, rows: int) -> Batch:
+def read_batch(
+    stream: TokenStream, windows: Windows, number: int, chosen: range, rows: int, unscored: int = 0
+) -> Batch:
     """Reads a batch of windows.
 
     Args:
@@ -122,6 +124,7 @@ def read_batch(stream: TokenStream, windows: Windows, number: int, chosen: range
         number: index of the batch.
         chosen: indices of the windows in the batch, which have equal lengths.
         rows: number of rows; missing rows are copies of the last window.
+        unscored: number of first targets of each window that are not scored.
 
     Returns:
         The batch.
@@ -133,8 +136,8 @@ def read_batch(stream: TokenStream, windows: Windows, number: int, chosen: range
     starts = np.array([window.start for window in part] + [part[-1].start] * (rows - len(part)))
     counts = np.array([window.new for window in part] + [0] * (rows - len(part)))
     place = np.arange(length)
-    new = place >= length - counts[:, None]
-    seen = ~new & (np.arange(rows) < len(part))[:, None]
+    new = place >= np.maximum(length - counts[:, None], unscored)
+    seen = (place < length - counts[:, None]) & (np.arange(rows) < len(part))[:, None]
     return Batch(number, read[:, :-1], read[:, 1:], starts[:, None] + 1 + place, new, seen)
 
 

@@ -4,18 +4,19 @@ The stream is divided into blocks of `length` tokens. A window is a block plus t
 inputs shifted by one and no target is lost between blocks. All ranks derive the same global order of windows per epoch.
 A global step uses the next `batch * world` windows, and rank r gets those at indices k with k % world == r. If each
 rank's `batch` is the global batch divided by `world`, every step therefore trains on the same windows for any `world`.
-The last batch of an epoch is completed with windows of the next epoch; nothing is dropped.
+The last batch of an epoch is completed with windows of the next epoch; nothing is dropped. With the order `best_fit`,
+rows of documents (see `packing`) take the place of the windows.
 
 A background thread reads ahead. It makes no CUDA calls, because most calls from another thread would invalidate a CUDA
 graph capture. For a GPU, the caller's thread starts the copy of each batch one call early, on a separate CUDA stream.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Literal
 
 import numpy as np
@@ -23,11 +24,13 @@ import torch
 
 from specc.runtime.data.background import BackgroundReader, saved_position
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.shards.shard_file import Tokens
+from specc.runtime.data.windows.packing import best_fit, document_starts, lengths_from, read_row
 from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
 
-Order = Literal["sequential", "coprime_stride"]
-ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride")
+Order = Literal["sequential", "coprime_stride", "best_fit"]
+ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride", "best_fit")
 # Version of a saved state and its order. Version 1 allowed every coprime stride. Runs resume with their own version.
 _STATE_VERSION = 2
 _STATE_VERSIONS = (1, 2)
@@ -62,9 +65,9 @@ def epoch_order(
 ) -> EpochOrder:
     """Returns the order of one epoch, which depends only on the arguments, on any machine and library version.
 
-    The order `coprime_stride` follows parameter-golf PR 726, applied to a single stream. Each epoch has a random phase
-    (so that window boundaries differ between epochs), a random start, and a random stride coprime to the number of
-    blocks. Strides that soon return close to an earlier block are rejected, except in version 1.
+    The order `coprime_stride` is that of parameter-golf PR 726, for a single stream. Each epoch has a random phase (so
+    that window boundaries differ between epochs), a random start, and a random stride coprime to the number of blocks.
+    Version 2 rejects strides that soon return close to an earlier block.
 
     Args:
         tokens: length of the stream.
@@ -80,10 +83,7 @@ def epoch_order(
     if order == "sequential":
         return EpochOrder(length, (tokens - 1) // length, 0, 0, 1)
 
-    def draw(what: str, bound: int) -> int:
-        # SHA-256 rather than numpy's generators, whose streams may change between versions.
-        return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()) % bound
-
+    draw = partial(_draw, seed, epoch)
     phase = draw("phase", min(length, tokens - length))
     blocks = (tokens - 1 - phase) // length
     stride, attempt = 1, 0
@@ -93,6 +93,11 @@ def epoch_order(
             break
         attempt += 1
     return EpochOrder(length, blocks, phase, draw("start", blocks), stride)
+
+
+def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
+    # SHA-256 rather than numpy's generators, whose streams may change between versions.
+    return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()) % bound
 
 
 def _comes_back(stride: int, blocks: int) -> bool:
@@ -110,6 +115,28 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Crop:
+    """The tokens of documents that packed rows left out, and those of all documents that were read."""
+
+    cropped: int
+    tokens: int
+
+
+# Epoch and index of a window, the function that reads its tokens, and the number of tokens that it leaves out.
+_Row = tuple[int, int, Callable[[], Tokens], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The windows of a step, the epoch and the position after them, and what was left out since the first step."""
+
+    windows: Windows
+    epoch: int
+    position: int
+    crop: Crop
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     """Determines the windows that a rank reads at each step."""
 
@@ -120,41 +147,63 @@ class _Plan:
     seed: int
     rank: int
     world: int
+    bos: int | None
     version: int = _STATE_VERSION
 
-    def steps(self, stream: TokenStream, epoch: int, position: int) -> Iterator[tuple[Windows, int, int]]:
-        """Yields this rank's windows of each step from (epoch, position) on, u16 [batch, length + 1].
-
-        The epoch and the position of the following step are yielded with them.
-        """
-        order = self._order(epoch)
+    def steps(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Step]:
+        """Yields this rank's windows of each step from (epoch, position) on, u16 or u32 [batch, length + 1]."""
+        epochs = self._packed if self.order == "best_fit" else self._windows
+        coming = epochs(stream, epoch, position)
+        crop = Crop(0, 0)
         while True:
             rows = []
             for k in range(self.batch * self.world):
-                while position >= order.blocks:
-                    epoch, position = epoch + 1, 0
-                    order = self._order(epoch)
+                epoch, position, read, cropped = next(coming)
+                crop = Crop(crop.cropped + cropped, crop.tokens + self.length + 1 + cropped)
                 if k % self.world == self.rank:
-                    rows.append(stream.read(order.offset(position), self.length + 1))
-                position += 1
-            yield np.stack(rows), epoch, position
+                    rows.append(read())
+            yield _Step(np.stack(rows), epoch, position + 1, crop)
 
-    def _order(self, epoch: int) -> EpochOrder:
-        return epoch_order(self.tokens, self.length, self.order, self.seed, epoch, self.version)
+    def _windows(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
+        """Yields the windows from (epoch, position) on."""
+        while True:
+            order = epoch_order(self.tokens, self.length, self.order, self.seed, epoch, self.version)
+            for k in range(position, order.blocks):
+                yield epoch, k, partial(stream.read, order.offset(k), self.length + 1), 0
+            epoch, position = epoch + 1, 0
+
+    def _packed(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
+        """Yields the rows of documents from (epoch, position) on. Each epoch after the first begins at another
+        document."""
+        assert self.bos is not None
+        starts = document_starts(stream, self.bos)
+        if not len(starts) or self.tokens - starts[0] < self.length + 1:
+            message = f"the documents of the stream have fewer than {self.length + 1:,} tokens"
+            raise DataError(message, "give more data, or a shorter length")
+        while True:
+            first = _draw(self.seed, epoch, "document", len(starts)) if epoch else 0
+            rows = best_fit(lengths_from(starts, self.tokens, first), self.length + 1)
+            for k, row in enumerate(islice(rows, position, None), position):
+                yield epoch, k, partial(read_row, stream, starts, row), row.cropped
+            epoch, position = epoch + 1, 0
 
 
-class Loader(BackgroundReader[tuple[Windows, int, int]]):
+class Loader(BackgroundReader[_Step]):
     """An endless loader of batches. It is not thread-safe. Close it, or use it as a context manager.
 
     Args:
         stream: the tokens.
         batch: number of windows per step on this rank.
         length: window length in tokens.
-        order: "sequential", or "coprime_stride" (a new permutation for each epoch).
+        order: "sequential", "coprime_stride" (a new permutation for each epoch), or "best_fit" (rows of documents).
         seed: seed of the order.
         rank, world: index of this process, and number of processes (see the module).
         prefetch: maximum number of batches that the background thread reads ahead.
         device: device of the batches. On a GPU, the next batch is copied during the computation of the current batch.
+        bos: the id that starts a document, which "best_fit" needs.
+
+    Attributes:
+        crop: what packed rows left out since this loader was made or restored.
 
     Raises:
         DataError: the order is unknown, or the stream has fewer than length + 1 tokens.
@@ -172,25 +221,28 @@ class Loader(BackgroundReader[tuple[Windows, int, int]]):
         world: int = 1,
         prefetch: int = 4,
         device: torch.device | str = "cpu",
+        bos: int | None = None,
     ) -> None:
         if order not in ORDERS:
             raise DataError(f"unknown order {order!r}", f"use {' or '.join(ORDERS)}")
         if batch < 1 or length < 1 or prefetch < 1 or not 0 <= rank < world:
             raise ValueError(f"{batch=}, {length=}, {prefetch=} must be positive, and 0 <= {rank=} < {world=}")
+        if order == "best_fit" and bos is None:
+            raise ValueError("best_fit needs the id that starts a document")
         if stream.tokens < length + 1:
-            raise DataError(
-                f"the stream has {stream.tokens:,} tokens; windows of length {length:,} need {length + 1:,}",
-                "give more data, or a shorter length",
-            )
+            message = f"the stream has {stream.tokens:,} tokens; windows of length {length:,} need {length + 1:,}"
+            raise DataError(message, "give more data, or a shorter length")
         super().__init__(prefetch)
         self._stream = stream
-        self._plan = _Plan(stream.tokens, length, batch, order, seed, rank, world)
+        self._plan = _Plan(stream.tokens, length, batch, order, seed, rank, world, bos)
+        self.crop = Crop(0, 0)
+        self._before = self.crop
         self._epoch = 0
         self._position = 0
         self._transfer = Transfer(torch.device(device))
-        self._sent: tuple[Batch, int, int] | None = None  # the next batch, whose copy to a GPU has started
+        self._sent: tuple[Batch, _Step] | None = None  # the next batch, whose copy to a GPU has started
 
-    def items(self) -> Iterator[tuple[Windows, int, int]]:
+    def items(self) -> Iterator[_Step]:
         return self._plan.steps(self._stream, self._epoch, self._position)
 
     def next(self) -> Batch:
@@ -202,23 +254,24 @@ class Loader(BackgroundReader[tuple[Windows, int, int]]):
         Raises:
             DataError, OSError: the background thread failed. A later call tries the same batch again.
         """
-        batch, self._epoch, self._position = self._sent or self._send()
-        self._sent = None
+        batch, step = self._sent or self._send()
+        self._sent, self._epoch, self._position = None, step.epoch, step.position
+        self.crop = Crop(self._before.cropped + step.crop.cropped, self._before.tokens + step.crop.tokens)
         batch = self._transfer.arrived(batch)  # first, so that it does not wait for the next copy too
         if self._transfer.ahead and self.ready:
             self._sent = self._send()
         return batch
 
-    def _send(self) -> tuple[Batch, int, int]:
-        windows, epoch, position = self.take()
-        return self._transfer.send(windows), epoch, position
+    def _send(self) -> tuple[Batch, _Step]:
+        step = self.take()
+        return self._transfer.send(step.windows), step
 
     def state(self) -> dict[str, int]:
         """Returns the caller's position, regardless of prefetched batches, for any `batch`, `rank` and `world`."""
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Resumes exactly after the last batch before `state` was taken, with the order of the state's version.
+        """Resumes exactly after the last batch before `state` was taken, with the order version of the state.
 
         Raises:
             DataError: data, length, order or seed differ from those of the state, its version is unknown, or it is
@@ -240,6 +293,10 @@ class Loader(BackgroundReader[tuple[Windows, int, int]]):
             "seed": self._plan.seed,
         }
 
+    def cropped_share(self) -> float | None:
+        """Returns the share of the tokens of documents that packed rows left out so far; None for other orders."""
+        return self.crop.cropped / self.crop.tokens if self._plan.order == "best_fit" and self.crop.tokens else None
+
     def close(self) -> None:
         super().close()
-        self._sent = None
+        self._sent, self._before = None, self.crop

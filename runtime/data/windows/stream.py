@@ -1,10 +1,8 @@
 """Token streams: existing shards, or text that is tokenized once into cached shards, read as one long sequence."""
 
-from __future__ import annotations
-
 import bisect
 import hashlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,10 +12,10 @@ import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.record import HINT, RECORD, read_record
-from specc.runtime.data.shards.shard_file import TokenShard, find_shards, shard_offset
+from specc.runtime.data.shards.shard_file import Tokens, TokenShard, byte_counts_of, find_shards
 from specc.runtime.data.shards.token_cache import open_cached
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_16_bits
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
 _FINGERPRINT_TOKENS = 4096
 
@@ -33,6 +31,8 @@ class TokenStream:
         documents: number of documents; None if no record states it.
         document_bytes: bytes of the documents in the source, without separators; None if no record states them.
         tokenizer_digest: digest of the tokenizer that wrote the tokens; None if no record states it.
+        byte_counts: files with the bytes of the source that each token stands for, one per shard and of equal length;
+            empty if there are none.
         digest: SHA-256 (hex) of the tokens for cached text, of the shards' digests for shards with a record, or of the
             shards' names, counts, first and last tokens for shards without a record.
     """
@@ -44,37 +44,51 @@ class TokenStream:
     document_bytes: int | None
     tokenizer_digest: str | None
     digest: str
+    byte_counts: tuple[TokenShard, ...] = ()
 
     @property
     def tokens(self) -> int:
         return self.starts[-1]
 
-    def read(self, start: int, count: int) -> npt.NDArray[np.uint16]:
-        """Returns tokens [start, start + count) as a new u16 array [count]. Thread-safe.
+    def read_bytes(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Returns the bytes of tokens [start, start + count), i64 [count], from the files of byte counts. Thread-safe.
+
+        Raises IndexError and DataIntegrityError as `read`.
+        """
+        return np.concatenate([part.astype(np.int64) for _, _, part in self._parts(self.byte_counts, start, count)])
+
+    def read(self, start: int, count: int) -> Tokens:
+        """Returns tokens [start, start + count) as a new u16 or u32 array [count]. Thread-safe.
 
         Raises:
             IndexError: the range exceeds the stream.
             DataIntegrityError: a shard was truncated, or contains a token that is not in the vocabulary.
         """
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self.tokens}")
-        tokens = np.empty(count, np.uint16)
+        tokens = np.empty(max(count, 0), self.shards[0].form.dtype.newbyteorder("="))
         filled = 0
-        index = bisect.bisect_right(self.starts, start) - 1
-        while filled < count:
-            shard, offset = self.shards[index], start + filled - self.starts[index]
-            part = shard.read(offset, min(count - filled, shard.tokens - offset))
+        for shard, offset, part in self._parts(self.shards, start, count):
             if part.size and int(part.max()) >= self.vocab:
                 first = int(np.argmax(part >= self.vocab))
                 raise DataIntegrityError(
                     f"{shard.path}: has token {int(part[first])}, but the tokenizer has {self.vocab:,} ids "
-                    f"(at byte {shard_offset(offset + first):,})",
+                    f"(at byte {shard.form.file_bytes(offset + first):,})",
                     "open the shards with the tokenizer that wrote them",
                 )
             tokens[filled : filled + part.size] = part
             filled += part.size
-            index += 1
         return tokens
+
+    def _parts(self, files: tuple[TokenShard, ...], start: int, count: int) -> Iterator[tuple[TokenShard, int, Tokens]]:
+        """Yields the file, the offset in it, and the values of each part of positions [start, start + count)."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self.tokens}")
+        index, end = bisect.bisect_right(self.starts, start) - 1, start + count
+        while start < end:
+            offset = start - self.starts[index]
+            part = files[index].read(offset, min(end - start, files[index].tokens - offset))
+            yield files[index], offset, part
+            start += part.size
+            index += 1
 
     def require_scorable(self, tokenizer: Tokenizer) -> None:
         """Raises DataError unless the stream begins with BOS and has at least one more token.
@@ -92,13 +106,11 @@ class TokenStream:
             )
 
     def close(self) -> None:
-        for shard in self.shards:
+        for shard in (*self.shards, *self.byte_counts):
             shard.close()
 
 
-def open_stream(
-    source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path, progress: Callable[[int], None] | None = None
-) -> TokenStream:
+def open_stream(source: str | Path, split: Split, tokenizer: Tokenizer, cache: Path) -> TokenStream:
     """Opens one split of a source as a stream of tokens.
 
     Text is tokenized into `cache` on first use. The name of a cache entry is a digest of the files (path, size,
@@ -114,25 +126,23 @@ def open_stream(
         split: "train" or "val".
         tokenizer: the tokenizer of the stream.
         cache: the folder of tokenized text.
-        progress: called with the number of document bytes tokenized so far.
 
     Returns:
         The stream.
 
     Raises:
-        DataError: the vocabulary has more than 65,536 ids or no BOS, the source cannot be used, or val shards do not
-            consist of BOS followed by more tokens.
+        DataError: the tokenizer has no BOS, the source cannot be used, or val shards do not consist of BOS followed by
+            more tokens.
         DataIntegrityError: a shard is damaged.
         EnvironmentFailure: the cache cannot be written, for example because the disk is full.
     """
-    require_16_bits(tokenizer)
     paths = find_shards(source, split)
     if paths is not None:
         stream = _open_shards(paths, split, tokenizer, whole=Path(source).expanduser().is_dir())
         if split == "val":
             stream.require_scorable(tokenizer)
         return stream
-    record, shards = open_cached(source, split, tokenizer, cache, progress)
+    record, shards = open_cached(source, split, tokenizer, cache)
     vocab, digest = tokenizer.vocab, tokenizer.digest()
     return TokenStream(shards, _starts(shards), vocab, record.documents, record.document_bytes, digest, record.sha256)
 
@@ -143,26 +153,53 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
     if record is not None:
         record.require(tokenizer, paths[0].parent)
     shards = tuple(TokenShard(path) for path in paths)
+    _require_width(shards, tokenizer)
+    counts = _byte_counts(shards)
     if record is None:
-        return TokenStream(shards, _starts(shards), tokenizer.vocab, None, None, None, _fingerprint(shards))
+        return TokenStream(shards, _starts(shards), tokenizer.vocab, None, None, None, _fingerprint(shards), counts)
     listed = record.entries(split)
     for shard in shards:
         entry = listed.get(shard.path.name)
         if entry is None or entry.tokens != shard.tokens:
             raise DataIntegrityError(f"{shard.path}: not the shard that {RECORD} describes", HINT)
     if whole and (missing := sorted(listed.keys() - {path.name for path in paths})):
-        raise DataIntegrityError(f"{paths[0].parent} lacks {missing[0]}, which {RECORD} lists", HINT)
-    entry_of_split = record.splits[split] if len(shards) == len(listed) else None
+        raise DataIntegrityError(f"{paths[0].parent} has no {missing[0]}, which {RECORD} lists", HINT)
+    whole_split = record.splits[split] if len(shards) == len(listed) else None
+    sizes = (whole_split.documents, whole_split.document_bytes) if whole_split is not None else (None, None)
     digest = hashlib.sha256("\n".join(listed[path.name].sha256 for path in paths).encode()).hexdigest()
-    return TokenStream(
-        shards,
-        _starts(shards),
-        tokenizer.vocab,
-        entry_of_split.documents if entry_of_split else None,
-        entry_of_split.document_bytes if entry_of_split else None,
-        record.tokenizer_digest,
-        digest,
-    )
+    return TokenStream(shards, _starts(shards), tokenizer.vocab, *sizes, record.tokenizer_digest, digest, counts)
+
+
+def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
+    """Opens the files of byte counts beside shards; none if no shard has one.
+
+    Raises DataIntegrityError if only some shards have one, or if it has another length than its shard.
+    """
+    paths = [byte_counts_of(shard.path) for shard in shards]
+    if not any(path.exists() for path in paths):
+        return ()
+    hint = "write the byte counts of every shard again, or remove them all"
+    if missing := [path for path in paths if not path.exists()]:
+        raise DataIntegrityError(f"{missing[0]}: missing, but other shards have byte counts", hint)
+    files = tuple(map(TokenShard, paths))
+    for file, shard in zip(files, shards, strict=True):
+        if file.tokens != shard.tokens:
+            message = f"{file.path}: counts the bytes of {file.tokens:,} tokens, but the shard has {shard.tokens:,}"
+            raise DataIntegrityError(message, hint)
+    return files
+
+
+def _require_width(shards: tuple[TokenShard, ...], tokenizer: Tokenizer) -> None:
+    """Raises DataIntegrityError if shards differ in the width of their tokens, and DataError if it has no room for the
+    ids of the tokenizer."""
+    first = shards[0]
+    for shard in shards:
+        if shard.form != first.form:
+            what = f"has {shard.form.bits}-bit tokens, but {first.path.name} has {first.form.bits}-bit tokens"
+            raise DataIntegrityError(f"{shard.path}: {what}", "shards of one stream have one width: pack them again")
+    if tokenizer.vocab > first.form.highest + 1:
+        what = f"{first.form.bits}-bit tokens have no room for the {tokenizer.vocab:,} ids of {tokenizer.name}"
+        raise DataError(f"{first.path}: {what}", "use shards that this tokenizer wrote: `specc data pack`")
 
 
 def _fingerprint(shards: tuple[TokenShard, ...]) -> str:
@@ -170,8 +207,8 @@ def _fingerprint(shards: tuple[TokenShard, ...]) -> str:
     for shard in shards:
         ends = min(shard.tokens, _FINGERPRINT_TOKENS)
         hasher.update(f"{shard.path.name} {shard.tokens}\n".encode())
-        hasher.update(shard.read(0, ends).astype("<u2").data)
-        hasher.update(shard.read(shard.tokens - ends, ends).astype("<u2").data)
+        for start in (0, shard.tokens - ends):
+            hasher.update(shard.read(start, ends).astype(shard.form.dtype).data)
     return hasher.hexdigest()
 
 

@@ -1,20 +1,19 @@
 """Transfers batches of windows to the device that uses them."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 Batch = tuple[Tensor, Tensor]
-Windows = npt.NDArray[np.uint16]  # [B, T + 1]
+Windows = npt.NDArray[np.uint16 | np.uint32]  # [B, T + 1]
 
 
 class Transfer:
     """A transfer of windows to a device.
 
-    Windows are copied to a GPU from pinned memory, as u16, on a separate CUDA stream, and converted to i64 on the GPU.
+    Windows are copied to a GPU from pinned memory, as u16 or i32, on a separate CUDA stream, and converted to i64 on
+    the GPU.
 
     Attributes:
         ahead: whether a batch should be sent before it is needed, because the copy overlaps with computation.
@@ -32,7 +31,8 @@ class Transfer:
 
         The result must be passed to `arrived` before it is used.
         """
-        tokens = torch.from_numpy(windows)
+        # ids are below 2**31, and Torch has more kernels for i32 than for u32
+        tokens = torch.from_numpy(windows.view(np.int32) if windows.dtype.itemsize == 4 else windows)
         if self._stream is not None:
             tokens = tokens.pin_memory()
         with torch.cuda.stream(self._stream):  # no effect if it is None

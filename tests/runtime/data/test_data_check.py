@@ -1,7 +1,5 @@
 """`specc data check` reports no problem of a sound folder, and names each problem of a damaged one."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -69,22 +67,22 @@ def test_a_sound_folder(packed: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for split, count in (("train", 25), ("val", 5)):
         lines = (packed.parent / f"{split}.jsonl").read_text().splitlines()
         lengths = [len(json.loads(line)["text"]) for line in lines]
-        found = facts["splits"][split]
-        assert found["bos"] == count == len(lengths)
-        assert found["tokens"] == sum(lengths) + count and found["longest"] == max(lengths)
-        assert sum(documents for _, _, documents in found["lengths"]) == count
-        for low, high, documents in found["lengths"]:
+        result = facts["splits"][split]
+        assert result["bos"] == count == len(lengths)
+        assert result["tokens"] == sum(lengths) + count and result["longest"] == max(lengths)
+        assert sum(documents for _, _, documents in result["lengths"]) == count
+        for low, high, documents in result["lengths"]:
             assert documents == sum(low <= length <= high for length in lengths)
     assert run(["data", "check", str(packed)]) == 0
     assert capsys.readouterr().out.endswith("out: no problems\n")
 
 
 def cut(folder: Path) -> None:
-    os.truncate(folder / "train_000001.bin", 5001)
+    os.truncate(folder / "tokens_train_000001.bin", 5001)
 
 
 def grown(folder: Path) -> None:
-    with open(folder / "train_000001.bin", "ab") as file:
+    with open(folder / "tokens_train_000001.bin", "ab") as file:
         file.write(b"\0\0")
 
 
@@ -95,11 +93,11 @@ def flip(path: Path, byte: int) -> None:
 
 
 def magic(folder: Path) -> None:
-    flip(folder / "train_000001.bin", 0)
+    flip(folder / "tokens_train_000001.bin", 0)
 
 
 def flipped(folder: Path) -> None:
-    flip(folder / "train_000001.bin", -2)
+    flip(folder / "tokens_train_000001.bin", -2)
 
 
 def beyond(folder: Path) -> None:
@@ -107,30 +105,30 @@ def beyond(folder: Path) -> None:
         tokens[[2000, 3000]] = 300, 257
         return tokens
 
-    rewrite(folder / "train_000001.bin", change)
+    rewrite(folder / "tokens_train_000001.bin", change)
 
 
 def missing(folder: Path) -> None:
-    (folder / "train_000001.bin").unlink()
+    (folder / "tokens_train_000001.bin").unlink()
 
 
 def added(folder: Path) -> None:
-    shutil.copy(folder / "train_000001.bin", folder / "train_000009.bin")
+    shutil.copy(folder / "tokens_train_000001.bin", folder / "tokens_train_000009.bin")
 
 
 def unread(folder: Path) -> None:
-    shutil.copy(folder / "train_000001.bin", folder / "other.bin")
+    shutil.copy(folder / "tokens_train_000001.bin", folder / "other.bin")
 
 
 def swapped(folder: Path) -> None:
-    os.replace(folder / "train_000001.bin", folder / "x")
-    os.replace(folder / "train_000000.bin", folder / "train_000001.bin")
-    os.replace(folder / "x", folder / "train_000000.bin")
+    os.replace(folder / "tokens_train_000001.bin", folder / "x")
+    os.replace(folder / "tokens_train_000000.bin", folder / "tokens_train_000001.bin")
+    os.replace(folder / "x", folder / "tokens_train_000000.bin")
 
 
 def dangling(folder: Path) -> None:
-    (folder / "train_000001.bin").unlink()
-    (folder / "train_000001.bin").symlink_to("nowhere")
+    (folder / "tokens_train_000001.bin").unlink()
+    (folder / "tokens_train_000001.bin").symlink_to("nowhere")
 
 
 def emptied(folder: Path) -> None:
@@ -144,18 +142,18 @@ def garbled(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "code", "words"),
     [
-        (cut, 5, "train_000001.bin: 5,001 bytes, but 9,999 tokens need 21,022"),
-        (grown, 5, "train_000001.bin: 21,024 bytes, but 9,999 tokens need 21,022"),
-        (magic, 5, "train_000001.bin: not a token shard (magic 20240521"),
-        (flipped, 5, "train_000001.bin: not the file that shards.json describes: its SHA-256 differs"),
-        (beyond, 5, "train_000001.bin: token 300 at byte 5,024; the tokenizer has 257 ids"),
-        (beyond, 5, "train_000001.bin: 2 tokens outside of the vocabulary"),
-        (missing, 5, "train_000001.bin: missing; shards.json lists it"),
-        (added, 5, "train_000009.bin: not in shards.json"),
-        (added, 5, "train_000009.bin: has the same tokens as train_000001.bin"),
+        (cut, 5, "tokens_train_000001.bin: 5,001 bytes, but 9,999 tokens need 21,022"),
+        (grown, 5, "tokens_train_000001.bin: 21,024 bytes, but 9,999 tokens need 21,022"),
+        (magic, 5, "tokens_train_000001.bin: not a token shard (magic 20240521"),
+        (flipped, 5, "tokens_train_000001.bin: not the file that shards.json describes: its SHA-256 differs"),
+        (beyond, 5, "tokens_train_000001.bin: token 300 at byte 5,024; the tokenizer has 257 ids"),
+        (beyond, 5, "tokens_train_000001.bin: 2 tokens outside of the vocabulary"),
+        (missing, 5, "tokens_train_000001.bin: missing; shards.json lists it"),
+        (added, 5, "tokens_train_000009.bin: not in shards.json"),
+        (added, 5, "tokens_train_000009.bin: has the same tokens as tokens_train_000001.bin"),
         (unread, 1, "other.bin: is not read: its name contains neither train nor val"),
-        (swapped, 5, "train_000000.bin: not the file that shards.json describes"),
-        (dangling, 5, "train_000001.bin: No such file or directory"),
+        (swapped, 5, "tokens_train_000000.bin: not the file that shards.json describes"),
+        (dangling, 5, "tokens_train_000001.bin: No such file or directory"),
         (emptied, 5, "shards.json: is empty, because the folder was never completed"),
         (garbled, 5, "source: Field required"),
     ],
@@ -171,12 +169,12 @@ def test_what_is_wrong_is_named(
 
 
 def test_damage_in_val_does_not_hide_a_wrong_count_of_train(copy: Path) -> None:
-    flip(copy / "val_000000.bin", -2)
+    flip(copy / "tokens_val_000000.bin", -2)
     record = json.loads((copy / "shards.json").read_text())
     record["splits"]["train"]["documents"] += 1
     (copy / "shards.json").write_text(json.dumps(record))
     assert [str(finding) for finding in check(copy).findings] == [
-        f"{copy}/val_000000.bin: not the file that shards.json describes: its SHA-256 differs",
+        f"{copy}/tokens_val_000000.bin: not the file that shards.json describes: its SHA-256 differs",
         "train: 25 documents; shards.json states 26",
     ]
 
@@ -191,8 +189,8 @@ def test_no_flipped_bit_of_a_shard_goes_unseen(packed: Path, data: st.DataObject
     damaged[bit // 8] ^= 1 << bit % 8
     try:
         path.write_bytes(damaged)
-        found = check(packed)
-        assert found.exit_code == 5 and any(finding.where == str(path) for finding in found.findings)
+        result = check(packed)
+        assert result.exit_code == 5 and any(finding.where == str(path) for finding in result.findings)
     finally:
         path.write_bytes(before)
 
@@ -201,8 +199,8 @@ def test_shards_of_others_with_and_without_a_tokenizer(tmp_path: Path, capsys: p
     folder = shards(tmp_path / "a", train=[[256, 1, 2, 3], [4, 5, 256, 6]], val=[[256, 7, 8]])
     assert run(["data", "check", str(folder)]) == 0
     assert "no problems; token ids and BOS are not checked without --tokenizer" in capsys.readouterr().out
-    found = check(folder, ByteTokenizer())
-    assert found.findings == [] and found.splits["train"].histogram() == [(1, 1, 1), (2, 3, 0), (4, 7, 1)]
+    result = check(folder, ByteTokenizer())
+    assert result.findings == [] and result.splits["train"].histogram() == [(1, 1, 1), (2, 3, 0), (4, 7, 1)]
     again = shards(tmp_path / "b", train=[[1, 999]], val=[[7, 256, 8]])
     assert [str(finding) for finding in check(again, ByteTokenizer()).findings] == [
         f"{again}/x_val_000000.bin: begins with token 7, not BOS (256): cannot be scored",
@@ -216,14 +214,14 @@ def test_documents_that_are_in_both_splits_are_counted(tmp_path: Path, monkeypat
     folder = shards(tmp_path / "a", train=train, val=[val])
     for piece in (1, 2, 3, 10**6):
         monkeypatch.setattr(module, "PIECE", piece)
-        found = check(folder, ByteTokenizer())
-        assert [str(finding) for finding in found.findings] == [
+        result = check(folder, ByteTokenizer())
+        assert [str(finding) for finding in result.findings] == [
             "train: 1 of its documents equal an earlier document of the split",
             "train: 4 of its documents are also in val",
         ]
-        assert found.splits["train"].repeated == 1 and found.facts()["splits"]["val"]["repeated"] == 0  # type: ignore[index]
-        assert found.exit_code == 1 and found.splits["train"].bos == 7
-        assert found.splits["val"].histogram() == [(0, 0, 1), (1, 1, 1), (2, 3, 3)]
+        assert result.splits["train"].repeated == 1 and result.facts()["splits"]["val"]["repeated"] == 0  # type: ignore[index]
+        assert result.exit_code == 1 and result.splits["train"].bos == 7
+        assert result.splits["val"].histogram() == [(0, 0, 1), (1, 1, 1), (2, 3, 3)]
 
 
 def test_equal_documents_are_counted_in_bounded_memory() -> None:
@@ -253,8 +251,8 @@ def test_a_split_without_shards_and_folders_that_hold_none(tmp_path: Path, capsy
         assert run(["data", "check", str(path)]) == 2
         assert "error:" in capsys.readouterr().err
     empty = shards(tmp_path / "none", train=[[]], val=[[]])
-    found = [str(finding) for finding in check(empty, ByteTokenizer()).findings]
-    assert found[:1] + found[-1:] == ["val: no tokens in its shards", "train: no tokens in its shards"]
+    results = [str(finding) for finding in check(empty, ByteTokenizer()).findings]
+    assert results[:1] + results[-1:] == ["val: no tokens in its shards", "train: no tokens in its shards"]
 
 
 def test_a_record_of_another_tokenizer_is_refused(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

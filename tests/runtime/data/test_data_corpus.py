@@ -1,10 +1,9 @@
 """Documents: what a source gives, how it is split, and what bad sources say."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma
+import os
 import random
 from pathlib import Path
 
@@ -47,9 +46,9 @@ def test_documents_and_separators_make_up_the_file(tmp_path: Path) -> None:
     ]
     wanted = [b"".join(generator.choices(lines, k=generator.randrange(9))) for _ in range(500)] + [b"no line end"]
     (tmp_path / "val.txt").write_bytes(SEPARATOR.join(wanted))
-    found = list(documents(tmp_path / "val.txt", "val"))
-    assert found == [document for document in wanted if document]
-    assert sum(map(len, found)) + 500 * len(SEPARATOR) == (tmp_path / "val.txt").stat().st_size
+    results = list(documents(tmp_path / "val.txt", "val"))
+    assert results == [document for document in wanted if document]
+    assert sum(map(len, results)) + 500 * len(SEPARATOR) == (tmp_path / "val.txt").stat().st_size
 
 
 def test_separators_may_end_in_crlf_or_in_the_file(tmp_path: Path) -> None:
@@ -61,21 +60,21 @@ def test_text_without_separators_is_cut_at_line_ends(tmp_path: Path) -> None:
     generator = random.Random(2)
     lines = [b"%d " % number + b"w" * generator.randrange(200) + b"\n" for number in range(8000)]
     (tmp_path / "val.txt").write_bytes(b"".join(lines))
-    found = list(documents(tmp_path / "val.txt", "val"))
-    assert b"".join(found) == b"".join(lines) and len(found) > 20
-    assert all(document.endswith(b"\n") and len(document) <= 2 * BLOCK_BYTES for document in found)
+    results = list(documents(tmp_path / "val.txt", "val"))
+    assert b"".join(results) == b"".join(lines) and len(results) > 20
+    assert all(document.endswith(b"\n") and len(document) <= 2 * BLOCK_BYTES for document in results)
     (tmp_path / "book.txt").write_bytes(b"".join(lines))
     train, val = both(tmp_path / "book.txt")
-    assert sorted(train + val) == sorted(found) and train and val
+    assert sorted(train + val) == sorted(results) and train and val
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 3])
 def test_one_endless_line_is_cut_between_characters(tmp_path: Path, shift: int) -> None:
     text = "." * shift + "😀" * (RUNNING_BYTES // 2)
     (tmp_path / "val.txt").write_text(text, encoding="utf-8")
-    found = list(documents(tmp_path / "val.txt", "val"))
-    assert "".join(document.decode("utf-8") for document in found) == text
-    assert max(map(len, found)) <= 2 * BLOCK_BYTES
+    results = list(documents(tmp_path / "val.txt", "val"))
+    assert "".join(document.decode("utf-8") for document in results) == text
+    assert max(map(len, results)) <= 2 * BLOCK_BYTES
 
 
 def test_a_long_first_document_in_a_separated_file_stays_whole(tmp_path: Path) -> None:
@@ -107,9 +106,9 @@ def test_bounds_are_those_of_text_beside_jsonl(tmp_path: Path) -> None:
         tmp_path, {"a.txt": b"one\n\ntwo\n", "b.jsonl": b'{"text": "3\\n\\n4"}', "v.jsonl": b'{"text": "5\\n\\n6"}'}
     )
     inputs = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
-    found = split_corpus(inputs, [tmp_path / "v.jsonl"], bounds="blank-line")
-    assert list(found["train"].documents()) == [b"one\n", b"two\n", b"3\n\n4"]
-    assert list(found["val"].documents()) == [b"5\n\n6"]
+    result = split_corpus(inputs, [tmp_path / "v.jsonl"], bounds="blank-line")
+    assert list(result["train"].documents()) == [b"one\n", b"two\n", b"3\n\n4"]
+    assert list(result["val"].documents()) == [b"5\n\n6"]
     with pytest.raises(DataError, match="cannot end at `file`"):
         split_corpus(inputs[1:], [tmp_path / "v.jsonl"], bounds="file")
 
@@ -177,11 +176,11 @@ def test_damaged_compressed_files_are_integrity_errors(tmp_path: Path, suffix: s
         (b'{"text": "a"} x', "not JSON: Extra data"),
         (b"[" * 100_000, "not JSON: RecursionError"),
         (b"1" * 5000, "not JSON: ValueError"),
-        (b'{"text": 5}', 'found "text" of type int'),
-        (b'{"text": null}', 'found "text" of type NoneType'),
-        (b'{"content": "a"}', 'found an object without "text"'),
-        (b'["a"]', "found a JSON list"),
-        (b'"a"', "found a JSON str"),
+        (b'{"text": 5}', '"text" of type int'),
+        (b'{"text": null}', '"text" of type NoneType'),
+        (b'{"content": "a"}', 'an object without "text"'),
+        (b'["a"]', "a JSON list"),
+        (b'"a"', "a JSON str"),
         (b'{"text": "\xff"}', "not valid UTF-8 at byte 10 of the line"),
         (b'{"text": "\\ud800"}', "half a surrogate pair"),
     ],
@@ -288,6 +287,54 @@ def test_a_damaged_parquet_file_and_a_missing_package(tmp_path: Path, monkeypatc
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataIntegrityError, match=r"damaged \.parquet file"):
         list(documents(path, "val"))
-    monkeypatch.setattr("specc.runtime.data.documents.parquet.find_spec", lambda name: None)
+    monkeypatch.setattr("specc.runtime.data.documents.files.find_spec", lambda name: None)
     with pytest.raises(EnvironmentFailure, match=r"specc\[parquet\]"):
         list(documents(path, "val"))
+
+
+def write_arrow(path: Path, texts: list[str], file_format: bool = False) -> Path:
+    table = pyarrow.table({"id": [*range(len(texts))], "text": texts})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    opened = pyarrow.ipc.new_file if file_format else pyarrow.ipc.new_stream
+    with opened(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def test_a_folder_that_datasets_saved_has_the_files_of_its_state(tmp_path: Path) -> None:
+    """As `DatasetDict.save_to_disk` lays it out; files named cache-* are results of `map`."""
+    texts = {"train": ["one", "two", "", "drei"], "validation": ["vier é"], "test": ["six"]}
+    for split, rows in texts.items():
+        name = "data-00000-of-00001.arrow"
+        write_arrow(tmp_path / split / name, rows, file_format=split == "validation")
+        (tmp_path / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}], "_split": split}))
+        write_arrow(tmp_path / split / "cache-12ab.arrow", ["a cached result"])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "validation", "test"]}')
+    assert list(documents(tmp_path, "train")) == [b"one", b"two", b"drei"]
+    assert list(documents(tmp_path, "val")) == ["vier é".encode()]
+    path = tmp_path / "train" / "data-00000-of-00001.arrow"
+    for size in (path.stat().st_size // 2, 5):
+        os.truncate(path, size)
+        with pytest.raises(DataIntegrityError, match=r"damaged \.arrow file"):
+            list(documents(tmp_path, "train"))
+    with pytest.raises(DataError, match='column "text" is missing; the columns are id'):
+        table = pyarrow.table({"id": [1]})
+        with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
+        list(documents(tmp_path, "train"))
+
+
+def test_zstandard_is_read_and_damage_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "".join(json.dumps({"text": f"document {index} é\n" * 50}) + "\n" for index in range(500)).encode()
+    path = tmp_path / "val.jsonl.zst"
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+        file.write(lines)
+    assert [json.loads(line)["text"].encode() for line in lines.splitlines()] == list(documents(tmp_path, "val"))
+    data = path.read_bytes()
+    for damaged in (data[: len(data) // 2], data[:30] + b"\0\1\2" + data[33:], b"no zstd"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataIntegrityError, match="damaged compressed file"):
+            list(documents(tmp_path, "val"))
+    monkeypatch.setattr("specc.runtime.data.documents.files.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentFailure, match=r"a \.zst file needs pyarrow\npip install 'specc\[parquet\]'"):
+        list(documents(tmp_path, "val"))

@@ -1,7 +1,5 @@
 """Fetching from the hub, with a stand-in for the hub's client: what is compared, what is kept, what is said offline."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random
@@ -24,6 +22,7 @@ from specc.runtime.data.shards.fetch import SETS
 from specc.runtime.data.shards.record import read_record
 from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.open import open_tokenizer
+from specc.runtime.data.tokenizers.ranks import rank_file, tokenizer_json
 from specc.runtime.data.windows.stream import open_stream
 
 assert model  # a fixture
@@ -43,13 +42,17 @@ class Hub:
     spoil: str | None = None
     die_at: int | None = None
 
-    def HfApi(self) -> Hub:
+    def HfApi(self) -> "Hub":
         if self.error is not None:
             raise self.error
         return self
 
     def dataset_info(self, repo_id: str, *, revision: str | None = None) -> Any:
         assert repo_id == "willdepueoai/parameter-golf"
+        return SimpleNamespace(sha=COMMIT)
+
+    def repo_info(self, repo_id: str, *, repo_type: str, revision: str | None) -> Any:
+        assert (repo_id, repo_type) == ("openai-community/gpt2", "model")
         return SimpleNamespace(sha=COMMIT)
 
     def list_repo_tree(self, repo_id: str, path_in_repo: str, *, repo_type: str, revision: str) -> Any:
@@ -59,7 +62,7 @@ class Hub:
         yield from (self._entry(path.relative_to(self.root).as_posix()) for path in paths)
 
     def get_paths_info(self, repo_id: str, paths: list[str], *, repo_type: str, revision: str) -> Any:
-        assert repo_type == "dataset" and revision == COMMIT
+        assert repo_type in ("model", "dataset") and revision == COMMIT
         return [self._entry(path) for path in paths if (self.root / path).exists()]
 
     def _entry(self, path: str) -> Any:
@@ -69,7 +72,7 @@ class Hub:
         return SimpleNamespace(path=path, size=len(data), lfs=lfs, blob_id=blob)
 
     def hf_hub_download(self, repo_id: str, filename: str, *, repo_type: str, revision: str, local_dir: Path) -> str:
-        assert repo_type == "dataset" and revision == COMMIT
+        assert repo_type in ("model", "dataset") and revision == COMMIT
         if self.die_at == len(self.downloads):
             raise ConnectionResetError(104, "Connection reset by peer")
         self.downloads.append(filename.rpartition("/")[2])
@@ -99,7 +102,7 @@ def hub(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def fetch(out: Path, shards: int = 2, *more: str) -> int:
-    return run(["data", "fetch", "fineweb-sp1024", "--out", str(out), "--shards", str(shards), *more])
+    return run(["data", "fetch", "fineweb-sp1024", "--out", str(out), "--shards", str(shards), "--yes", *more])
 
 
 def test_what_is_fetched_is_whole_and_trains(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,14 +208,14 @@ def test_a_folder_of_something_else_is_left_alone(
     folders.append(tmp_path / "other")
     hub.die_at = 2
     monkeypatch.setitem(SETS, "fineweb-other", SETS["fineweb-sp1024"])  # type: ignore[index]
-    assert run(["data", "fetch", "fineweb-other", "--out", str(folders[-1]), "--shards", "1"]) == 3
+    assert run(["data", "fetch", "fineweb-other", "--out", str(folders[-1]), "--shards", "1", "--yes"]) == 3
     hub.die_at = None
     for folder, words in zip(folders, ("is unknown", "contains other data", "contains other data"), strict=True):
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         capsys.readouterr()
         assert fetch(folder) == 2 and words in capsys.readouterr().err
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert run(["data", "fetch", "fineweb-other", "--out", str(folders[-1]), "--shards", "1"]) == 0
+    assert run(["data", "fetch", "fineweb-other", "--out", str(folders[-1]), "--shards", "1", "--yes"]) == 0
 
 
 def test_mistakes_and_a_hub_that_does_not_answer(
@@ -221,6 +224,10 @@ def test_mistakes_and_a_hub_that_does_not_answer(
     out = tmp_path / "out"
     assert fetch(out, 5) == 2
     assert "has 4 train shards, not 5" in capsys.readouterr().err and not out.exists()
+    assert run(["data", "fetch", "fineweb-sp1024", "--out", str(out)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "shards from https://huggingface.co/datasets/willdepueoai/parameter-golf to" in shown
+    assert "add --yes to download" in shown and not out.exists()
     assert run(["data", "fetch", "fineweb", "--out", str(out)]) == 2
     assert "there are fineweb-sp1024, fineweb-sp8192" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
@@ -236,6 +243,32 @@ def test_mistakes_and_a_hub_that_does_not_answer(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
     assert fetch(out) == 3
     assert "pip install 'specc[hub]'" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_tokenizer_is_fetched_compared_and_opened(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: bool
+) -> None:
+    ranks = [bytes([value]) for value in range(256)] + [b"th", b"the", b" the"]
+    content = tokenizer_json(ranks, "gpt2", ["<|endoftext|>"])
+    (hub.root / "tokenizer.json").write_text(content)
+    fetch_gpt2 = ["data", "fetch", "gpt2.tiktoken", "--out", str(tmp_path / "out"), "--yes"]
+    if damaged:
+        hub.spoil = "tokenizer.json"
+        assert run(fetch_gpt2) == 5 and "the download is damaged" in capsys.readouterr().err
+        (hub.root / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}')
+        hub.spoil = None
+        assert run(fetch_gpt2) == 2 and "not a byte-level BPE" in capsys.readouterr().err
+        (hub.root / "tokenizer.json").unlink()
+        assert run(fetch_gpt2) == 2 and "has no tokenizer.json" in capsys.readouterr().err
+        assert os.listdir(tmp_path / "out") == []
+        return
+    assert run(fetch_gpt2) == 0
+    shown = capsys.readouterr()
+    assert "the tokenizer gpt2.tiktoken from https://huggingface.co/openai-community/gpt2 to" in shown.err
+    assert os.listdir(tmp_path / "out") == ["gpt2.tiktoken"]
+    assert (tmp_path / "out" / "gpt2.tiktoken").read_bytes() == rank_file(ranks)
+    assert run(fetch_gpt2) == 2 and "already exists" in capsys.readouterr().err
 
 
 def test_a_set_without_its_tokenizer_or_val_is_refused(hub: Hub, tmp_path: Path) -> None:

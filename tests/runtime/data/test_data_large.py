@@ -66,8 +66,8 @@ def test_packing_refuses_it_and_leaves_nothing(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "val.jsonl").write_text(lines[0])
     command = ["data", "pack", str(tmp_path), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
     assert run(command) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "train.jsonl:31: a document has more than 1,000 bytes" in told and "--bounds" in told
+    message = " ".join(capsys.readouterr().err.split())
+    assert "train.jsonl:31: a document has more than 1,000 bytes" in message and "--bounds" in message
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.packing").exists()
 
 

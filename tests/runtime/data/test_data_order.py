@@ -1,8 +1,6 @@
 """Properties of the order of windows, whatever the sizes: each once an epoch, one order for all worlds, exact resume;
 and batches that are sent ahead."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -37,10 +35,10 @@ def loader(tokens: int, batch: int, length: int, seed: int, rank: int = 0, world
     return Loader(Counting(tokens), batch, length, "coprime_stride", seed, rank, world, prefetch=2)  # type: ignore[arg-type]
 
 
-def starts(one: Loader, steps: int) -> list[list[int]]:
+def starts(batches: Loader, steps: int) -> list[list[int]]:
     taken = []
     for _ in range(steps):
-        ids, targets = one.next()
+        ids, targets = batches.next()
         assert torch.equal(ids + 1, targets) and torch.equal(ids, ids[:, :1] + torch.arange(ids.shape[1]))
         taken.append(ids[:, 0].tolist())
     return taken
@@ -60,9 +58,9 @@ def test_ranks_together_read_each_window_once_an_epoch_in_one_global_order(
     wanted: list[list[int]] = []
     for world in WORLDS:
         ranks = [loader(tokens, rows * 8 // world, length, seed, rank, world) for rank in range(world)]
-        shares = [starts(one, steps) for one in ranks]
-        for one in ranks:
-            one.close()
+        shares = [starts(batches, steps) for batches in ranks]
+        for batches in ranks:
+            batches.close()
         together = [[shares[k % world][step][k // world] for k in range(8 * rows)] for step in range(steps)]
         wanted = wanted or together
         assert together == wanted
@@ -71,11 +69,11 @@ def test_ranks_together_read_each_window_once_an_epoch_in_one_global_order(
     while order:
         plan = epoch_order(tokens, length, "coprime_stride", seed, epoch)
         assert math.gcd(plan.stride, plan.blocks) == 1
-        one, order = order[: plan.blocks], order[plan.blocks :]
+        batches, order = order[: plan.blocks], order[plan.blocks :]
         blocks = {plan.phase + length * block for block in range(plan.blocks)}
-        assert max(Counter(one).values()) == 1 and blocks.issuperset(one)
-        assert len(one) < plan.blocks or blocks == set(one)
-        strides = {(b - a) // length % plan.blocks for a, b in itertools.pairwise(one)}
+        assert max(Counter(batches).values()) == 1 and blocks.issuperset(batches)
+        assert len(batches) < plan.blocks or blocks == set(batches)
+        strides = {(b - a) // length % plan.blocks for a, b in itertools.pairwise(batches)}
         assert strides <= {plan.stride % plan.blocks}
         epoch += 1
 
@@ -92,11 +90,11 @@ def test_a_resume_at_any_step_on_any_number_of_ranks_is_the_uninterrupted_run(
         starts(first, stop)
         state = json.loads(json.dumps(first.state()))
     ranks = [loader(tokens, 8 // after, length, seed, rank, after) for rank in range(after)]
-    for one in ranks:
-        one.restore(state)
-    shares = [starts(one, 5) for one in ranks]
-    for one in ranks:
-        one.close()
+    for batches in ranks:
+        batches.restore(state)
+    shares = [starts(batches, 5) for batches in ranks]
+    for batches in ranks:
+        batches.close()
     assert wanted[stop:] == [[shares[k % after][step][k // after] for k in range(8)] for step in range(5)]
 
 
@@ -140,13 +138,13 @@ def test_a_run_of_the_first_order_goes_on_in_it() -> None:
     seed = next(seed for seed in itertools.count() if changed(seed))
     before = [epoch_order(tokens, length, "coprime_stride", seed, epoch, version=1) for epoch in range(2)]
     wanted = [plan.offset(k) for plan in before for k in range(plan.blocks)]
-    with loader(tokens, 30, length, seed) as one:
-        assert one.state()["version"] == 2
-        one.restore({**one.state(), "version": 1, "epoch": 0, "position": 90})
-        assert one.state()["version"] == 1
-        found = [start for step in starts(one, 100) for start in step]
-        assert found == wanted[90:3090] and one.state()["version"] == 1
-        again = one.state()
+    with loader(tokens, 30, length, seed) as batches:
+        assert batches.state()["version"] == 2
+        batches.restore({**batches.state(), "version": 1, "epoch": 0, "position": 90})
+        assert batches.state()["version"] == 1
+        results = [start for step in starts(batches, 100) for start in step]
+        assert results == wanted[90:3090] and batches.state()["version"] == 1
+        again = batches.state()
     with loader(tokens, 30, length, seed) as other:
         other.restore(again)
         assert starts(other, 1) == [wanted[3090:3120]]
@@ -182,22 +180,22 @@ class Failing(Counting):
 def test_what_is_sent_ahead_changes_neither_order_nor_state_nor_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = Ahead()
     monkeypatch.setattr("specc.runtime.data.windows.loader.Transfer", lambda device: sender)
-    one = Loader(Failing(1000), 2, 10, "sequential", seed=0, prefetch=1)  # type: ignore[arg-type]
-    assert starts(one, 1) == [[0, 10]] and one.state()["position"] == 2
-    while not one.ready:  # the third batch: what is sent ahead needs the thread
+    batches = Loader(Failing(1000), 2, 10, "sequential", seed=0, prefetch=1)  # type: ignore[arg-type]
+    assert starts(batches, 1) == [[0, 10]] and batches.state()["position"] == 2
+    while not batches.ready:  # the third batch: what is sent ahead needs the thread
         pass
-    assert starts(one, 2) == [[20, 30], [40, 50]] and one.state()["position"] == 6
+    assert starts(batches, 2) == [[20, 30], [40, 50]] and batches.state()["position"] == 6
     assert sender.came == [0, 20, 40] and set(sender.came) <= set(sender.sent)
     for _ in range(2):
         with pytest.raises(DataError, match="the disk is gone"):
-            one.next()
-        assert one.state()["position"] == 6
-    state = one.state()
-    one.restore({**state, "position": 2})
-    assert starts(one, 1) == [[20, 30]]
-    one.restore({**state, "position": 0})  # what was sent ahead is forgotten
-    assert starts(one, 2) == [[0, 10], [20, 30]]
-    one.close()
+            batches.next()
+        assert batches.state()["position"] == 6
+    state = batches.state()
+    batches.restore({**state, "position": 2})
+    assert starts(batches, 1) == [[20, 30]]
+    batches.restore({**state, "position": 0})  # what was sent ahead is forgotten
+    assert starts(batches, 2) == [[0, 10], [20, 30]]
+    batches.close()
 
 
 @pytest.mark.gpu
@@ -206,14 +204,14 @@ def test_batches_on_a_gpu_are_those_of_the_cpu_while_it_is_busy_and_captures() -
     with loader(tokens, 4, 256, 5) as plain:
         wanted = [plain.next() for _ in range(200)]
     busy = torch.randn(2048, 2048, device=device)
-    stream, kept = Counting(tokens), []
+    stream, taken = Counting(tokens), []
     with Loader(stream, 4, 256, "coprime_stride", 5, prefetch=2, device=device) as fast:  # type: ignore[arg-type]
         for step in range(200):
             ids, targets = fast.next()
             assert ids.is_cuda and ids.dtype == torch.int64 and ids.is_contiguous() and targets.is_contiguous()
             for _ in range(3):
                 busy = torch.nn.functional.normalize(busy @ busy)
-            kept.append((ids * 1, targets * 1))  # read by the busy stream, then freed by the host
+            taken.append((ids * 1, targets * 1))  # read by the busy stream, then freed by the host
             del ids, targets
             if step == 50:  # the thread reads on meanwhile, and must not disturb it
                 graph, held = torch.cuda.CUDAGraph(), torch.zeros(1000, device=device)
@@ -222,20 +220,20 @@ def test_batches_on_a_gpu_are_those_of_the_cpu_while_it_is_busy_and_captures() -
                         held.add_(1)
                 graph.replay()
                 assert held.sum().item() == 2000 * 1000
-    for (ids, targets), (a, b) in zip(kept, wanted, strict=True):
+    for (ids, targets), (a, b) in zip(taken, wanted, strict=True):
         assert torch.equal(ids.cpu(), a) and torch.equal(targets.cpu(), b)
 
 
 @pytest.mark.gpu
 def test_taking_a_batch_does_not_wait_for_the_gpu() -> None:
     device = torch.device("cuda")
-    with Loader(Counting(60_000), 8, 512, "coprime_stride", 5, device=device) as one:  # type: ignore[arg-type]
+    with Loader(Counting(60_000), 8, 512, "coprime_stride", 5, device=device) as batches:  # type: ignore[arg-type]
         for _ in range(20):
-            one.next()
+            batches.next()
         torch.cuda.synchronize()
         torch.cuda._sleep(2_000_000_000)  # about a second of work
         done = torch.cuda.Event()
         done.record()
         for _ in range(20):
-            one.next()
+            batches.next()
         assert not done.query()

@@ -1,8 +1,6 @@
 """Packing: what is in the shards, that the bytes are always the same, and that a killed one leaves nothing to take for
 a whole one; from a packed folder to a trained model."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import lzma
@@ -77,18 +75,18 @@ def test_the_tokens_are_those_of_the_text_and_are_cut_anywhere(tmp_path: Path) -
         assert entry.documents == wanted.count(256) and entry.document_bytes == len(wanted) - wanted.count(256)
     whole = open_stream(tmp_path / "out", "train", ByteTokenizer(), tmp_path)
     assert (whole.documents, whole.tokenizer_digest) == (30, ByteTokenizer().digest())
-    part = open_stream(tmp_path / "out" / "train_000000.bin", "train", ByteTokenizer(), tmp_path)
+    part = open_stream(tmp_path / "out" / "tokens_train_000000.bin", "train", ByteTokenizer(), tmp_path)
     assert (part.documents, part.document_bytes) == (None, None) and part.digest != whole.digest
 
 
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    made = []
+    folders = []
     for name, batch in (("a", 200), ("b", 10**6)):
         monkeypatch.setattr(tokenize, "BATCH_BYTES", batch)
         text = write_text(tmp_path / name / "text")
         pack(PackOptions((str(text),), tmp_path / name / "out", str(model), shard_tokens=700))
-        made.append(content(tmp_path / name / "out"))
-    assert made[0] == made[1] and {"shards.json", "small.model", "train_000001.bin"} <= set(made[0])
+        folders.append(content(tmp_path / name / "out"))
+    assert folders[0] == folders[1] and {"shards.json", "small.model", "tokens_train_000001.bin"} <= set(folders[0])
 
 
 def test_without_marks_only_the_start_of_a_split_has_one(tmp_path: Path) -> None:
@@ -97,8 +95,8 @@ def test_without_marks_only_the_start_of_a_split_has_one(tmp_path: Path) -> None
     for split in ("train", "val"):
         wanted = [256, *b"".join(documents(text, split))]  # type: ignore[arg-type]
         assert tokens_of(tmp_path / "out", split) == wanted
-    found = check(tmp_path / "out")
-    assert found.findings == [] and found.splits["train"].bos == 1 and found.splits["train"].histogram() == []
+    result = check(tmp_path / "out")
+    assert result.findings == [] and result.splits["train"].bos == 1 and result.splits["train"].histogram() == []
 
 
 @pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
@@ -125,8 +123,8 @@ def test_documents_end_where_the_option_says(
         (tmp_path / "held.txt").write_text('{"text": "held"}')
     options = ["--tokenizer", "bytes", "--out", str(tmp_path / "out"), *(["--bounds", bounds] if bounds else [])]
     assert run([*inputs, *options]) == 0
-    found = bytes(255 if token == 256 else token for token in tokens_of(tmp_path / "out", "train")).split(b"\xff")[1:]
-    assert [document.decode() for document in found] == wanted
+    result = bytes(255 if token == 256 else token for token in tokens_of(tmp_path / "out", "train")).split(b"\xff")[1:]
+    assert [document.decode() for document in result] == wanted
     assert tokens_of(tmp_path / "out", "val") == [256, *b"held"]
 
 
@@ -152,9 +150,9 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
     record = pack(PackOptions(inputs, tmp_path / "out", "bytes", share=0.25))
     val, train = record.splits["val"].documents, record.splits["train"].documents
     assert val is not None and train is not None and val + train == 2500 and 525 < val < 725
-    found = check(tmp_path / "out")
-    assert sum(facts.repeated for facts in found.splits.values()) == 500
-    assert all("equal an earlier document" in finding.what for finding in found.findings)  # and none is in both
+    result = check(tmp_path / "out")
+    assert sum(facts.repeated for facts in result.splits.values()) == 500
+    assert all("equal an earlier document" in finding.what for finding in result.findings)  # and none is in both
 
 
 @pytest.mark.parametrize(
@@ -272,8 +270,11 @@ def test_a_full_disk_leaves_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             assert run(command) == 3
-        told = capsys.readouterr().err
-        assert f"cannot write {tmp_path / 'out'}: No space left on device" in told and "= help: free some space" in told
+        message = capsys.readouterr().err
+        assert (
+            f"cannot write {tmp_path / 'out'}: No space left on device" in message
+            and "= help: free some space" in message
+        )
         assert sorted(os.listdir(tmp_path)) == ["out", "text"] and not os.listdir(tmp_path / "out")
     assert run(command) == 0 and check(tmp_path / "out").findings == []
 
@@ -370,9 +371,9 @@ def test_from_packing_to_an_artifact(
     plain = [word for text in SMALL for word in ("--set", text)]
     assert run(["train", str(SPEC), "--data", "packed", "--run", "other", *plain]) == 2
     assert "set train.data.tokenizer to small.model" in capsys.readouterr().err
-    (tmp_path / "packed" / "train_000001.bin").unlink()
+    (tmp_path / "packed" / "tokens_train_000001.bin").unlink()
     assert run(["train", str(SPEC), "--data", "packed", "--run", "other", *sets]) == 5
-    assert "lacks train_000001.bin" in capsys.readouterr().err
+    assert "has no tokens_train_000001.bin" in capsys.readouterr().err
     assert not (tmp_path / "other" / "run.json").exists()
 
 
@@ -396,4 +397,4 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     command = [sys.executable, "-c", script, *(str(tmp_path / name) for name in ("big.txt", "v.txt", "out"))]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert grown < 24_000  # KiB; the text has 39,000, its tokens twice that
-    assert np.sum([path.stat().st_size for path in (tmp_path / "out").glob("train*")]) > 79_000_000
+    assert np.sum([path.stat().st_size for path in (tmp_path / "out").glob("*_train*")]) > 79_000_000

@@ -45,9 +45,11 @@ def test_any_number_of_ranks_and_passes_gets_the_same_steps(kind: str) -> None:
         loaders = [PairLoader(samples(kind), rows, passes, CPU, rank, world) for rank in range(world)]
         streams = [texts(loader) for loader in loaders]
         for step in steps:
-            found = [list(islice(stream, rows * passes)) for stream in streams]
+            results = [list(islice(stream, rows * passes)) for stream in streams]
             # rank r of a pass has the samples r, r + world, ...
-            order = [found[k % world][part * rows + k // world] for part in range(passes) for k in range(rows * world)]
+            order = [
+                results[k % world][part * rows + k // world] for part in range(passes) for k in range(rows * world)
+            ]
             assert order == step
         assert len({(loader.samples, loader.tokens) for loader in loaders}) == 1
         for loader in loaders:
@@ -117,9 +119,9 @@ def test_weights_make_the_mean_over_all_target_tokens() -> None:
             for _ in range(passes):
                 source, target, weight = loader.next()
                 losses = (source.double() - target.double()) ** 2 + 1  # any number a token
-                kept = target != 0
-                sums, tokens = sums + float(losses[kept].sum()), tokens + int(kept.sum())
-                means.append(float(losses[kept].mean()) * float(weight))
+                real = target != 0
+                sums, tokens = sums + float(losses[real].sum()), tokens + int(real.sum())
+                means.append(float(losses[real].mean()) * float(weight))
         assert np.mean(means) == pytest.approx(sums / tokens, rel=1e-6)
         assert len({round(mean, 9) for mean in means}) > 1
     with PairLoader(samples("fixed"), 24, 1, CPU) as alone:

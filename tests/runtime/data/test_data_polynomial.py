@@ -65,8 +65,8 @@ def test_the_law_of_the_draws() -> None:
     count = 200_000
     lines = draw("law", 1, 0, count)
 
-    def is_share(found: int, share: float) -> bool:
-        return abs(found - share * count) < 5 * (share * (1 - share) * count) ** 0.5
+    def is_share(seen: int, share: float) -> bool:
+        return abs(seen - share * count) < 5 * (share * (1 - share) * count) ** 0.5
 
     for index, letter in enumerate(VARIABLES):
         assert is_share(int((lines.variable == index).sum()), (2 if letter in "ins" else 1) / 16)
@@ -92,9 +92,9 @@ def test_the_structures_are_those_that_the_law_allows() -> None:
     zeros = np.zeros(len(pairs), np.int64)
     lines = Lines.of(zeros, zeros, zeros + 1, pairs)
     binomials = (lines.forms[..., 1] != 0).sum(axis=1)
-    found = [len(np.unique(lines[binomials == number].structures)) for number in range(3)]
-    assert found == [71, 17 * 17 * 63, 1071 * 1072 // 2]
-    assert sum(found) == 592_334
+    results = [len(np.unique(lines[binomials == number].structures)) for number in range(3)]
+    assert results == [71, 17 * 17 * 63, 1071 * 1072 // 2]
+    assert sum(results) == 592_334
 
 
 def test_lengths_stay_below_what_the_task_states() -> None:
@@ -112,9 +112,9 @@ constant = st.integers(-32, 31)
 
 @given(coefficient, constant, coefficient, constant, st.integers(0, 3), st.integers(0, 12))
 def test_what_is_printed_is_read_back(a: int, b: int, c: int, d: int, function: int, variable: int) -> None:
-    one = np.array([variable]), np.array([function]), np.array([1])
-    line = Lines.of(*one, np.array([[[a, b], [c, d]]]))
-    turned = Lines.of(*one, np.array([[[c, d], [a, b]]]))
+    node = np.array([variable]), np.array([function]), np.array([1])
+    line = Lines.of(*node, np.array([[[a, b], [c, d]]]))
+    turned = Lines.of(*node, np.array([[[c, d], [a, b]]]))
     text = line.texts()[0]
     assert turned.texts() == [text]
     left, right = text.split("=")
@@ -203,18 +203,20 @@ def test_splits_are_apart_from_the_training_set() -> None:
 def test_a_training_set_that_leaves_too_few_lines_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polynomial_task, "MOST_DRAWN", 1 << 17)
     training = training_set(3, 800_000)
-    with pytest.raises(DataError, match=r"of 131,072 sampled lines, only [\d,]+ are disjoint from the 800,000") as told:
+    with pytest.raises(
+        DataError, match=r"of 131,072 sampled lines, only [\d,]+ are disjoint from the 800,000"
+    ) as error:
         held_out("structure-disjoint", 3, 100_000, training)
-    assert told.value.hint == "train on fewer lines (train.data.lines)"
+    assert error.value.hint == "train on fewer lines (train.data.lines)"
     assert len(held_out("structure-disjoint", 3, 1_000, training)) == 1_000
 
 
 def test_the_published_protocol_overlaps_as_published() -> None:
     """About 35 % of a random test set is in 800,000 training lines; 78 % without the variable's name."""
     training = training_set(42, 800_000)
-    found = overlap(held_out("same-law", 42, 100_000, training), training)
-    assert abs(found.lines - 0.352) < 0.008
-    assert abs(found.structures - 0.778) < 0.01
+    result = overlap(held_out("same-law", 42, 100_000, training), training)
+    assert abs(result.lines - 0.352) < 0.008
+    assert abs(result.structures - 0.778) < 0.01
     if REAL.is_file():
         assert abs(overlap(parse(read_lines(REAL)[0]), training).lines - 0.352) < 0.008
 

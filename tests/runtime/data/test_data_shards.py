@@ -1,7 +1,5 @@
 """Token shards: the format, damage, and shards that are cut while they are in use."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct
@@ -41,9 +39,9 @@ def test_any_range_reads_back(tmp_path: Path) -> None:
     for _ in range(200):
         start = generator.randrange(5001)
         count = generator.randrange(5001 - start)
-        found = shard.read(start, count)
-        assert found.dtype == np.uint16 and found.flags.writeable
-        np.testing.assert_array_equal(found, tokens[start : start + count])
+        result = shard.read(start, count)
+        assert result.dtype == np.uint16 and result.flags.writeable
+        np.testing.assert_array_equal(result, tokens[start : start + count])
     for start, count in ((-1, 2), (0, 5001), (5000, 1), (3, -1)):
         with pytest.raises(IndexError):
             shard.read(start, count)
@@ -76,10 +74,15 @@ def header(magic: int = 20240520, version: int = 1, count: int = 10, rest: tuple
     [
         (b"", "0 bytes, but a shard's header alone has 1,024"),
         (header()[:1023], "1,023 bytes, but a shard's header"),
-        (header(magic=20240521) + bytes(20), "not a token shard (magic 20240521, expected 20240520)"),
+        (
+            header(magic=20240521) + bytes(20),
+            "not a token shard (magic 20240521, expected 20240520 for 16-bit tokens or 20240801",
+        ),
         (struct.pack(">256i", 20240520, 1, 10, *[0] * 253) + bytes(20), "not a token shard"),
         (bytes(1044), "not a token shard (magic 0"),
-        (header(version=2) + bytes(20), "shard version 2"),
+        (header(version=2) + bytes(20), "shard version 2; this reads version 1 of 16-bit tokens"),
+        (header(20240801, 1) + bytes(40), "shard version 1; this reads version 7 of 32-bit tokens"),
+        (header(20240801, 7) + bytes(20), "1,044 bytes, but 10 tokens need 1,064"),
         (header(version=0) + bytes(20), "shard version 0"),
         (header(count=-1), "-1 tokens"),
         (header(count=-512), "-512 tokens"),

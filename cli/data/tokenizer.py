@@ -1,0 +1,58 @@
+"""The `data tokenizer` command, which trains a tokenizer."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from specc.cli.options import folder, format_option
+from specc.cli.output import say
+
+
+@click.command("tokenizer")
+@click.argument("sources", nargs=-1, required=True, metavar="INPUT...")
+@click.option(
+    "--out",
+    type=folder,
+    required=True,
+    help="File to write: *.json or *.tiktoken for a byte-level BPE, *.model for SentencePiece.",
+)
+@click.option("--vocab", type=click.IntRange(1, 2**24), required=True, help="Number of ids, with the special tokens.")
+@click.option(
+    "--pattern",
+    default="gpt2",
+    show_default=True,
+    help="Pre-tokenizer of a byte-level BPE: gpt2, gpt4, llama3, qwen, nanochat, or a regular expression.",
+)
+@click.option(
+    "--special",
+    multiple=True,
+    default=["<|endoftext|>"],
+    show_default=True,
+    help="Special token of a byte-level BPE; the first is BOS. Repeatable.",
+)
+@click.option(
+    "--bounds",
+    type=click.Choice(["endoftext", "blank-line", "record", "file"]),
+    help="End of a document, as of `data pack`.",
+)
+@click.option(
+    "--max-bytes", "most_bytes", type=click.IntRange(1), default=10**9, show_default=True, help="Bytes of text to read."
+)
+@format_option
+def command(**given: Any) -> None:
+    """Train a tokenizer on text: a byte-level BPE or a SentencePiece model.
+
+    Only the training split of the text is read. A .tiktoken file holds no pattern and no special tokens: state them in
+    `train.data` of the spec.
+    """
+    from specc.runtime.data.tokenizers.open import open_tokenizer
+    from specc.runtime.data.tokenizers.training import TrainingText, train_tokenizer
+
+    options = TrainingText(**given)
+    train_tokenizer(options, say)
+    tokenizer = open_tokenizer(str(options.out))
+    click.echo(f"{options.out}: {tokenizer.vocab:,} ids")
+    sources = " ".join(map(shlex.quote, options.sources))
+    click.echo(f"next: specc data pack {sources} --out FOLDER --tokenizer {shlex.quote(str(Path(options.out)))}")

@@ -1,0 +1,92 @@
+"""Downloads the tokenizers that committed specs name, for `specc data fetch`."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.shards.hub import Kind, RemoteFile, Repository, Say, client, download, requests
+from specc.runtime.data.tokenizers.open import open_tokenizer
+from specc.runtime.data.tokenizers.ranks import rank_file, ranks_of
+from specc.runtime.errors import cannot_write
+from specc.runtime.storage.atomic import write_atomically
+
+
+def _same(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def _ranks(path: Path) -> bytes:
+    return rank_file(ranks_of(json.loads(path.read_bytes()), path))
+
+
+@dataclass(frozen=True, slots=True)
+class HubTokenizer:
+    """A tokenizer on the hub.
+
+    Attributes:
+        repository, path: the repository, and the path of the file in it.
+        kind: the kind of the repository.
+        content: returns the content of the tokenizer's file, given the path of the download.
+    """
+
+    repository: str
+    path: str
+    kind: Kind = "model"
+    content: Callable[[Path], bytes] = _same
+
+
+# By the name that the specs use. Meta and Google ask for an account that has accepted their licence.
+TOKENIZERS: Mapping[str, HubTokenizer] = {
+    "gpt2.tiktoken": HubTokenizer("openai-community/gpt2", "tokenizer.json", content=_ranks),
+    "llama3.tiktoken": HubTokenizer("meta-llama/Llama-3.2-1B", "original/tokenizer.model"),
+    "qwen3.json": HubTokenizer("Qwen/Qwen3-0.6B", "tokenizer.json"),
+    "gemma3.model": HubTokenizer("google/gemma-3-1b-pt", "tokenizer.model"),
+}
+
+
+def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = None, revision: str | None = None) -> Path:
+    """Downloads a tokenizer to the file `name` in the folder `out`, and opens it once.
+
+    Args:
+        name: a key of TOKENIZERS.
+        out: the folder to write to.
+        say: called with a message for the file.
+        repository: another repository with the same file; None selects that of the tokenizer.
+        revision: a branch, tag or commit; None selects the default branch.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        DataError: the file exists, the repository lacks it, or it is not such a tokenizer.
+        DataIntegrityError: the download does not match the digest or size that the hub states.
+        EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the file
+            cannot be written.
+    """
+    wanted, target = TOKENIZERS[name], out / name
+    where = repository or wanted.repository
+    if target.exists():
+        raise DataError(f"{target} already exists", "use it, or remove it")
+    with requests(where):
+        api = client().HfApi()
+        commit = str(api.repo_info(where, repo_type=wanted.kind, revision=revision).sha)
+        entries = api.get_paths_info(where, [wanted.path], repo_type=wanted.kind, revision=commit)
+    source = Repository(where, wanted.kind, commit)
+    if not entries:
+        raise DataError(f"{source} has no {wanted.path}", "name another --repo or --revision")
+    folder = out / f".{name}.download"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        content = wanted.content(download(source, RemoteFile.of(entries[0]), folder, say))
+        trial = folder / name
+        trial.write_bytes(content)
+        open_tokenizer(str(trial))
+        write_atomically(target, [content])
+    except OSError as error:
+        raise cannot_write(target, error, "name another --out") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return target

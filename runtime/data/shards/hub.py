@@ -1,0 +1,103 @@
+"""Files on the Hugging Face hub: their sizes and digests, and downloads that are compared with them."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specc.runtime.data.errors import DataIntegrityError
+from specc.runtime.data.shards.pack import sha256_of
+from specc.runtime.errors import EnvironmentFailure
+
+Say = Callable[[str], None]
+Kind = Literal["model", "dataset"]
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository at a commit."""
+
+    name: str
+    kind: Kind
+    commit: str
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.commit[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file in the repository.
+
+    `size` is in bytes. `sha256` is None if the hub stores the file in git and not in LFS; `blob` is then its git id.
+    """
+
+    path: str
+    size: int
+    sha256: str | None
+    blob: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @classmethod
+    def of(cls, entry: Any) -> "RemoteFile":
+        sha256 = str(entry.lfs.sha256) if entry.lfs is not None else None
+        return cls(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
+
+    def fault(self, path: Path) -> str | None:
+        """Returns how the file at `path` differs from this file; None if it is identical."""
+        size = path.stat().st_size
+        if size != self.size:
+            return f"{size:,} bytes, not {self.size:,}"
+        if self.sha256 is not None:
+            return None if sha256_of(path) == self.sha256 else "its SHA-256 differs from that on the hub"
+        data = path.read_bytes()
+        digest = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        return None if digest == self.blob else "its git id differs from that on the hub"
+
+
+def client() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise EnvironmentFailure("huggingface_hub is not installed", "pip install 'specc[hub]'") from None
+    return huggingface_hub
+
+
+@contextmanager
+def requests(repository: str) -> Iterator[None]:
+    """Converts all exceptions to EnvironmentFailure, because the hub's client passes on any error of its transport."""
+    try:
+        yield
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise EnvironmentFailure(
+            f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
+            "check the network, the repository and your access to it, then run it again: completed files are kept",
+        ) from error
+
+
+def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -> Path:
+    """Downloads a file below `folder` and returns its path there.
+
+    Raises DataIntegrityError if the file does not match the size or digest that the hub states.
+    """
+    with requests(repository.name):
+        path = Path(
+            client().hf_hub_download(
+                repository.name, file.path, repo_type=repository.kind, revision=repository.commit, local_dir=folder
+            )
+        )
+    fault = file.fault(path)
+    if fault is not None:
+        path.unlink()
+        raise DataIntegrityError(f"{file.name}: the download is damaged: {fault}", "run it again")
+    with open(path, "rb") as handle:
+        os.fsync(handle.fileno())
+    say(f"{file.name}: {file.size:,} bytes")
+    return path

@@ -1,0 +1,182 @@
+"""The tokenizer for `tokenizer.json` files of Hugging Face, which the library `tokenizers` reads."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.tokenizers.tokenizer import (
+    PieceBytes,
+    TokenArray,
+    Tokenizer,
+    byte_offsets,
+    id_dtype,
+    missing_package,
+    read_file,
+    valid_text,
+)
+
+MODELS = ("BPE", "Unigram")
+SPACE_MARK = "\u2581"
+# The usual names of the token that separates documents, if no post-processor inserts one.
+SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "</s>", "<eos>")
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def byte_spelling() -> Mapping[str, int]:
+    """Returns the characters that stand for bytes in byte-level vocabularies, as in GPT-2.
+
+    Printable characters of Latin-1 stand for themselves, and the others for code points from 256 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + k): value for k, value in enumerate(others)}
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer from a `tokenizer.json` file with a BPE or Unigram model.
+
+    It is lossless if it is byte-level and neither normalizes text nor drops any. Within a document, special tokens are
+    ordinary text. Text must be valid UTF-8.
+
+    Args:
+        path: the file.
+        bos: the token before each document. By default, the token that the file's post-processor inserts first, or the
+            only special token, or the first of SEPARATORS that is a special token.
+
+    Raises:
+        DataError: the file is invalid, its model is not supported, or `bos` is not in it.
+        EnvironmentFailure: tokenizers is not installed.
+    """
+
+    def __init__(self, path: str | Path, bos: str | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise missing_package(path, "tokenizers") from None
+        data = read_file(Path(path))
+        try:
+            content, self._library = json.loads(data), Library.from_str(data.decode("utf-8"))
+        except Exception as error:  # the library raises no narrower class
+            hint = "copy the file again, or update tokenizers"
+            raise DataError(f"{path}: not a tokenizer.json: {str(error)[:200]}", hint) from None
+        kind = type(self._library.model).__name__
+        if kind not in MODELS:
+            message = f"{path}: a model of type {kind}, which cannot represent all text"
+            raise DataError(message, f"use a tokenizer with a model of type {' or '.join(MODELS)}")
+        if content["model"].get("dropout"):
+            raise DataError(f"{path}: merges are dropped at random", "set the model's dropout to null in the file")
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library.encode_special_tokens = True
+        self.name = Path(path).name
+        words: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
+        self.vocab = max(words.values(), default=-1) + 1
+        self._specials = {token["id"] for token in content.get("added_tokens") or () if token["special"]}
+        self.bos = self._separator(bos, path)
+        self._pieces = _pieces(content, words, self._specials, self.vocab)
+        self.lossless = _is_lossless(content, words)
+        marks = b"" if bos is None else b"\0" + bos.encode()
+        self._digest = hashlib.sha256(b"tokenizer.json\0" + data + marks).hexdigest()
+
+    def _separator(self, bos: str | None, path: str | Path) -> int | None:
+        library = self._library
+        if bos is not None:
+            identity = library.token_to_id(bos)
+            if identity is None:
+                raise DataError(f"{path}: has no token {bos}", "name one of its tokens as train.data.bos")
+            return int(identity)
+        inserted = library.encode("", add_special_tokens=True).ids
+        if inserted or len(self._specials) == 1:
+            return int([*inserted, *self._specials][0])
+        named: list[int | None] = [library.token_to_id(token) for token in SEPARATORS]
+        return next((identity for identity in named if identity in self._specials), None)
+
+    def encode(self, text: bytes) -> TokenArray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        strings = [valid_text(self.name, text) for text in texts]
+        encoded = self._library.encode_batch_fast(strings, add_special_tokens=False) if strings else []
+        return [np.array(document.ids, id_dtype(self.vocab)) for document in encoded]
+
+    def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
+        string = text.decode("utf-8")
+        encoded = self._library.encode(string, add_special_tokens=False)
+        return byte_offsets(string)[[end for _, end in encoded.offsets]]
+
+    def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
+        checked = self.checked(ids).tolist()
+        if self._pieces is not None:
+            return b"".join(self._pieces[i] for i in checked)
+        return str(self._library.decode(checked, skip_special_tokens=True)).encode("utf-8")
+
+    def piece_bytes(self) -> PieceBytes:
+        """Returns the table of bytes per token. Raises DataError if tokens do not spell their bytes."""
+        if self._pieces is None:
+            message = f"{self.name}: its decoder changes text, so bytes cannot be counted by tokens"
+            raise DataError(message, "pack the text with `specc data pack`, which counts the bytes of each token")
+        sizes = np.array([len(piece) for piece in self._pieces], np.int64)
+        return PieceBytes(sizes, np.zeros(self.vocab, np.bool_), sizes == 0)
+
+
+def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
+    """Yields the steps of a normalizer, pre-tokenizer or decoder, which may be a sequence."""
+    if part is not None and part["type"] == "Sequence":
+        for inner in part[members]:
+            yield from _steps(inner, members)
+    elif part is not None:
+        yield part
+
+
+def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
+    """Returns the bytes of each id, none for special and unused ids. None if decoding is not a concatenation."""
+    decoders = list(_steps(content.get("decoder"), "decoders"))
+    kinds = [step["type"] for step in decoders]
+    spelling = byte_spelling()
+    if kinds == ["ByteLevel"]:
+
+        def spell(word: str) -> bytes:
+            return bytes(spelling[char] for char in word) if spelling.keys() >= set(word) else word.encode()
+
+    elif kinds == ["Replace", "ByteFallback", "Fuse"] and (decoders[0]["pattern"], decoders[0]["content"]) == (
+        {"String": SPACE_MARK},
+        " ",
+    ):
+
+        def spell(word: str) -> bytes:
+            byte = _BYTE.fullmatch(word)
+            return word.replace(SPACE_MARK, " ").encode() if byte is None else bytes([int(byte[1], 16)])
+
+    else:
+        return None
+    added = {token["id"]: token["content"].encode() for token in content.get("added_tokens") or ()}
+    pieces = [b""] * vocab
+    for word, identity in words.items():
+        pieces[identity] = b"" if identity in specials else added.get(identity) or spell(word)
+    return pieces
+
+
+def _is_lossless(content: Mapping[str, Any], words: Mapping[str, int]) -> bool:
+    """Returns whether the steps of the file keep every character, and every byte has an id."""
+    cuts = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
+    levels = [step for step in cuts if step["type"] == "ByteLevel"]
+    whole = all(
+        step["type"] in ("ByteLevel", "Digits") or step.get("behavior", "Removed") != "Removed" for step in cuts
+    )
+    added = [token for token in content.get("added_tokens") or () if not token["special"]]
+    return (
+        content.get("normalizer") is None
+        and len(levels) == 1
+        and not levels[0].get("add_prefix_space", True)
+        and whole
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
+        and words.keys() >= byte_spelling().keys()
+        and [step["type"] for step in _steps(content.get("decoder"), "decoders")] == ["ByteLevel"]
+    )

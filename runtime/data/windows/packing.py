@@ -1,0 +1,85 @@
+"""Best-fit packing: rows of whole documents, each from BOS on, as nanochat packs them (dataloader of July 2026).
+
+A row takes, again and again, the largest document of a buffer that fits into the rest of the row. If none fits, it
+takes the beginning of the shortest, and the end of that document is left out. No row has pads, and every row begins
+with BOS.
+"""
+
+import bisect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specc.runtime.data.shards.shard_file import Tokens
+from specc.runtime.data.windows.stream import TokenStream
+
+BUFFER = 1000  # documents to choose from
+_PIECE = 4 * 1024 * 1024  # tokens that are searched for BOS at once
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """A row of documents.
+
+    Attributes:
+        parts: (document, tokens) in order: the index of a document, and the number of its first tokens in the row.
+        cropped: tokens of the last document that are left out.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    cropped: int
+
+
+def best_fit(documents: Iterable[tuple[int, int]], capacity: int, buffer: int = BUFFER) -> Iterator[PackedRow]:
+    """Yields full rows. Documents that do not fill a last row are left out.
+
+    Args:
+        documents: (index, length in tokens) in the order in which they enter the buffer.
+        capacity: tokens of a row.
+        buffer: number of documents to choose from. Of documents of one length, the first comes first.
+    """
+    coming = enumerate(documents)
+    waiting: list[tuple[int, int, int]] = []  # (length, place in the order, index), sorted
+    more = True
+    while True:
+        parts: list[tuple[int, int]] = []
+        room, cropped = capacity, 0
+        while room:
+            while more and len(waiting) < buffer:
+                place, (index, length) = next(coming, (-1, (-1, -1)))
+                more = place >= 0
+                if more:
+                    bisect.insort(waiting, (length, place, index))
+            if not waiting:
+                return
+            end = bisect.bisect_right(waiting, room, key=lambda entry: entry[0])
+            chosen = bisect.bisect_left(waiting, (waiting[end - 1][0],)) if end else 0
+            length, _, index = waiting.pop(chosen)
+            cropped = max(0, length - room)
+            parts.append((index, min(length, room)))
+            room -= parts[-1][1]
+        yield PackedRow(tuple(parts), cropped)
+
+
+def document_starts(stream: TokenStream, bos: int) -> npt.NDArray[np.int64]:
+    """Returns the position of each BOS of a stream, i64 [documents]."""
+    pieces = [
+        start + np.flatnonzero(stream.read(start, min(_PIECE, stream.tokens - start)) == bos)
+        for start in range(0, stream.tokens, _PIECE)
+    ]
+    return np.concatenate([np.zeros(0, np.int64), *pieces])
+
+
+def lengths_from(starts: npt.NDArray[np.int64], tokens: int, first: int) -> Iterator[tuple[int, int]]:
+    """Yields (index, length in tokens, BOS included) of all documents of a stream of `tokens`, from `first` on and then
+    from 0 to `first`."""
+    lengths = np.diff(starts, append=tokens)
+    for index in (*range(first, len(starts)), *range(first)):
+        yield index, int(lengths[index])
+
+
+def read_row(stream: TokenStream, starts: npt.NDArray[np.int64], row: PackedRow) -> Tokens:
+    """Returns the tokens of a row."""
+    return np.concatenate([stream.read(int(starts[index]), tokens) for index, tokens in row.parts])
