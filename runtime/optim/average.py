@@ -10,7 +10,7 @@ from specc.runtime.optim.schedule import Moment
 
 
 class Average:
-    """An f32 mean of the masters, by name. Its initial value is a copy of the masters.
+    """An f32 mean of the master weights, by name. The initial value is a copy of the master weights.
 
     An `ema` is an exponential moving average: each update moves it 1 - `decay` of the way to the masters (Polyak and
     Juditsky, 1992). An `swa` is the plain mean of the masters, sampled after every `every` steps while the warm-down is
@@ -25,14 +25,14 @@ class Average:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The mean so far, not copied. The masters before its first update."""
+        """The current mean, not copied. Before the first update, it equals the master weights."""
         if not self.begun:
             self._move(1.0)
         return self._tensors
 
     @property
     def begun(self) -> bool:
-        """True once the mean includes masters."""
+        """True after the first update."""
         return isinstance(self._spec, EmaSpec) or bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:

@@ -1,4 +1,4 @@
-"""Banks: matrices of one shape, sharded over the processes that train together."""
+"""Banks: matrices of the same shape, sharded over the processes that train together."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from specc.runtime.distributed.world import Waiting, World
 
 
 class Bank:
-    """All matrices of one shape. Each process sums the gradients of, and stores state for, an equal part of them. Zero
-    matrices pad the last parts.
+    """All matrices of one shape. Each process has an equal part of the matrices: it sums their gradients and stores
+    their state. The last parts are padded with zero matrices.
 
     Args:
         params: f32 [rows, columns] each.
@@ -18,8 +18,9 @@ class Bank:
 
     Attributes:
         local: the matrices of this process, as a slice of [all matrices, ...].
-        gradient: f32 [local matrices, rows, columns], once the result of `add_up` has been waited for. With several
-            processes it is their sum, always at the same address, from which a CUDA graph of the update reads it.
+        gradient: f32 [local matrices, rows, columns], valid after the result of `add_up` has been waited for. With
+            several processes, it is the sum over the processes. The address never changes, because a CUDA graph of the
+            update reads it.
     """
 
     def __init__(self, params: Sequence[Tensor], world: World) -> None:
@@ -32,8 +33,8 @@ class Bank:
         self._states: list[Tensor] = []
 
     def new_state(self, *shape: int) -> Tensor:
-        """Returns new state of zeros, f32 [all matrices, *shape]. The state of other processes' matrices is out of date
-        until `gather`."""
+        """Returns new state of zeros, f32 [all matrices, *shape]. The state of matrices of other processes is out of
+        date until `gather`."""
         self._states.append(self.params[0].new_zeros(self._shape[0], *shape))
         return self._states[-1]
 
@@ -51,8 +52,8 @@ class Bank:
         return self._world.add_parts(torch.stack([*gradients, *padding]), self._sum)
 
     def join(self, part: Tensor) -> tuple[Waiting, Tensor]:
-        """Begins to gather every process's `part` on all processes. Returns the pending call and its result, [all
-        matrices, rows, columns], in the dtype of `part`."""
+        """Begins an all-gather of `part`. Returns the pending call and the result, [all matrices, rows, columns], in
+        the dtype of `part`."""
         if self._world.size == 1:
             return Waiting(), part
         whole = part.new_empty(self._shape)

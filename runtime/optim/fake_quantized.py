@@ -13,17 +13,17 @@ class FakeQuantized:
 
     Args:
         masters: the f32 master weights, by name.
-        parameters: the model's own parameters, by name.
-        schemes: the scheme of each parameter, by name. Parameters whose scheme has no grid (floats) are left alone.
-        input_shares: f32 [K] for a weight [N, K], by name. Such a weight is multiplied by its shares, rounded, and
-            divided by them again.
+        parameters: the parameters of the model, by name.
+        schemes: the scheme of each parameter, by name. Parameters whose scheme has no grid (floats) are not changed.
+        input_shares: f32 [K] for a weight [N, K], by name. Such a weight is multiplied by the shares, rounded, and
+            divided by the shares.
 
     Attributes:
         schemes: the given schemes.
         names: the parameters that are rounded.
 
     Raises:
-        ValueError: if a parameter to be rounded is its own master.
+        ValueError: if a parameter to be rounded is the same tensor as its master.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class FakeQuantized:
         self.schemes = schemes
         self.names = frozenset(name for name, scheme in schemes.items() if scheme.has_grid)
         if same := sorted(name for name in self.names if masters[name] is parameters[name]):
-            raise ValueError(f"{same[0]} is its own master: there is nothing to round it into")
+            raise ValueError(f"{same[0]} is the same tensor as its master, so it cannot be rounded")
         # Grouped by scheme and shape, so that the kernels are launched per group and not per parameter.
         shares = input_shares or {}
         groups: dict[tuple[Scheme, torch.Size, bool], list[str]] = {}
@@ -56,7 +56,7 @@ class FakeQuantized:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Rounds all masters into their parameters, without waiting for a GPU."""
+        """Rounds each master weight and copies the result to its parameter. Does not wait for the GPU."""
         for scheme, masters, parameters, shares in self._groups:
             if shares is None:
                 torch._foreach_copy_(parameters, list(scheme.on_grid(torch.stack(masters))))

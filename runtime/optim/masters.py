@@ -20,19 +20,20 @@ class Masters:
     """The f32 master weights of a model, by name. Each has an f32 gradient in `.grad` after the gradients of a step are
     collected.
 
-    A parameter that the model computes with in another dtype becomes a copy in that dtype. The copy is refreshed from
-    its master once per step, and its gradients are summed in f32. A parameter that the model computes with in f32 is
-    its own master.
+    If the model computes with a parameter in another dtype, the parameter becomes a copy in that dtype. The copy is
+    refreshed from the master once per step, and gradients of the copy are summed in f32. A parameter in f32 is the
+    master itself.
 
     Args:
         model: has f32 parameters under exactly the names of `dtypes`, on the device that it will run on.
         dtypes: the compute dtype of each parameter, by name.
         sharded: the parameters whose gradients are summed in banks, a part per process.
-        copied: the parameters that get a separate master although the model computes with them in f32.
+        copied: the parameters with a separate master although the model computes with them in f32.
+        unclipped: the parameters whose gradients are neither in the norm of `finish` nor clipped. None is sharded.
 
     Attributes:
         tensors: the masters.
-        model_parameters: the model's own parameters, which it computes with.
+        model_parameters: the parameters that the model computes with.
         gradients: f32, in the order of `tensors`. Views of `sums`.
         quantized: the quantized weights that the model computes with. None if it computes with the masters.
         loss: f32 [], the last element of `sums`, in which the caller accumulates the losses.
@@ -49,6 +50,7 @@ class Masters:
         dtypes: Mapping[str, torch.dtype],
         sharded: Collection[str] = (),
         copied: Collection[str] = (),
+        unclipped: Collection[str] = (),
     ) -> None:
         self.model_parameters = dict(model.named_parameters())
         self.quantized: FakeQuantized | None = None
@@ -63,14 +65,13 @@ class Masters:
                 self.tensors[name] = nn.Parameter(param.detach().clone())
                 param.data = param.data.to(dtype)
         self.fake_quantize(None)
-        self._lay_out(dtypes, sharded)
+        self._lay_out(dtypes, sharded, unclipped)
 
     @torch.no_grad()
     def fake_quantize(
         self, schemes: Mapping[str, Scheme] | None, input_shares: Mapping[str, Tensor] | None = None
     ) -> bool:
-        """Switches the model to quantized weights: to the values that each scheme would store for a parameter without
-        calibration data.
+        """Switches the model to quantized weights: the values that a scheme stores without calibration data.
 
         Every later `refresh` writes quantized values. Gradients are evaluated at the quantized values and applied to
         the masters unchanged: the straight-through estimator (Bengio et al. 2013). A call with the current schemes does
@@ -81,10 +82,10 @@ class Masters:
             input_shares: as in `FakeQuantized`.
 
         Returns:
-            Whether `refresh` launches different work from now on.
+            Whether `refresh` launches different work after this call.
 
         Raises:
-            ValueError: if a parameter to be rounded is its own master.
+            ValueError: if a parameter to be rounded is the same tensor as its master.
         """
         before = self.quantized.schemes if self.quantized is not None else None
         if schemes is not None and before == schemes:
@@ -100,22 +101,26 @@ class Masters:
         self.refresh()
         return before != schemes
 
-    def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str]) -> None:
-        """Allocates one f32 buffer for all gradients, those of one compute dtype adjacent, and the loss."""
-        groups: dict[tuple[bool, torch.dtype], list[str]] = {}
-        for name in sorted(dtypes, key=lambda name: name not in sharded):
-            groups.setdefault((name in sharded, dtypes[name]), []).append(name)
+    def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str], unclipped: Collection[str]) -> None:
+        """Allocates one f32 buffer for all gradients and the loss: first those of `sharded`, last those of `unclipped`,
+        those of one compute dtype adjacent."""
+        groups: dict[tuple[int, torch.dtype], list[str]] = {}
+        place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
+        for name in sorted(dtypes, key=place.__getitem__):
+            groups.setdefault((place[name], dtypes[name]), []).append(name)
         sizes = [sum(_room(self.tensors[name]) for name in names) for names in groups.values()]
         self.sums = torch.zeros(sum(sizes) + 1, device=next(iter(self.tensors.values())).device)
         self.loss = self.sums[-1]
-        self.common = self.sums[sum(_room(self.tensors[name]) for name in dtypes if name in sharded) :]
+        parts = [sum(_room(self.tensors[name]) for name in dtypes if place[name] == part) for part in (-1, 0)]
+        self.common = self.sums[parts[0] :]
+        self._clipped = self.common[: parts[1]]
         self._groups: list[_Group] = []
         views: dict[str, Tensor] = {}
         for ((_, dtype), names), total in zip(groups.items(), torch.split(self.sums[:-1], sizes), strict=True):
             self._groups.append(_Group([self.model_parameters[name] for name in names], total, dtype))
             views.update(zip(names, self._groups[-1].totals, strict=True))
         self.gradients = [views[name] for name in self.tensors]
-        self._common = [views[name] for name in self.tensors if name not in sharded]
+        self._in_norm = [views[name] for name in self.tensors if place[name] == 0]
         self.attach()
 
     def attach(self) -> None:
@@ -149,7 +154,8 @@ class Masters:
             world: the processes.
 
         Returns:
-            The 2-norm over all gradients before clipping, f32 [], with the same bits on every rank.
+            The 2-norm over all gradients but those of `unclipped`, before clipping, f32 [], with the same bits on every
+            rank.
         """
         self.attach()
         local: list[Tensor] = []
@@ -162,7 +168,7 @@ class Masters:
         if (passes := micro_batches * world.size) > 1:
             for tensor in (self.common, *local):
                 tensor.mul_(1 / passes)
-        norm = get_total_norm(self._common)
+        norm = get_total_norm(self._in_norm)
         if local:
             squares = get_total_norm(local).square()
             world.add(squares)
@@ -171,7 +177,7 @@ class Masters:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
             # a non-finite norm must not spread to all gradients: the parameter at fault could no longer be named
             factor = torch.where(norm.isfinite(), factor, 1.0)
-            for tensor in (self.common[:-1], *local):
+            for tensor in (self._clipped, *local):
                 tensor.mul_(factor)
         return norm
 
@@ -206,11 +212,11 @@ class Masters:
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:
-        """Returns the first parameter whose value contains NaN or infinity, or else the first with such a gradient, or
-        None.
+        """Returns the first parameter whose value contains NaN or infinity. If there is none, returns the first
+        parameter with such a gradient, or None.
 
-        Values are checked first: one step later, all gradients may be non-finite, but the values still identify the
-        parameters that were hit first.
+        Values are checked first. One step after the failure, all gradients may be non-finite, but the values still
+        identify the parameter that failed first.
         """
         gradients = zip(self.tensors, self.gradients, strict=True)
         pairs = (*self.tensors.items(), *gradients)

@@ -1,16 +1,32 @@
 """All optimizers of one model: the assignment of parameters, the update, and the state by parameter name."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specc.compiler.catalog import classes
 from specc.compiler.passes.optimizers import owners
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
+from specc.runtime import optim
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
-from specc.runtime.optim.rule_of import rule_of
 from specc.runtime.optim.schedule import Moment
+from specc.runtime.optim.update_rule import UpdateRule
+
+Work = tuple[str, ...]  # of each optimizer in a step
+
+
+def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
+    """Returns the update rule whose name is the kind of the spec."""
+    rules: Mapping[str, type[UpdateRule[Any]]] = classes(optim, UpdateRule)
+    return rules[spec.kind]
+
+
+def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
+    """Returns the parameters whose gradients are not in the norm of `train.clip_norm`. Raises as `owners`."""
+    return frozenset(name for name, index in owners(specs, shapes).items() if not specs[index].in_norm)
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
@@ -22,14 +38,14 @@ class Optimizers:
     """The optimizers of one model.
 
     `set` writes the numbers that change from step to step, such as learning rates, to the device. `update` reads
-    nothing else from the host, launches the same work every time and never waits for a GPU, so that it can be captured
-    in a CUDA graph.
+    nothing else from the host, and launches the same kernels for the same `work`. Unless `waits`, it can therefore be
+    captured in one CUDA graph per `work`.
 
     Args:
         masters: the f32 master weights, by name, with gradients in `.grad`.
         specs: the entries of `train.optimizers`.
-        world: the processes that train together. Each has only the state of its part of the sharded parameters until
-            `gather`.
+        world: the processes that train together. Before `gather`, a process has the state of only its part of the
+            sharded parameters.
 
     Raises:
         LoweringError: as `owners`.
@@ -60,11 +76,19 @@ class Optimizers:
         tensor = torch.tensor(values, dtype=torch.float64).to(self._numbers.dtype)
         self._numbers.copy_(tensor.pin_memory() if self._numbers.is_cuda else tensor, non_blocking=True)
 
-    def update(self) -> None:
-        """Performs one update with the numbers of the last `set`."""
+    def work(self, step: int) -> Work:
+        """Returns the work of each optimizer in the step after `step` steps."""
+        return tuple(rule.work(step) for rule in self._rules)
+
+    def waits(self, work: Work) -> bool:
+        """Returns whether a step of this work waits for a GPU."""
+        return any(rule.waits(part) for rule, part in zip(self._rules, work, strict=True))
+
+    def update(self, work: Work) -> None:
+        """Performs one step with the numbers of the last `set`."""
         with torch.profiler.record_function("specc.optimizer"):  # a profile counts its launches by this range
-            for rule, numbers in zip(self._rules, self._split, strict=True):
-                rule.update(numbers)
+            for rule, part, numbers in zip(self._rules, work, self._split, strict=True):
+                rule.step(part, numbers)
 
     def gather(self) -> None:
         """Gathers the whole state on every process. All processes must call this."""
@@ -76,12 +100,12 @@ class Optimizers:
         return {
             f"{rule.name}.{slot}/{name}": tensor
             for rule in self._rules
-            for slot, tensors in rule.state().items()
+            for slot, tensors in rule.slots().items()
             for name, tensor in tensors.items()
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Copies `state` into the current state. It must have the names and shapes of `state()`."""
+        """Copies `state` into the current state. `state` must have the names and shapes that `state()` returns."""
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(state[name])

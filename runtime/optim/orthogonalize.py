@@ -1,7 +1,7 @@
-"""Orthogonalization of matrices: quintic iterations toward the nearest semi-orthogonal matrix, in batched products
-only.
+"""Orthogonalization of matrices by quintic iterations toward the nearest semi-orthogonal matrix. The iterations use
+only batched matrix products.
 
-An iteration is X <- a X + (b A + c A^2) X with A = X X^T, which maps each singular value s to a s + b s^3 + c s^5.
+An iteration is X <- a X + (b A + c A^2) X with A = X X^T. It maps each singular value s to a s + b s^3 + c s^5.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,10 +19,10 @@ class Method:
     """An orthogonalization method.
 
     Attributes:
-        name: its name in a spec.
-        quintics: the coefficients (a, b, c) of each iteration. Further iterations repeat the last.
-        prepare: maps wide matrices [N, m, n], m <= n, of Frobenius norm 1 (or 0), to X, whose singular values are at
-            most 1, and A = X X^T.
+        name: the name in a spec.
+        quintics: the coefficients (a, b, c) of each iteration. Additional iterations repeat the last coefficients.
+        prepare: returns X and A = X X^T for wide matrices [N, m, n], m <= n, of Frobenius norm 1 or 0. The singular
+            values of X are at most 1.
         replaces: the number of requested iterations that `prepare` replaces.
     """
 
@@ -37,7 +37,7 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides each row by the square root of its absolute row sum in A: an almost-orthogonal layer (Prach and Lampert,
+    """Divides row i by the square root of the sum of |A| over row i: an almost-orthogonal layer (Prach and Lampert,
     2022)."""
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
@@ -73,22 +73,23 @@ METHODS: Mapping[str, Method] = {method.name: method for method in (NEWTON_SCHUL
 
 
 def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) -> Tensor:
-    """Returns about the nearest semi-orthogonal matrix of each matrix: singular values become roughly 0.7 .. 1.2. With
-    `turbo`, the rows (of tall matrices the columns) are rescaled first, so the result approximates that of the rescaled
-    matrix.
+    """Returns approximately the nearest semi-orthogonal matrix of each matrix: singular values become roughly 0.7 ..
+    1.2. `turbo` first rescales the rows of a wide matrix or the columns of a tall matrix. The result then approximates
+    that of the rescaled matrix.
 
     Products are in bf16 on a GPU and in f32 on the CPU.
 
     Args:
-        matrices: f32 [N, rows, columns].
+        matrices: f32, or f64 on the CPU, [..., rows, columns].
         steps: the number of iterations.
         method: the method.
 
     Returns:
-        f32 [N, rows, columns]. A matrix of zeros stays zero.
+        [..., rows, columns], in the dtype of `matrices`. A matrix of zeros stays zero.
     """
     # Turbo's result does not depend on this scale, but without it the products of small gradients would underflow.
-    x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + EPS)
+    x: Tensor = matrices.reshape(-1, *matrices.shape[-2:])
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + EPS)
     if x.is_cuda:
         x = x.bfloat16()
     tall = x.size(-2) > x.size(-1)
@@ -99,4 +100,4 @@ def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) 
         a, b, c = method.quintics[min(step, len(method.quintics) - 1)]
         gram = x @ x.mT if step else gram
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).float()
+    return (x.mT if tall else x).to(matrices.dtype).reshape(matrices.shape)

@@ -1,5 +1,6 @@
 """The learning rate's multiplier and other scheduled numbers, as pure functions of steps and seconds.
 
+compiler/schedule.py defines the schedules and formulas of a spec.
 `step` is the number of updates so far, so the first update has step 0.
 """
 
@@ -16,7 +17,7 @@ class Moment:
 
     Attributes:
         multiplier: the factor of learning rates.
-        warm_down: the multiplier without its warm-up. Settings that begin late in a run compare with it.
+        warm_down: the multiplier without the warm-up. Settings that begin late in a run are compared with it.
         done: the share of the run that is complete, 0 to 1.
         step: the number of updates so far.
     """
@@ -31,14 +32,13 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     """Returns the moment after `step` updates and `seconds` of training.
 
     The multiplier rises linearly to 1 over the warm-up, and falls from 1 to at least `floor` over the warm-down, by the
-    schedule's shape. In a run of a number of steps, the warm-down ends just after the last update.
+    schedule's shape. In a run that is limited by steps, the warm-down ends just after the last update.
 
     In a run of `budget_seconds`, the mean time per step so far converts `warmdown_steps` into seconds, so the warm-down
-    ends with the budget on a machine of any speed. With T the budget, t the seconds, s their mean per step and W the
-    warm-down steps, the multiplier is 1 while T - t > W s, then max((T - t) / (W s), floor) (parameter-golf's
-    wall-clock schedule). If the warm-down is a fraction f, f T replaces W s. A warm-up counts steps. If it is a
-    fraction f, it has f T / s steps, by the mean so far. Before the first update that mean is unknown, and the
-    multiplier is 0.
+    ends with the budget on a machine of any speed. Let T be the budget, t the seconds so far, s the mean seconds per
+    step, and W the warm-down steps. The multiplier is 1 while T - t > W s, and then max((T - t) / (W s), floor), as in
+    the wall-clock schedule of parameter-golf. If the warm-down is a fraction f, f T replaces W s. If the warm-up is a
+    fraction f, it has f T / s steps. Before the first update, s is unknown, and the multiplier is 0.
     """
     schedule, warmup, warmdown = train.schedule, 0.0, 0.0
     if train.steps is not None:

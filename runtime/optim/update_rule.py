@@ -1,26 +1,28 @@
-"""The base class of update rules. An update rule defines how one kind of optimizer updates its parameters, and its
-state."""
+"""The base class of update rules. An update rule defines the update and the state of one kind of optimizer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
-from specc.runtime.optim.schedule import Moment
+from specc.runtime.optim.schedule import Moment, value_at
 
 S = TypeVar("S", bound=OptimizerSpec)
+UPDATE, SUM = "update", "sum"  # the work of a step: an update, or a gradient that a later update reads
 
 
 class UpdateRule(ABC, Generic[S]):
-    """One entry of `train.optimizers` with the parameters that it updates.
+    """One entry of `train.optimizers`, with the parameters that the entry updates.
 
-    Each subclass is one kind of optimizer, in a file of this package; its spec is in `specc.compiler.spec.optimizers`.
-    An update reads the numbers that change from step to step, such as the learning rate, from the device. It launches
-    the same work every time and never waits for a GPU, so that it can be captured in a CUDA graph.
+    Each subclass is one kind of optimizer, in a file of this package; the settings are in
+    `specc.compiler.spec.optimizers`. Weight decay and the sums of gradients between updates are common to all kinds. A
+    step reads the numbers that change from step to step, such as the learning rate, from the device. Steps of equal
+    `work` launch the same kernels and never wait for a GPU, so that CUDA graphs can contain them.
 
     Args:
         spec: the entry.
@@ -28,29 +30,104 @@ class UpdateRule(ABC, Generic[S]):
         world: the processes that train together.
 
     Attributes:
-        name: the `kind` of its spec.
-        sharded: whether its parameters are in `banks`, where each process sums only its part of the gradients. The
-            gradients of other rules are summed whole on every process.
+        name: the `kind` of the entry.
+        sharded: whether the parameters are in `banks`, in which each process sums only a part of the gradients.
+            Otherwise, each process sums all gradients of the parameters.
+        scheduled: the settings, besides `lr` and `weight_decay`, that may change from step to step.
         banks: the parameters in groups that are summed and updated together.
+        tensors: the parameters in order.
     """
 
     name: ClassVar[str]
     sharded: ClassVar[bool] = False
+    scheduled: ClassVar[tuple[str, ...]] = ()
     banks: Sequence[Bank] = ()
 
     def __init__(self, spec: S, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         self.spec, self.parameters, self.world = spec, parameters, world
+        self.tensors: list[Tensor] = list(parameters.values())
+        self._sums = self.new_slot() if spec.every > 1 else []
 
-    @abstractmethod
+    def new_slot(self) -> list[Tensor]:
+        """Returns new state of zeros, with one number for each number of the parameters."""
+        return [torch.zeros_like(tensor) for tensor in self.tensors]
+
+    def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the part of a slot that this process updates, in the shapes of `gradients`."""
+        return list(slot)
+
+    def by_name(self, slot: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors of a slot by parameter name."""
+        return dict(zip(self.parameters, slot, strict=True))
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients that this process updates from. Raises ValueError if a parameter has none."""
+        gradients = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
+        if len(gradients) < len(self.tensors):
+            raise ValueError("an update needs the gradient of every parameter")
+        return gradients
+
     def numbers(self, now: Moment) -> Sequence[float]:
-        """Returns the numbers that the update at `now` reads. Their count is the same in every step."""
+        """Returns the learning rate, the weight decay, and the values of `scheduled` in the step at `now`."""
+        spec = self.spec
+        others = (value_at(getattr(spec, setting), now) for setting in self.scheduled)
+        return (value_at(spec.lr, now) * now.multiplier, value_at(spec.weight_decay, now), *others)
+
+    def work(self, step: int) -> str:
+        """Returns the work of the step after `step` steps: SUM, UPDATE, or another kind that `update` knows."""
+        return SUM if (step + 1) % self.spec.every else UPDATE
+
+    def waits(self, work: str) -> bool:
+        """Returns whether a step of this work waits for a GPU, so that no CUDA graph can contain it."""
+        return False
+
+    @torch.no_grad()
+    def step(self, work: str, numbers: Sequence[Tensor]) -> None:
+        """Performs the work of a step: sums gradients, decays the parameters and updates them. `numbers` are the values
+        returned by the method `numbers`, as tensors of shape []."""
+        lr, weight_decay, *others = numbers
+        if self._sums:
+            sums, gradients = self.local(self._sums), self.gradients()
+            torch._foreach_add_(sums, gradients)
+            if work == SUM:
+                self.discard()
+                return
+            torch._foreach_copy_(gradients, sums)
+            torch._foreach_mul_(gradients, 1 / self.spec.every)
+            torch._foreach_zero_(sums)
+        if self.spec.cautious_decay:
+            before = [tensor.detach().clone() for tensor in self.tensors]
+            self.update(work, (lr, *others))
+            moves_toward_zero = [(old - new) * old >= 0 for old, new in zip(before, self.tensors, strict=True)]
+            torch._foreach_mul_(before, moves_toward_zero)
+            torch._foreach_mul_(before, lr * weight_decay)
+            torch._foreach_sub_(self.tensors, before)
+        else:
+            if self.spec.weight_decay != 0:
+                self.decay(lr * weight_decay)
+            self.update(work, (lr, *others))
+
+    def decay(self, share: Tensor) -> None:
+        """Moves all parameters toward zero by a share of their values."""
+        torch._foreach_mul_(self.tensors, 1 - share)
+
+    def discard(self) -> None:
+        """Releases the gradients of this step, which later updates read from the sums."""
 
     @abstractmethod
-    def update(self, numbers: Sequence[Tensor]) -> None:
-        """Updates the parameters from their gradients. `numbers` are the values returned by the method `numbers`, as
-        tensors of shape []."""
+    def update(self, work: str, numbers: Sequence[Tensor]) -> None:
+        """Updates the parameters from their gradients, without weight decay.
+
+        Args:
+            work: the kind of update, as returned by the method `work`. Never SUM.
+            numbers: the learning rate and the values of `scheduled`, as tensors of shape [].
+        """
 
     @abstractmethod
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the tensors that persist between updates, not copied: slot -> parameter name -> tensor. All exist
         before the first update, with their final shapes."""
+
+    def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Returns `state` and the sums of gradients between updates."""
+        return {**self.state(), **({"gradient_sum": self.by_name(self._sums)} if self._sums else {})}

@@ -5,16 +5,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specc.compiler.schedule import Rate, UnitRate
+from specc.compiler.schedule import UnitRate
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 from specc.compiler.strict import Problem, later
 
 # The least `steps` of methods whose first steps are not iterations, so that at least one step iterates.
 LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
+LARGEST = 2.0  # of the singular values of an update; those of the published methods are at most 1.21
+Coefficients = tuple[float, float, float]
 
 
 class MuonSpec(OptimizerSpec):
-    """Muon (Jordan, 2024): momentum, whose matrix is orthogonalized by an iteration. For matrices only.
+    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. For matrices, and for the
+    matrices of experts, each of which is orthogonalized alone.
 
     Attributes:
         momentum: the momentum: a number, a formula in `t`, or a schedule.
@@ -23,10 +26,11 @@ class MuonSpec(OptimizerSpec):
             separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, which scales
             the rows instead of the first iteration (arXiv 2512.04632).
         steps: the number of iterations. With `turbo`, the scaling counts as the first.
-        equalize_rows: whether all rows are scaled to one length before the iterations (MuonEq-R).
-        second_moment: the decay of NorMuon's second moment of each row, applied after the iterations (Li et al. 2025,
-            arXiv 2510.05491). If unset, there is none.
-        weight_decay: the decoupled weight decay, as the momentum.
+        equalize_rows: whether all rows are scaled to the same length before the iterations (MuonEq-R).
+        second_moment: the decay of the second moment of each row in NorMuon, which is applied after the iterations (Li
+            et al. 2025, arXiv 2510.05491). If unset, there is no second moment.
+        coefficients: the numbers (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T. Additional
+            iterations repeat the last. If unset, those of `method`.
     """
 
     kind: Literal["muon"]
@@ -36,14 +40,35 @@ class MuonSpec(OptimizerSpec):
     steps: Annotated[int, Field(ge=1, le=20)] = 5
     equalize_rows: bool = later(False)
     second_moment: Decay | None = later(None)
-    weight_decay: Rate = 0.0
+    coefficients: Annotated[tuple[Coefficients, ...], Field(min_length=1)] | None = later(None)
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns a reason for every parameter that is not a matrix."""
-        return "" if len(shape) == 2 else "muon updates only matrices"
+        """Returns a reason for every parameter that is neither a matrix nor a stack of matrices."""
+        return "" if len(shape) in (2, 3) else "muon updates only matrices"
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if no step is an iteration."""
-        if self.steps < (least := LEAST_STEPS.get(self.method, 1)):
+        """Yields a problem if no step is an iteration, or if an iteration of `coefficients` is not used or diverges."""
+        yield from super().problems()
+        least = LEAST_STEPS.get(self.method, 1)
+        if self.steps < least:
             message = f"`steps` is {self.steps}, but {self.method} needs at least {least}"
-            yield Problem(("steps",), "S278", message, f"use at least {least}; without `steps` they are 5")
+            yield Problem(("steps",), "S278", message, f"use at least {least}; the default is 5")
+        elif self.coefficients is not None:
+            yield from self._problems_of_coefficients(self.coefficients, self.steps + 1 - least)
+
+    def _problems_of_coefficients(self, coefficients: tuple[Coefficients, ...], iterations: int) -> Iterator[Problem]:
+        if len(coefficients) > iterations:
+            message = f"`coefficients` has {len(coefficients)} entries, but only {iterations} iterations read one"
+            yield Problem(("coefficients", iterations), "S287", message, "remove the others, or raise steps")
+            return
+        for i in range(1, 101):
+            value = start = i / 100
+            for a, b, c in (*coefficients, *[coefficients[-1]] * (iterations - len(coefficients))):
+                value = a * value + b * value**3 + c * value**5
+                if abs(value) > 1e6:
+                    break
+            if abs(value) > LARGEST:
+                message = f"the iterations diverge: they take the singular value {start:g} to {value:.4g}"
+                hint = f"choose numbers that take 0 .. 1 to values near 1, and at most {LARGEST:g}"
+                yield Problem(("coefficients",), "S287", message, hint)
+                return

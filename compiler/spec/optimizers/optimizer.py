@@ -1,11 +1,12 @@
 """The base class of all entries of `train.optimizers`."""
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from specc.compiler.schedule import Rate
-from specc.compiler.strict import Pattern, StrictModel
+from specc.compiler.strict import Pattern, Positive, Problem, StrictModel, later
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean, which would never change with 1
 
@@ -14,18 +15,35 @@ class OptimizerSpec(StrictModel):
     """One entry of `train.optimizers`: the settings of an optimizer and the parameters that it updates.
 
     A subclass has a `kind` Literal as its tag and adds its settings, in a file of this package. The update rule of the
-    same name is in `specc.runtime.optim`.
+    same name is in `specc.runtime.optim`. `in_norm` is False if only the signs of the gradients count: they are then
+    neither in the norm of `train.clip_norm` nor clipped.
 
     Attributes:
-        match: the pattern of the names of the parameters to update. Parameters of an earlier entry are excluded.
+        match: the pattern of the names of the parameters to update. Parameters that an earlier entry matches are
+            excluded.
         lr: the learning rate, before the multiplier of `train.schedule`: a number, a formula in `t`, or a schedule. `t`
             is the share of the run that is complete, from 0 to 1.
+        weight_decay: the decoupled weight decay: a number, a formula in `t`, or a schedule.
+        cautious_decay: whether only numbers that the update does not move away from zero decay (Chen et al. 2025, arXiv
+            2510.12402).
+        every: the steps from one update to the next. An update reads the mean of the gradients of these steps.
     """
+
+    in_norm: ClassVar[bool] = True
 
     kind: str
     match: Pattern
     lr: Rate
+    weight_decay: Rate = 0.0
+    cautious_decay: bool = later(False)
+    every: Positive = later(1)
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """Returns why the optimizer cannot update a parameter of this shape; empty if it can."""
+        """Returns the reason why the optimizer cannot update a parameter of this shape; empty if it can."""
         return ""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields a problem for a cautious decay of 0."""
+        if self.cautious_decay and self.weight_decay == 0:
+            message = "cautious_decay chooses the numbers that decay, but weight_decay is 0"
+            yield Problem(("cautious_decay",), "S288", message, "set weight_decay, or remove cautious_decay")

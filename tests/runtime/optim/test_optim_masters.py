@@ -30,9 +30,9 @@ def batch(seed: int) -> Tensor:
 
 def test_on_f32_the_masters_are_the_parameters() -> None:
     model = Toy()
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     masters = Masters(model, PLAIN)
-    assert all(masters.tensors[name] is own[name] for name in NAMES)
+    assert all(masters.tensors[name] is parameters[name] for name in NAMES)
 
 
 def test_bf16_copies_are_rounded_masters() -> None:
@@ -71,7 +71,7 @@ def test_gradients_are_the_f32_mean_of_micro_batches(dtypes: dict[str, torch.dty
     for (name, master), grad in zip(masters.tensors.items(), masters.gradients, strict=True):
         assert master.grad is grad and grad.dtype == torch.float32
         torch.testing.assert_close(grad.double(), expected[name], rtol=1e-5, atol=1e-7)
-    total = torch.stack([one.norm() for one in expected.values()]).norm()
+    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     assert float(norm) == pytest.approx(float(total), rel=1e-5)
 
 

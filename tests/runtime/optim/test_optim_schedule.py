@@ -27,14 +27,14 @@ def test_a_fraction_of_a_run_is_a_whole_number_of_steps_where_people_say_so() ->
     """In floats 0.29 * 100 is a little less than 29."""
     for steps in (10, 20, 50, 100, 200, 1000):
         for percent in range(1, 100):
-            found = ScheduleSpec(warmdown_fraction=percent / 100).of(steps)
-            assert found == (0, percent * steps // 100), (percent, steps)
+            result = ScheduleSpec(warmdown_fraction=percent / 100).of(steps)
+            assert result == (0, percent * steps // 100), (percent, steps)
 
 
 def test_by_steps_goes_up_stays_and_goes_down() -> None:
     schedule = ScheduleSpec(warmup_steps=4, warmdown_steps=5, floor=0.3)
-    found = [by_steps(schedule, 12, step) for step in range(12)]
-    assert found == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.3])
+    results = [by_steps(schedule, 12, step) for step in range(12)]
+    assert results == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.3])
 
 
 def test_shares_are_steps_of_the_run_that_it_is() -> None:
@@ -43,8 +43,8 @@ def test_shares_are_steps_of_the_run_that_it_is() -> None:
             ScheduleSpec(warmup_fraction=0.25, warmdown_fraction=0.5, floor=0.1),
             ScheduleSpec(warmup_steps=up, warmdown_steps=down, floor=0.1),
         )
-        found = [by_steps(shares, steps, step) for step in range(steps)]
-        assert found == [by_steps(counted, steps, step) for step in range(steps)]
+        results = [by_steps(shares, steps, step) for step in range(steps)]
+        assert results == [by_steps(counted, steps, step) for step in range(steps)]
 
 
 def test_without_warm_up_and_warm_down_it_is_one_throughout() -> None:
@@ -61,9 +61,9 @@ def test_by_clock_is_the_formula_of_the_challenge() -> None:
         seconds, floor = step * mean, draw.choice([0.0, 0.05])
         left = budget - seconds
         wanted = 1.0 if left > warmdown * mean else max(left / (warmdown * mean), floor)
-        found = by_clock(ScheduleSpec(warmdown_steps=warmdown, floor=floor), budget, step, seconds)
-        assert found == pytest.approx(max(wanted, 0.0), abs=1e-9)
-        seen.add("one" if found == 1 else "floor" if found == floor else "between")
+        result = by_clock(ScheduleSpec(warmdown_steps=warmdown, floor=floor), budget, step, seconds)
+        assert result == pytest.approx(max(wanted, 0.0), abs=1e-9)
+        seen.add("one" if result == 1 else "floor" if result == floor else "between")
     assert seen == {"one", "floor", "between"}
 
 
@@ -128,11 +128,11 @@ def test_formulas_are_of_the_share_of_the_run() -> None:
 def test_the_warm_down_has_the_shape_of_the_spec(shape: str, wanted: Callable[[float], float]) -> None:
     """Over its own span, or over all of the run after the warm-up; the floor bounds it below."""
     part = ScheduleSpec(warmup_steps=4, warmdown_steps=10, shape=shape)
-    found = [by_steps(part, 20, step) for step in range(20)]
-    assert found == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 7, *(wanted(i / 10) for i in range(10))])
+    results = [by_steps(part, 20, step) for step in range(20)]
+    assert results == pytest.approx([0.25, 0.5, 0.75, *[1.0] * 7, *(wanted(i / 10) for i in range(10))])
     rest = ScheduleSpec(warmup_steps=4, shape=shape, floor=0.1)
-    found = [by_steps(rest, 20, step) for step in range(20)]
-    assert found == pytest.approx([0.25, 0.5, 0.75, 1, *(max(wanted(i / 16), 0.1) for i in range(16))])
+    results = [by_steps(rest, 20, step) for step in range(20)]
+    assert results == pytest.approx([0.25, 0.5, 0.75, 1, *(max(wanted(i / 16), 0.1) for i in range(16))])
     clock = ScheduleSpec(shape=shape)
     assert by_clock(clock, 40.0, 3, 10.0) == pytest.approx(wanted(0.25))
 
@@ -158,8 +158,8 @@ def test_a_warm_down_by_fraction_is_the_same_by_steps_and_by_the_clock(length: d
 def test_a_warm_up_by_fraction_goes_by_the_clock_too() -> None:
     """Over the first quarter of 40 s, at 0.5 s an update: 20 of them. What the first takes is not known before it."""
     schedule = ScheduleSpec(warmup_fraction=0.25)
-    found = [by_clock(schedule, 40.0, step, 0.5 * step) for step in range(30)]
-    assert found == pytest.approx([0.0, *((step + 1) / 20 for step in range(1, 20)), *[1.0] * 10])
+    results = [by_clock(schedule, 40.0, step, 0.5 * step) for step in range(30)]
+    assert results == pytest.approx([0.0, *((step + 1) / 20 for step in range(1, 20)), *[1.0] * 10])
     slower = [by_clock(schedule, 40.0, step, 2.0 * step) for step in range(8)]
     assert slower == pytest.approx([0.0, 0.4, 0.6, 0.8, *[1.0] * 4])
     assert by_clock(schedule, 40.0, 0, 1e-4) == 0.0  # the clock runs when the first update begins
@@ -169,6 +169,6 @@ def test_what_begins_late_does_not_begin_in_the_warm_up() -> None:
     schedule = {"warmup_steps": 10, "warmdown_steps": 10}
     train = TrainSpec.model_validate({**COMMON, "steps": 20, "schedule": schedule})
     moments = [moment(train, step, 0.0) for step in range(20)]
-    assert [one.multiplier for one in moments[:3]] == [0.1, 0.2, 0.3]
-    assert [one.warm_down < 0.35 for one in moments] == [False] * 17 + [True] * 3
+    assert [at.multiplier for at in moments[:3]] == [0.1, 0.2, 0.3]
+    assert [at.warm_down < 0.35 for at in moments] == [False] * 17 + [True] * 3
     assert moments[15].multiplier == moments[15].warm_down == 0.5 and moments[15].done == 0.75

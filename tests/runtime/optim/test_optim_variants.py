@@ -16,6 +16,7 @@ from specc.runtime.optim.muon import Muon
 from specc.runtime.optim.optimizers import Optimizers
 from specc.runtime.optim.orthogonalize import METHODS, POLAR_EXPRESS, TURBO, orthogonalize
 from specc.runtime.optim.schedule import Moment
+from specc.runtime.optim.update_rule import UPDATE
 
 POLAR = [
     (8.15655, -22.48329, 15.87877),
@@ -34,7 +35,7 @@ SHAPES = [(8, 8), (16, 8), (8, 16), (31, 7), (7, 31), (1, 5), (64, 48)]
 
 
 def muon(params: list[nn.Parameter], **settings: Any) -> Muon:
-    spec = MuonSpec.model_validate({"kind": "muon", "match": "*", "lr": 0.1, **settings})
+    spec = MuonSpec.model_validate({"kind": "muon", "match": "*", "lr": 0.1, "weight_decay": 0.1, **settings})
     return Muon(spec, {str(i): param for i, param in enumerate(params)}, World.alone())
 
 
@@ -58,8 +59,8 @@ def turbo(matrix: Tensor, steps: int) -> Tensor:
     """Row i of the wide matrix over sqrt(sum_j |(X X^T)_ij|), which counts as a step, then the quintics."""
     x = matrix.double().T if matrix.shape[0] > matrix.shape[1] else matrix.double()
     rows = [row / math.sqrt(sum(abs(float(row @ other)) for other in x)) for row in x]
-    found = along_singular_values(torch.stack(rows), [*AFTER_ROWS, *[AFTER_ROWS[-1]] * 20][: steps - 1])
-    return found.T if matrix.shape[0] > matrix.shape[1] else found
+    result = along_singular_values(torch.stack(rows), [*AFTER_ROWS, *[AFTER_ROWS[-1]] * 20][: steps - 1])
+    return result.T if matrix.shape[0] > matrix.shape[1] else result
 
 
 REFERENCES = {"polar_express": polar_express, "turbo": turbo}
@@ -70,10 +71,10 @@ REFERENCES = {"polar_express": polar_express, "turbo": turbo}
 @pytest.mark.parametrize("steps", [1, 4, 5, 7])
 def test_a_method_is_its_formula(name: str, shape: tuple[int, int], steps: int) -> None:
     batch = random(3, *shape) * torch.tensor([1e-3, 1.0, 1e4])[:, None, None]
-    found = orthogonalize(batch, steps, METHODS[name])
-    for one, matrix in zip(found, batch, strict=True):
+    result = orthogonalize(batch, steps, METHODS[name])
+    for orthogonal, matrix in zip(result, batch, strict=True):
         wanted = REFERENCES[name](matrix, steps)
-        torch.testing.assert_close(one.double(), wanted, rtol=0, atol=2e-3 if steps > 5 else 3e-4)
+        torch.testing.assert_close(orthogonal.double(), wanted, rtol=0, atol=2e-3 if steps > 5 else 3e-4)
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -117,7 +118,7 @@ def test_the_spec_names_the_methods_and_their_published_lengths() -> None:
         spec(method="svd")
     assert len(TURBO.quintics) == 4 and len(POLAR_EXPRESS.quintics) == 5
     plain = spec().model_dump(mode="json")  # what a spec of before has said, to the letter
-    assert list(plain) == ["kind", "match", "lr", "momentum", "nesterov", "steps", "weight_decay"]
+    assert list(plain) == ["kind", "match", "lr", "weight_decay", "momentum", "nesterov", "steps"]
     every = {"method": "turbo", "equalize_rows": True, "second_moment": 0.95}
     assert every.items() <= spec(**every).model_dump(mode="json").items()
 
@@ -132,7 +133,7 @@ def test_no_method_is_left_without_an_iteration() -> None:
         assert not torch.allclose(orthogonalize(matrix, least, method), prepared)
         for steps in (1, least, 5):
             spec = MuonSpec.model_validate({"kind": "muon", "match": "*", "lr": 0.1, "method": name, "steps": steps})
-            assert [one.code for one in spec.problems()] == (["S278"] if steps < least else [])
+            assert [problem.code for problem in spec.problems()] == (["S278"] if steps < least else [])
 
 
 def reference_step(
@@ -143,15 +144,15 @@ def reference_step(
     update = grad + momentum * buffer if settings.get("nesterov", True) else buffer.clone()
     if settings.get("equalize_rows"):
         update = torch.stack([row / max(float(row.norm()), 1e-7) for row in update])
-    found = REFERENCES[settings["method"]](update, 5)
+    result = REFERENCES[settings["method"]](update, 5)
     if "second_moment" in settings:
         beta = settings["second_moment"]
-        for i, row in enumerate(found):
+        for i, row in enumerate(result):
             moment[i] = beta * moment[i] + (1 - beta) * float(row @ row) / row.numel()
-        scaled = torch.stack([row / math.sqrt(float(moment[i])) for i, row in enumerate(found)])
-        found = scaled * found.norm() / scaled.norm()
+        scaled = torch.stack([row / math.sqrt(float(moment[i])) for i, row in enumerate(result)])
+        result = scaled * result.norm() / scaled.norm()
     rows, columns = weight.shape
-    return weight * (1 - lr * 0.3) - lr * math.sqrt(max(1, rows / columns)) * found
+    return weight * (1 - lr * 0.3) - lr * math.sqrt(max(1, rows / columns)) * result
 
 
 @pytest.mark.parametrize(
@@ -168,8 +169,8 @@ def reference_step(
 def test_updates_are_the_papers(settings: dict[str, Any]) -> None:
     params = [nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate([*SHAPES, *SHAPES])]
     expected = [param.detach().double() for param in params]
-    buffers = [torch.zeros_like(one) for one in expected]
-    moments = [torch.zeros(one.shape[0], dtype=torch.float64) for one in expected]
+    buffers = [torch.zeros_like(value) for value in expected]
+    moments = [torch.zeros(value.shape[0], dtype=torch.float64) for value in expected]
     optimizer = muon(params, **settings)
     for step in range(4):
         momentum, lr = 0.8 + 0.05 * step, 0.1 / (step + 1)
@@ -177,7 +178,7 @@ def test_updates_are_the_papers(settings: dict[str, Any]) -> None:
             param.grad = random(*param.shape, seed=100 * step + i)
             grad = param.grad.double()
             expected[i] = reference_step(expected[i], buffers[i], moments[i], grad, lr, momentum, settings)
-        optimizer.update(torch.tensor([lr, momentum, 0.3]).unbind())
+        optimizer.step(UPDATE, torch.tensor([lr, 0.3, momentum]).unbind())
     for param, want in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach().double(), want, rtol=0, atol=3e-4)
 
@@ -188,7 +189,7 @@ def test_normuon_evens_out_the_rows() -> None:
     plain = nn.Parameter(torch.zeros(128, 16))
     for param, more in ((wide, {"second_moment": 0.0}), (plain, {})):
         param.grad = random(128, 16)
-        muon([param], method="polar_express", **more).update(torch.tensor([1.0, 0.95, 0.0]).unbind())
+        muon([param], method="polar_express", **more).step(UPDATE, torch.tensor([1.0, 0.0, 0.95]).unbind())
     lengths = [param.detach().norm(dim=1) for param in (wide, plain)]
     assert float(lengths[0].std() / lengths[0].mean()) < 1e-3 < 0.05 < float(lengths[1].std() / lengths[1].mean())
     assert float(wide.detach().norm()) == pytest.approx(float(plain.detach().norm()), rel=1e-4)
@@ -203,7 +204,7 @@ class Numbers(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat = [*args, *(kwargs or {}).values()]
-        self.seen.append((str(function), [one for one in flat if isinstance(one, bool | int | float)]))
+        self.seen.append((str(function), [value for value in flat if isinstance(value, bool | int | float)]))
         return function(*args, **(kwargs or {}))
 
 
@@ -228,7 +229,7 @@ def test_no_number_that_changes_by_step_is_in_a_launch(method: str) -> None:
             param.grad = random(8, 6, seed=50 * step + i)
         optimizers.set(Moment(1 / (step + 1), done=step / 4, step=step))
         with Numbers() as numbers:
-            optimizers.update()
+            optimizers.update(optimizers.work(0))
         launches.append(numbers.seen)
     assert launches[0] == launches[1] == launches[2] and len(launches[0]) > 10
 
@@ -242,7 +243,7 @@ def test_weight_decay_tapers_by_the_share_of_the_run() -> None:
         for param in params.values():
             param.grad = torch.zeros_like(param)
         optimizers.set(Moment(0.5, done=step))
-        optimizers.update()
+        optimizers.update(optimizers.work(0))
         expected *= 1 - 0.1 * 0.5 * decay
         for param in params.values():
             torch.testing.assert_close(param.detach(), torch.full_like(param, expected), rtol=1e-6, atol=0)
@@ -254,24 +255,24 @@ def test_a_graph_of_the_update_takes_new_numbers(method: str) -> None:
     """Captured once and replayed with other rates, momenta and decays, beside the same updates launched one by one."""
     shapes = {"a.up": (96, 32), "b.up": (96, 32), "a.down": (32, 96), "gain": (32,)}
 
-    def made() -> tuple[dict[str, nn.Parameter], Optimizers]:
+    def fresh() -> tuple[dict[str, nn.Parameter], Optimizers]:
         params = {name: nn.Parameter(random(*shape, seed=i).cuda()) for i, (name, shape) in enumerate(shapes.items())}
         for param in params.values():
             param.grad = torch.zeros_like(param)
         return params, Optimizers(params, specs({**MUON, "method": method, "second_moment": 0.9}, ADAMW))
 
-    (captured, graphed), (plain, launched) = made(), made()
+    (captured, graphed), (plain, launched) = fresh(), fresh()
     before = {name: tensor.clone() for name, tensor in graphed.state().items()}
     weights = {name: param.detach().clone() for name, param in captured.items()}
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         graphed.set(Moment())
-        graphed.update()
+        graphed.update(graphed.work(0))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graphed.update()
+        graphed.update(graphed.work(0))
     graphed.restore(before)
     with torch.no_grad():
         for name, param in captured.items():
@@ -284,7 +285,7 @@ def test_a_graph_of_the_update_takes_new_numbers(method: str) -> None:
         graphed.set(Moment(1 / (step + 1), done=step / 5, step=step))
         graph.replay()
         launched.set(Moment(1 / (step + 1), done=step / 5, step=step))
-        launched.update()
+        launched.update(launched.work(0))
     for name in shapes:
         torch.testing.assert_close(captured[name], plain[name], rtol=0, atol=1e-6)
         moved = (captured[name].detach() - weights[name]).abs().max()

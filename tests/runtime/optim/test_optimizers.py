@@ -37,8 +37,8 @@ ENTRIES = specs(
 
 def masters(order: int = 1) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    made = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
-    return dict(list(made.items())[::order])
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return dict(list(parameters.items())[::order])
 
 
 def step(params: dict[str, nn.Parameter], optimizers: Optimizers, number: int) -> None:
@@ -46,7 +46,7 @@ def step(params: dict[str, nn.Parameter], optimizers: Optimizers, number: int) -
     for name in SHAPES:
         params[name].grad = torch.randn(SHAPES[name], generator=generator)
     optimizers.set(Moment(1 / (number + 1), step=number))
-    optimizers.update()
+    optimizers.update(optimizers.work(number))
 
 
 def test_each_parameter_has_one_owner_that_takes_it() -> None:
@@ -94,21 +94,21 @@ def test_restored_state_goes_on_bit_for_bit_in_any_order_of_parameters(order: in
         step(params, optimizers, number)
         step(other, resumed, number)
     assert all(torch.equal(params[name], other[name]) for name in SHAPES)
-    mine, theirs = optimizers.state(), resumed.state()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    ours, theirs = optimizers.state(), resumed.state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_rates_and_momentum_follow_the_step() -> None:
     """One matrix whose gradient is constant: its momentum buffer tells the momentum of each step."""
     params = {"w": nn.Parameter(torch.eye(3))}
     optimizers = Optimizers(params, specs(muon("w", momentum={"at": ((0, 0.5), (4, 0.9)), "by": "step"})))
-    buffer, found = 0.0, []
+    buffer, result = 0.0, []
     for number in range(6):
         params["w"].grad = torch.eye(3)
         optimizers.set(Moment(0.0, step=number))
-        optimizers.update()
+        optimizers.update(optimizers.work(number))
         now: Tensor = optimizers.state()["muon.momentum/w"]
-        found.append((float(now[0, 0]) - 1) / buffer if buffer else 0.5)
+        result.append((float(now[0, 0]) - 1) / buffer if buffer else 0.5)
         buffer = float(now[0, 0])
-    assert found == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9, 0.9], abs=1e-6)
+    assert result == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9, 0.9], abs=1e-6)
     assert torch.equal(params["w"].detach(), torch.eye(3))  # a multiplier of 0 moves nothing

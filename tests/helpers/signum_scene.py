@@ -1,4 +1,4 @@
-"""A process of test_optimizer_files.py. usage: lion_scene.py FOLDER
+"""A process of test_optimizer_files.py. usage: signum_scene.py FOLDER
 
 Adds an optimizer to specc as two files and nothing else, and prints, as one JSON object, what a run makes of it.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from specc.compiler.spec import optimizers
 from specc.runtime import optim
 
-FILES = Path(__file__).with_name("lion")
+FILES = Path(__file__).with_name("signum")
 optimizers.__path__.append(str(FILES / "compiler"))
 optim.__path__.append(str(FILES / "runtime"))
 
@@ -26,14 +26,14 @@ from specc.compiler.spec.json_schema import schema_text  # noqa: E402
 from specc.compiler.text.source import read  # noqa: E402
 from specc.runtime.storage import checkpoint  # noqa: E402
 
-LION = {"kind": "lion", "match": "blocks.*", "lr": 0.01, "weight_decay": 0.1}
+SIGNUM = {"kind": "signum", "match": "blocks.*", "lr": 0.01, "weight_decay": 0.1}
 REST = {"kind": "adamw", "match": "*", "lr": 0.01}
 
 
 def problems(**changes: object) -> str:
-    """The problems of a spec whose optimizers are Lion and AdamW."""
+    """The problems of a spec whose optimizers are Signum and AdamW."""
     data = spec_data()
-    data["train"] = {**data["train"], "optimizers": [{**LION, **changes}, REST]}
+    data["train"] = {**data["train"], "optimizers": [{**SIGNUM, **changes}, REST]}
     try:
         check.check(read(json.dumps(data)))
     except SpecError as error:
@@ -44,7 +44,7 @@ def problems(**changes: object) -> str:
 def refusal() -> str:
     """The message for a parameter that the optimizer refuses."""
     try:
-        owners(train_spec(optimizers=(LION, REST)).optimizers, {"blocks.scale": (), "embed": (4, 2)})
+        owners(train_spec(optimizers=(SIGNUM, REST)).optimizers, {"blocks.scale": (), "embed": (4, 2)})
     except LoweringError as error:
         return error.problems[0].message
     return ""
@@ -52,7 +52,7 @@ def refusal() -> str:
 
 def update_error() -> float:
     """How far one update is from the formula in float64."""
-    run = trainer(Path(sys.argv[1]), train_spec(optimizers=(LION, REST), clip_norm=None), Toy(0.0))
+    run = trainer(Path(sys.argv[1]), train_spec(optimizers=(SIGNUM, REST), clip_norm=None), Toy(0.0))
     before = {name: master.detach().double() for name, master in run.masters.tensors.items()}
     run.advance()
     lr, error = 0.01 / 3, 0.0  # the first step of a warm-up over three
@@ -65,7 +65,7 @@ def update_error() -> float:
 
 def resumed() -> tuple[list[str], bool]:
     """The state in a checkpoint, and whether a run that goes on from it is the run that never stopped."""
-    folder, train = Path(sys.argv[1]), train_spec(optimizers=(LION, REST))
+    folder, train = Path(sys.argv[1]), train_spec(optimizers=(SIGNUM, REST))
     whole, first, second = (trainer(folder, train) for _ in range(3))
     torch.manual_seed(train.seed)
     for _ in range(8):
@@ -86,10 +86,10 @@ if __name__ == "__main__":
     print(
         json.dumps(
             {
-                "schema": "LionSpec" in schema_text(),
-                "misspelled": problems(kind="lyon"),
+                "schema": "SignumSpec" in schema_text(),
+                "misspelled": problems(kind="signom"),
                 "refusal": refusal(),
-                "setting": problems(betas=[0.9, 1.0]),
+                "setting": problems(momentum=1.0),
                 "update_error": update_error(),
                 "state": state,
                 "resumed": same,

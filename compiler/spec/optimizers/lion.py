@@ -1,0 +1,18 @@
+"""Settings of Lion."""
+
+from typing import Literal
+
+from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
+
+
+class LionSpec(OptimizerSpec):
+    """Lion (Chen et al. 2023, arXiv 2302.06675): each number moves by the learning rate against the sign of a mean of
+    momentum and gradient. Its learning rate is 3 to 10 times smaller than that of AdamW, and its weight decay larger by
+    as much.
+
+    Attributes:
+        betas: the share of the momentum in the direction, and the decay of the momentum.
+    """
+
+    kind: Literal["lion"]
+    betas: tuple[Decay, Decay] = (0.9, 0.99)

@@ -1,0 +1,29 @@
+"""Settings of SOAP."""
+
+from typing import Literal
+
+from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
+from specc.compiler.strict import Positive, PositiveFloat
+
+
+class SoapSpec(OptimizerSpec):
+    """SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner. For matrices, and
+    for the matrices of experts, each of which has bases of its own. The first update only computes the bases.
+
+    Attributes:
+        betas: the decays of the first moment, and of the second moment and the preconditioner.
+        eps: the epsilon of the denominator.
+        basis_every: the updates from one refresh of the bases to the next.
+        largest_side: the largest number of rows, or of columns, with a basis. A longer side keeps its axes, and
+            costs no memory beyond that of Adam.
+    """
+
+    kind: Literal["soap"]
+    betas: tuple[Decay, Decay] = (0.95, 0.95)
+    eps: PositiveFloat = 1e-8
+    basis_every: Positive = 10
+    largest_side: Positive = 10_000
+
+    def refuses(self, shape: tuple[int, ...]) -> str:
+        """Returns a reason for every parameter that is neither a matrix nor a stack of matrices."""
+        return "" if len(shape) in (2, 3) else "soap updates only matrices"
