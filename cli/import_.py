@@ -1,0 +1,55 @@
+"""The `import` command, which turns a folder of Transformers into a spec and a run."""
+
+import shlex
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import folder, format_option, stated
+from specc.cli.output import say
+
+
+@click.command("import")
+@click.argument("source", metavar="FOLDER", type=folder)
+@click.option("--name", callback=stated, help="Name of the spec. By default, that of the folder.")
+@click.option("--spec", type=folder, help="File of the spec. By default, specs/NAME.yaml.")
+@click.option("--run", "directory", type=folder, help="Run directory. By default, the next free runs/NAME-NNN.")
+@click.option("--data", callback=stated, help="Data of the run, as for `specc train`. By default, those of the spec.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="PATH=VALUE",
+    help="Override one field of the spec in the run, such as train.steps=200. Repeatable.",
+)
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    metavar="FIELD",
+    help="Field of config.json that does not change the function of the model. Repeatable.",
+)
+@format_option
+def command(
+    source: Path,
+    name: str | None,
+    spec: Path | None,
+    directory: Path | None,
+    data: str | None,
+    overrides: tuple[str, ...],
+    ignored: tuple[str, ...],
+) -> None:
+    """Turn a folder of Hugging Face Transformers into a spec and a run with its weights.
+
+    The folder has config.json, safetensors and the files of a tokenizer. No code is run, and nothing is downloaded.
+    """
+    from specc.runtime.hugging_face.importing import ImportOptions, import_folder
+
+    options = ImportOptions(name, spec, directory, data, overrides, ignored)
+    result = import_folder(source, options, say)
+    if result.ignored:
+        say(f"without effect on the function: {', '.join(result.ignored)}")
+    click.echo(f"wrote {result.path}: {result.family.title}, {result.parameters:,} parameters")
+    click.echo(f"wrote {result.run}: a run with these weights at step 0")
+    run = shlex.quote(str(result.run))
+    click.echo(f"next: specc generate {run} --prompt TEXT; specc train --run {run} --resume auto; specc quantize {run}")

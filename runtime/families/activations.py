@@ -1,0 +1,43 @@
+"""Activations by the names that configs have for them."""
+
+from collections.abc import Mapping
+
+from specc.compiler.expr import ExprError, parse
+from specc.runtime.families.config import Config
+
+OPERANDS = ("x", "gate")
+# The first name of an expression is that of an export.
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu({})",
+    "swish": "silu({})",
+    "gelu": "gelu({})",
+    "gelu_python": "gelu({})",
+    "gelu_pytorch_tanh": "gelu_tanh({})",
+    "gelu_new": "gelu_tanh({})",
+    "gelu_fast": "gelu_tanh({})",
+    "relu": "relu({})",
+    "relu2": "relu({}) ** 2",
+    "quick_gelu": "{0} * sigmoid(1.702 * {0})",
+    "sigmoid": "sigmoid({})",
+    "tanh": "tanh({})",
+}
+NEEDED = "an activation needs its formula in runtime/families/activations.py"
+
+
+def activation(config: Config, key: str, default: str, gated: bool) -> str:
+    """Returns the expression of the activation that a field names, of `gate` times `x` if `gated`, else of `x`."""
+    return _text(config.choice(key, default, ACTIVATIONS, NEEDED), gated)
+
+
+def name_of(expression: str, gated: bool) -> str | None:
+    """Returns the name of an activation; None if it has none."""
+    try:
+        parsed = parse(expression, OPERANDS)
+    except ExprError:
+        return None
+    return next((name for name, text in ACTIVATIONS.items() if parse(_text(text, gated), OPERANDS) == parsed), None)
+
+
+def _text(template: str, gated: bool) -> str:
+    text = template.format("gate" if gated else "x")
+    return f"{text} * x" if gated else text

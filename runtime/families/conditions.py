@@ -1,0 +1,52 @@
+"""Conditions of `layer` as a person writes them, from the list of layers in which they hold."""
+
+from collections.abc import Iterable, Iterator
+
+from specc.runtime.families.config import ConfigError
+
+LONGEST = 500  # characters of a condition
+
+
+def where(layers: Iterable[int], count: int) -> str:
+    """Returns the shortest condition that holds in `layers` alone, of `count` layers. There must be at least one.
+
+    Raises:
+        ConfigError: if the condition is longer than a spec allows.
+    """
+    chosen = frozenset(layers)
+    for text, holds in _candidates(count):
+        if holds == chosen:
+            return text
+    text = " or ".join(_runs(sorted(chosen)))
+    if len(text) > LONGEST:
+        raise ConfigError(
+            f"the layers {sorted(chosen)[:12]}... differ in no pattern", "a spec needs a formula of layer"
+        )
+    return text
+
+
+def _candidates(count: int) -> Iterator[tuple[str, frozenset[int]]]:
+    every = range(count)
+    for k in range(1, count):
+        yield f"layer < {k}", frozenset(range(k))
+        yield f"layer >= {k}", frozenset(range(k, count))
+        yield f"layer == {k}", frozenset((k,))
+    yield "layer == 0", frozenset((0,))
+    yield "layer < layers", frozenset(every)
+    for n in range(2, count // 2 + 2):
+        for r in range(n):
+            held = frozenset(i for i in every if i % n == r)
+            yield f"layer % {n} == {r}", held
+            yield f"layer % {n} != {r}", frozenset(every) - held
+            yield f"layer % {n} == {r} or layer == layers - 1", held | {count - 1}
+
+
+def _runs(layers: list[int]) -> Iterator[str]:
+    """Yields a condition for each run of consecutive layers."""
+    first = last = layers[0]
+    for layer in [*layers[1:], -1]:
+        if layer == last + 1:
+            last = layer
+            continue
+        yield f"layer == {first}" if first == last else f"{first} <= layer and layer <= {last}"
+        first = last = layer

@@ -1,0 +1,155 @@
+"""Reads the fields of a config.json, each with its type, range and default, and records which it read."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from specc.runtime.errors import RuntimeFailure
+
+T = TypeVar("T")
+MOST = 2**31 - 1
+
+# Fields that do not change the function of a model: settings of training, of generation, of other tasks, and notes.
+HARMLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _sliding_window_pattern architectures
+    attention_dropout attn_implementation attn_pdrop auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens
+    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id ep_size
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+    is_llama_config min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences
+    output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
+    problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    router_aux_loss_coef router_jitter_noise sep_token_id seq_aux summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()  # noqa: SIM905
+)
+
+
+class ConfigError(RuntimeFailure):
+    """A config.json is not valid, or says what specc lacks (exit code 2)."""
+
+    exit_code = 2
+
+
+def shown(value: Any) -> str:
+    """Returns a value as JSON of at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class Config:
+    """The fields of a config.json, or of a section of it.
+
+    Args:
+        fields: the fields.
+        place: the path of the file, for messages.
+        section: the path of the section in the file, such as `rope_parameters`; empty for the whole file.
+
+    Attributes:
+        read: the fields that were read.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], place: str = "config.json", section: str = "") -> None:
+        self.fields, self.place, self.section = fields, place, section
+        self.read: set[str] = set()
+
+    def error(self, key: str, message: str, hint: str) -> ConfigError:
+        """Returns the error of a field: its path, its value, the problem, and what to do."""
+        path = f"{self.section}.{key}" if self.section else key
+        value = f": {shown(self.fields[key])}" if key in self.fields else ""
+        return ConfigError(f"{self.place}: {path}{value}: {message}", hint)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Returns a field; `default` if it is absent."""
+        self.read.add(key)
+        return self.fields.get(key, default)
+
+    def stated(self, key: str) -> bool:
+        """Returns whether a field is present and not null."""
+        return self.value(key) is not None
+
+    def whole(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """Returns a whole number in a range. An absent field, or null, is the default."""
+        value = self.value(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, "the field is missing", f"state a whole number, at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(key, "is not a whole number in range", f"use a whole number from {least:,} to {most:,}")
+        return value
+
+    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
+        """Returns a finite number above `least`. An absent field, or null, is the default."""
+        value = self.value(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, "the field is missing", f"state a number above {least:g}")
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not least < value < 1e18 or not math.isfinite(value):
+            raise self.error(key, "is not a number in range", f"use a number above {least:g}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Returns true or false. An absent field, or null, is the default."""
+        value = self.value(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(key, "is neither true nor false", "use true or false")
+        return value
+
+    def choice(self, key: str, default: str, choices: Mapping[str, T], needed: str) -> T:
+        """Returns the entry of `choices` that a field names. `needed` says what another value would need."""
+        value = self.value(key)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in choices:
+            raise self.error(key, f"is not one of {', '.join(choices)}", needed)
+        return choices[value]
+
+    def fixed(self, key: str, values: Sequence[Any], needed: str) -> None:
+        """Checks that a field, if it is present, has one of a few values. `needed` says what another would need."""
+        value = self.value(key)
+        if key in self.fields and not any(type(value) is type(known) and value == known for known in values):
+            raise self.error(key, "is not supported", needed)
+
+    def inner(self, key: str) -> "Config | None":
+        """Returns a section; None if it is absent or null."""
+        value = self.value(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(key, "is not a section", "use an object of fields")
+        return Config(value, self.place, f"{self.section}.{key}" if self.section else key)
+
+    def unread(self) -> list[str]:
+        """Returns the fields that were not read."""
+        return sorted(key for key in self.fields if key not in self.read)
+
+    def finish(self, needed: str) -> None:
+        """Checks that every field of a section was read. `needed` says what an unknown field would need."""
+        for key in self.unread():
+            if self.fields[key] is not None:
+                raise self.error(key, "is not a known field here", needed)
+
+
+def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> list[str]:
+    """Returns the fields that a family did not read because they do not change the function of the model.
+
+    Args:
+        config: the config, after the family read it.
+        family: the name of the family.
+        ignored: fields that the user says to ignore.
+
+    Raises:
+        ConfigError: if a field is neither read nor known to be harmless, and is neither null, false nor empty.
+    """
+    for key in config.unread():
+        if key not in HARMLESS and key not in ignored and config.fields[key] not in (None, False, [], {}, ""):
+            hint = f"if it does not change what the model computes: --ignore {key}"
+            raise config.error(key, f"the family {family} of specc does not know this field", hint)
+    return config.unread()

@@ -1,0 +1,57 @@
+"""One family of decoders: its config as a spec, a spec as its config, and the names of its tensors."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.runtime.families.config import Config
+from specc.runtime.families.tensors import Row
+
+Data = dict[str, Any]
+
+
+class NotOfFamily(Exception):
+    """A spec lacks a part that every model of the family has.
+
+    Attributes:
+        distance: how far the model is from the family, compared with differences of fields, each of which counts 1.
+    """
+
+    def __init__(self, message: str, distance: int = 100) -> None:
+        super().__init__(message)
+        self.distance = distance
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        name: `model_type` in config.json.
+        title: the name for readers.
+        architecture: the class of Transformers.
+        model: the `model` section of the spec of a config, as data, without defaults.
+        config: the fields of the config of a model. Whether they say the model is checked by `model`. Raises
+            NotOfFamily.
+        table: the rows of all tensors that a model of a config can have.
+        buffers: patterns of tensors in files of older versions that hold no parameter.
+        prefix: the prefix of the names of tensors that files of the model without a head lack.
+    """
+
+    name: str
+    title: str
+    architecture: str
+    model: Callable[[Config], Data]
+    config: Callable[[Decoder], Data]
+    table: Callable[[Config], Sequence[Row]]
+    buffers: tuple[str, ...] = ()
+    prefix: str = ""
+
+
+def families() -> Mapping[str, Family]:
+    """Returns all families by name."""
+    from specc.compiler.catalog import catalog
+    from specc.runtime import families as package
+
+    return catalog(package, Family)

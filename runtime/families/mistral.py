@@ -1,0 +1,37 @@
+"""Mistral (Jiang et al., 2023): Llama with a window of attention."""
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.blocks.attention import Attention
+from specc.runtime.families.config import Config
+from specc.runtime.families.family import Data, Family
+from specc.runtime.families.positions import rope
+from specc.runtime.families.sections import (
+    LLAMA,
+    ROTARY_BUFFERS,
+    attention,
+    decoder,
+    eps_of,
+    feed_forward,
+    heads,
+    layer_of,
+    mlp,
+    norm,
+    sizes,
+    window,
+    window_of,
+)
+
+
+def model(config: Config) -> Data:
+    """Returns the section `model` of the spec of a config."""
+    layers = [attention(config, rope(config), **window(config)), mlp(config)]
+    return decoder(config, norm("rms", config.number("rms_norm_eps", 1e-6), weight="w"), layers, tied=False)
+
+
+def config(model: Decoder) -> Data:
+    """Returns the fields of the config of a model."""
+    masked = {"sliding_window": window_of(layer_of(model, Attention).mask), "rms_norm_eps": eps_of(model.norm)}
+    return sizes(model) | heads(model) | feed_forward(model) | masked
+
+
+FAMILY = Family("mistral", "Mistral", "MistralForCausalLM", model, config, lambda config: LLAMA, ROTARY_BUFFERS)

@@ -1,0 +1,58 @@
+"""Mixtral (Jiang et al., 2024): Mistral with experts in every layer."""
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.blocks.attention import Attention
+from specc.compiler.blocks.moe import Moe
+from specc.runtime.families.config import Config
+from specc.runtime.families.family import Data, Family
+from specc.runtime.families.positions import rope
+from specc.runtime.families.sections import (
+    ATTENTION,
+    BLOCK,
+    LAYER,
+    NORMS,
+    OUTSIDE,
+    attention,
+    decoder,
+    eps_of,
+    feed_forward,
+    first_moe,
+    heads,
+    layer_of,
+    moe,
+    norm,
+    sizes,
+    window,
+    window_of,
+)
+from specc.runtime.families.tensors import experts, same
+
+
+def model(config: Config) -> Data:
+    """Returns the section `model` of the spec of a config."""
+    count = config.whole("num_local_experts", config.whole("num_experts", 8), most=32768)
+    chosen = config.whole("num_experts_per_tok", 2, most=count)
+    router = {"normalize": True} if chosen > 1 else {}
+    experts = moe(config, count, config.whole("intermediate_size"), router)
+    layers = [attention(config, rope(config, 1e6), **window(config)), experts]
+    return decoder(config, norm("rms", config.number("rms_norm_eps", 1e-5), weight="w"), layers, tied=False)
+
+
+def config(model: Decoder) -> Data:
+    """Returns the fields of the config of a model."""
+    experts = first_moe(model)
+    fields = sizes(model) | heads(model) | feed_forward(model, Moe) | {"rms_norm_eps": eps_of(model.norm)}
+    fields["sliding_window"] = window_of(layer_of(model, Attention).mask)
+    return fields | {"num_local_experts": experts.experts, "num_experts_per_tok": experts.top_k}
+
+
+PLACE = f"{LAYER}.block_sparse_moe"
+EXPERTS = (
+    same(f"{BLOCK}.mlp.router", f"{PLACE}.gate.weight"),
+    *(
+        experts(f"{BLOCK}.mlp.{ours}", f"{PLACE}.experts.{{e}}.{theirs}.weight")
+        for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    ),
+)
+TABLE = (*OUTSIDE, *ATTENTION, *NORMS, *EXPERTS)
+FAMILY = Family("mixtral", "Mixtral", "MixtralForCausalLM", model, config, lambda config: TABLE)

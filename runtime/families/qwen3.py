@@ -1,0 +1,76 @@
+"""Qwen3: Llama with norms of q and k, and windows in the last layers of some models."""
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.blocks.attention import Attention
+from specc.runtime.families.conditions import where
+from specc.runtime.families.config import Config
+from specc.runtime.families.family import Data, Family
+from specc.runtime.families.positions import rope
+from specc.runtime.families.sections import (
+    LLAMA,
+    QK_NORMS,
+    attention,
+    bias,
+    decoder,
+    eps_of,
+    feed_forward,
+    heads,
+    layer_of,
+    mlp,
+    norm,
+    qk_norm,
+    sizes,
+    window,
+    window_of,
+)
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+def model(config: Config) -> Data:
+    """Returns the section `model` of the spec of a config."""
+    eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
+    windowed = _windowed(config, count)
+    everywhere = window(config) if len(windowed) == count else {}
+    normed = {"qk_norm": qk_norm(eps, weight="w"), **everywhere, **bias(config, "attention_bias")}
+    layers = [attention(config, rope(config), 128, **normed), mlp(config)]
+    changes = [{"where": where(windowed, count), "attention": window(config)}] if windowed and not everywhere else []
+    more = {"changes": changes} if changes else {}
+    return decoder(config, norm("rms", eps, weight="w"), layers, False, **more)
+
+
+def _windowed(config: Config, count: int) -> list[int]:
+    """Returns the layers with a window."""
+    sliding, first = config.flag("use_sliding_window", False), config.whole("max_window_layers", 28, least=0)
+    has_window = sliding and config.stated("sliding_window")
+    kinds = layer_types(config, count, KINDS) or [KINDS[has_window and i >= first] for i in range(count)]
+    windowed = [i for i, kind in enumerate(kinds) if kind == KINDS[1]]
+    if windowed and not has_window:
+        raise config.error(
+            "layer_types", "names windows, but no window is set", "set use_sliding_window, sliding_window"
+        )
+    return windowed
+
+
+def layer_types(config: Config, count: int, kinds: tuple[str, ...]) -> list[str] | None:
+    """Returns the kind of each layer; None if the config does not list them."""
+    listed = config.value("layer_types")
+    if listed is None:
+        return None
+    if not isinstance(listed, list) or len(listed) != count or any(kind not in kinds for kind in listed):
+        message = f"does not list {' or '.join(kinds)} for each of the {count} layers"
+        raise config.error("layer_types", message, "another kind of layer needs a block of its own in specc")
+    return listed
+
+
+def config(model: Decoder) -> Data:
+    """Returns the fields of the config of a model."""
+    fields = sizes(model) | heads(model) | feed_forward(model) | {"rms_norm_eps": eps_of(model.norm)}
+    layers = [layer_of(model, Attention, i) for i in range(model.blocks.count)]
+    windows = [window_of(layer.mask) for layer in layers]
+    fields |= {"attention_bias": bool(layers[0].bias), "use_sliding_window": any(windows)}
+    fields["sliding_window"] = next(filter(None, windows), None)
+    return fields | {"layer_types": [KINDS[size is not None] for size in windows]}
+
+
+FAMILY = Family("qwen3", "Qwen3", "Qwen3ForCausalLM", model, config, lambda config: (*LLAMA, *QK_NORMS))

@@ -1,0 +1,188 @@
+"""The sections that specs of several families share, and the fields of configs that they are."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.blocks.attention import Attention
+from specc.compiler.blocks.mlp import FeedForward, Mlp
+from specc.compiler.blocks.moe import Moe
+from specc.compiler.blocks.parts import Norm
+from specc.runtime.families.activations import activation, name_of
+from specc.runtime.families.config import Config
+from specc.runtime.families.family import Data, NotOfFamily
+from specc.runtime.families.positions import rope_parameters
+from specc.runtime.families.tensors import Row, same, with_biases
+
+L = TypeVar("L")
+LAYER = "model.layers.{i}"
+BLOCK = "blocks.{i}"
+EPS = {"rms": 1e-6, "layer": 1e-5}  # defaults of the spec
+
+
+def norm(kind: str, eps: float, **more: Any) -> Data:
+    """Returns a section `norm`."""
+    return {"kind": kind, **more, **({"eps": eps} if eps != EPS[kind] else {})}
+
+
+def qk_norm(eps: float, **more: Any) -> Data:
+    """Returns a section `qk_norm`."""
+    return {**more, **({"eps": eps} if eps != EPS["rms"] else {})}
+
+
+def attention(config: Config, rope: Data, head_dim: int | None = None, **more: Any) -> Data:
+    """Returns a layer of attention with grouped queries.
+
+    Args:
+        config: the config.
+        rope: the rotary positions.
+        head_dim: the channels of a head if the config states none; None for the features divided by the heads.
+        more: further fields, in front of the rotary positions.
+    """
+    heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
+    groups = config.whole("num_key_value_heads", heads)
+    usual = dim // heads
+    size = config.whole("head_dim", head_dim or max(usual, 1))
+    if groups > heads or heads % groups:
+        raise config.error("num_key_value_heads", f"does not divide the {heads} heads", "use a divisor of them")
+    stated = {"heads": heads, "kv_heads": groups if groups != heads else None}
+    stated["head_dim"] = size if size * heads != dim else None
+    return {"kind": "attention", **{key: value for key, value in stated.items() if value}, **more, "rope": rope}
+
+
+def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool = True, **more: Any) -> Data:
+    """Returns a dense feed-forward layer. `act` is the activation of the family, and `key` the field that names it."""
+    hidden = config.whole("intermediate_size")
+    return {"kind": "mlp", "hidden": hidden, "act": activation(config, key, act, gated), **more}
+
+
+def bias(config: Config, key: str, default: bool = False) -> Data:
+    """Returns `bias: true` if a field says so."""
+    return {"bias": True} if config.flag(key, default) else {}
+
+
+def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **blocks: Any) -> Data:
+    """Returns a section `model` whose last norm is that of the blocks.
+
+    Args:
+        config: the config.
+        norm: the norm of the blocks.
+        layers: the layers of a block.
+        tied: whether the family ties the head if the config does not say.
+        blocks: further fields of the blocks.
+    """
+    last = {key: value for key, value in norm.items() if key not in ("places", "shared")}
+    before = {key: value for key, value in blocks.items() if key != "changes"}
+    behind = {key: value for key, value in blocks.items() if key == "changes"}
+    count = config.whole("num_hidden_layers", most=1000)
+    return {
+        "kind": "decoder",
+        "vocab": config.whole("vocab_size"),
+        "dim": config.whole("hidden_size"),
+        "context": config.whole("max_position_embeddings"),
+        "embed": [{"kind": "token"}],
+        "blocks": {"count": count, "norm": norm, **before, "layers": [*layers], **behind},
+        "norm": last,
+        "head": {"tied": config.flag("tie_word_embeddings", tied)},
+    }
+
+
+def window(config: Config, key: str = "sliding_window") -> Data:
+    """Returns the mask of a window of tokens; nothing if the field is null."""
+    return {"mask": f"j <= i and i - j < {config.whole(key)}"} if config.stated(key) else {}
+
+
+def window_of(mask: Any) -> int | None:
+    """Returns the length of the window of a mask as `window` writes it; None for another mask."""
+    start = "j <= i and i - j < "
+    digits = mask.removeprefix(start) if isinstance(mask, str) and mask.startswith(start) else ""
+    return int(digits) if digits.isdecimal() else None
+
+
+def layer_of(model: Decoder, kind: type[L], index: int = 0) -> L:
+    """Returns the first layer of a kind in a block. Raises NotOfFamily if there is none."""
+    for layer in model.blocks.block(index).layers:
+        if isinstance(layer, kind):
+            return layer
+    raise NotOfFamily(f"block {index} has no layer of kind {kind.__name__.lower()}")
+
+
+def eps_of(norm: Norm | None) -> float:
+    """Returns the epsilon of a norm."""
+    if norm is None:
+        raise NotOfFamily("the model has no norm there")
+    return float(getattr(norm, "eps", EPS["rms"]))
+
+
+def sizes(model: Decoder) -> Data:
+    """Returns the fields of the sizes of a model."""
+    return {
+        "vocab_size": model.vocab,
+        "hidden_size": model.dim,
+        "num_hidden_layers": model.blocks.count,
+        "max_position_embeddings": model.context,
+        "tie_word_embeddings": model.head.tied,
+    }
+
+
+def heads(model: Decoder) -> Data:
+    """Returns the fields of attention with grouped queries in the first block, with its rotary positions."""
+    layer = layer_of(model, Attention)
+    return {
+        "num_attention_heads": layer.heads,
+        "num_key_value_heads": layer.kv_heads or layer.heads,
+        "head_dim": layer.size(model.dim),
+        "rope_parameters": rope_parameters(layer.rope),
+    }
+
+
+def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidden_act", gated: bool = True) -> Data:
+    """Returns the fields of the width and the activation of the first layer of a kind."""
+    layers = [layer for _, _, layer in model.blocks.all_layers if isinstance(layer, kind)]
+    if not layers:
+        raise NotOfFamily(f"the model has no layer of kind {kind.__name__.lower()}")
+    name = name_of(layers[0].expression, gated)
+    if name is None:
+        raise NotOfFamily(f"configs have no name for the activation {layers[0].expression}", 50)
+    return {"intermediate_size": layers[0].width(model.dim), key: name}
+
+
+def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) -> Data:
+    """Returns a layer of experts that is named `mlp`."""
+    chosen = {"experts": experts, "top_k": config.whole("num_experts_per_tok", most=experts)}
+    act = activation(config, "hidden_act", "silu", True)
+    stated = {"router": router} if router else {}
+    return {"kind": "moe", "name": "mlp", **chosen, **more, "hidden": hidden, "act": act, **stated}
+
+
+def first_moe(model: Decoder) -> Moe:
+    """Returns the first layer of experts. Raises NotOfFamily if there is none."""
+    for _, _, layer in model.blocks.all_layers:
+        if isinstance(layer, Moe):
+            return layer
+    raise NotOfFamily("the model has no layer of kind moe")
+
+
+OUTSIDE = (
+    same("embed.token", "model.embed_tokens.weight"),
+    same("norm_weight", "model.norm.weight"),
+    same("head.logits", "lm_head.weight"),
+)
+ATTENTION = with_biases(
+    [
+        same(f"{BLOCK}.attention.{ours}", f"{LAYER}.self_attn.{theirs}_proj.weight")
+        for ours, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("out", "o"))
+    ]
+)
+DENSE = with_biases(
+    [same(f"{BLOCK}.mlp.{name}", f"{LAYER}.mlp.{name}_proj.weight", dims=2) for name in ("gate", "up", "down")]
+)
+NORMS = (
+    same(f"{BLOCK}.attention.norm_weight", f"{LAYER}.input_layernorm.weight"),
+    same(f"{BLOCK}.mlp.norm_weight", f"{LAYER}.post_attention_layernorm.weight"),
+)
+QK_NORMS = tuple(
+    same(f"{BLOCK}.attention.{name}_norm_weight", f"{LAYER}.self_attn.{name}_norm.weight") for name in ("q", "k")
+)
+LLAMA: tuple[Row, ...] = (*OUTSIDE, *ATTENTION, *DENSE, *NORMS)
+ROTARY_BUFFERS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)

@@ -1,0 +1,242 @@
+"""Writes a run as a folder that `from_pretrained` of Transformers loads."""
+
+import json
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.spec.data.text import TextData
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.tokenizers.open import open_tokenizer
+from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
+from specc.runtime.families.config import HARMLESS, Config, ConfigError
+from specc.runtime.families.family import Data
+from specc.runtime.families.tensors import Row, expanded
+from specc.runtime.hugging_face.folder import CARRIED, CONFIG, FLOATS, INDEX, WEIGHTS, open_folder, read_json
+from specc.runtime.hugging_face.origin import Origin
+from specc.runtime.hugging_face.recognizing import Recognized, decoder_of, recognized, same_programs
+from specc.runtime.hugging_face.tokenizer_files import tokenizer_files
+from specc.runtime.log import Say
+from specc.runtime.open_model import as_trained
+from specc.runtime.storage.atomic import sync_folder, write_atomically
+from specc.runtime.storage.run_directory import Run
+from specc.runtime.storage.safetensors_stream import Entry, stream
+
+SHARD = 5_000_000_000  # bytes of a file of weights
+DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
+SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class ExportFolderError(RuntimeFailure):
+    """The folder cannot be written there (exit code 2)."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The options of an export.
+
+    Attributes:
+        out: the folder; None for `NAME-hf` in the run directory.
+        dtype: `f32`, `bf16` or `f16`; None for the dtypes that the run was imported with, or f32.
+        shard: the bytes of a file of weights, except if a single tensor has more.
+        search: folders to search for the tokenizer.
+        force: replace a folder that an export wrote.
+    """
+
+    out: Path | None = None
+    dtype: str | None = None
+    shard: int = SHARD
+    search: tuple[Path, ...] = ()
+    force: bool = False
+
+
+def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
+    """Writes the final weights of a run, with its config and tokenizer, and returns the folder.
+
+    The folder is written under a temporary name, read back, compared, and renamed.
+
+    Args:
+        path: the run directory.
+        options: the place, the dtype and the size of files.
+        say: called with lines of text for the user.
+
+    Raises:
+        NoFamily: no family of Transformers has the model of the run (exit code 2).
+        ExportFolderError: the place is not free (2).
+        RunDirectoryError: `path` is no run (2).
+        EnvironmentFailure: the folder cannot be written (3).
+        RunFailure: the run has no checkpoint (4).
+        IntegrityError: the run is damaged, or the data read back differ (5).
+    """
+    run, weights, _ = as_trained(Run.open(path), say)
+    out = options.out or run.directory / f"{run.spec.name}-hf"
+    _require_free(out, options.force)
+    origin = Origin.of(run)
+    model = run.spec.model.after(1.0)
+    blocks = model.blocks.count if isinstance(model, Decoder) else 0
+    carried = read_json(run.files / CONFIG) if (run.files / CONFIG).is_file() else None
+    found = recognized(model, str(carried.get("model_type", "")) if carried else "")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if carried is not None and _still_says(found, carried, model):
+        fields, text = carried, (run.files / CONFIG).read_bytes()
+        if options.dtype is not None:
+            fields = fields | {"dtype": SPELLED[DTYPES[options.dtype]]}
+            text = _json(fields)
+    else:
+        fields = _new_config(run, found, carried, origin, options)
+        text = _json(fields)
+    rows = expanded(found.family.table(Config(fields)), shapes, blocks)
+    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        _write(temporary / CONFIG, text)
+        for name, content in _companions(run, options, say).items():
+            _write(temporary / name, content)
+        stated = DTYPES.get(options.dtype or "")
+        dtypes = {name: stated or origin.dtype_of(name) for row in rows for name in row.tensors}
+        _write_weights(temporary, rows, weights, dtypes, options.shard)
+        _compare(temporary, rows, weights, dtypes)
+        sync_folder(temporary)
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise cannot_write(out, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return out
+
+
+def _require_free(out: Path, force: bool) -> None:
+    """Raises ExportFolderError unless nothing is at `out`, or, with `force`, a folder that an export wrote."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if not force:
+        raise ExportFolderError(f"{out} exists", "name another folder with --out, or replace it with --force")
+    known = {*CARRIED, INDEX, WEIGHTS}
+    other = not out.is_dir() or out.is_symlink() or not (out / CONFIG).is_file()
+    strange = [] if other else [e.name for e in out.iterdir() if e.name not in known and e.suffix != ".safetensors"]
+    if other or strange:
+        what = f"has {sorted(strange)[0]}, which" if strange else "is something that"
+        raise ExportFolderError(f"{out} {what} no export wrote", "name another folder with --out")
+
+
+def _still_says(found: Recognized, config: Data, model: Any) -> bool:
+    """Returns whether a config is that of the model: a run may have been imported and then changed."""
+    try:
+        return config.get("model_type") == found.family.name and same_programs(model, decoder_of(found.family, config))
+    except ConfigError:
+        return False
+
+
+def _new_config(run: Run, found: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
+    """Returns the config of a run: of the fields that do not change the function, those it was imported with."""
+    fields: Data = {"architectures": [found.family.architecture], "model_type": found.family.name}
+    if carried is not None and carried.get("model_type") == found.family.name:
+        fields |= {key: value for key, value in carried.items() if key in HARMLESS}
+    else:
+        fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), _separator(run, options)) | {"pad_token_id": None}
+    dtype = DTYPES[options.dtype] if options.dtype is not None else origin.dtype
+    fields.pop("torch_dtype", None)
+    return fields | found.config | {"dtype": SPELLED[dtype]}
+
+
+def _separator(run: Run, options: ExportOptions) -> int | None:
+    """Returns the id between documents; None if the tokenizer is not found."""
+    data = run.spec.train.data
+    if not isinstance(data, TextData):
+        return None
+    try:
+        return open_tokenizer(data, (run.files, *options.search)).bos
+    except DataError:
+        return None
+
+
+def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
+    """Returns the files of the tokenizer and of generation: those that the run carries, or its tokenizer's."""
+    carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
+    if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
+        return carried
+    try:
+        written = tokenizer_files(run.spec, (run.files, *options.search))
+    except DataError as error:
+        say(f"the folder has no tokenizer: {error.message}")
+        return carried
+    if not written:
+        say("the folder has no tokenizer: Transformers has no form of that of the run")
+    return {**carried, **written}
+
+
+def _write_weights(
+    folder: Path, rows: Sequence[Row], weights: Mapping[str, Tensor], dtypes: Mapping[str, str], shard: int
+) -> None:
+    """Writes the tensors of rows, in one file or in several with an index.
+
+    Args:
+        folder: the folder.
+        rows: the rows.
+        weights: the parameters, f32 by name.
+        dtypes: the dtype of each tensor.
+        shard: the bytes of a file.
+    """
+    files: list[list[Entry]] = [[]]
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for row in rows:
+        for name, shape in row.shapes(shapes).items():
+            entry = Entry(name, FLOATS[dtypes[name]], shape)
+            if files[-1] and sum(other.size for other in files[-1]) + entry.size > shard:
+                files.append([])
+            files[-1].append(entry)
+    row_of = {name: row for row in rows for name in row.tensors}
+
+    def read(name: str) -> Tensor:
+        return joined(row_of[name], weights)[name].to(FLOATS[dtypes[name]])
+
+    several, placed = len(files) > 1, dict[str, str]()
+    for i, entries in enumerate(files):
+        file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if several else WEIGHTS
+        placed |= {entry.name: file for entry in entries}
+        ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # so that each starts at a multiple of it
+        write_atomically(folder / file, stream(ordered, read, {"format": "pt"}))
+    if several:
+        total = sum(entry.size for entries in files for entry in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+        _write(folder / INDEX, _json(index))
+
+
+def joined(row: Row, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of a row by name, of parameters by name."""
+    return dict(zip(row.tensors, row.join([weights[name] for name in row.parameters]), strict=True))
+
+
+def _compare(folder: Path, rows: Sequence[Row], weights: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> None:
+    """Raises IntegrityError unless the tensors read back are those that were written."""
+    stored = open_folder(folder).tensors
+    for row in rows:
+        for name, tensor in joined(row, weights).items():
+            wanted = tensor.to(FLOATS[dtypes[name]]).contiguous()
+            if name not in stored or not torch.equal(_bytes(stored[name].read()), _bytes(wanted)):
+                message = f"{folder}: {name} read back differs from what was written"
+                raise IntegrityError(message, "check disk and memory")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_atomically(path, [content])
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,263 @@
+"""Turns a folder of Transformers into a spec and a run that starts from its weights."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.errors import SpeccError, SpecError
+from specc.compiler.generated_folder import replace_file
+from specc.compiler.spec.check import load
+from specc.compiler.spec.spec import Spec
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.errors import IntegrityError
+from specc.runtime.families.config import Config, ConfigError, require_known
+from specc.runtime.families.family import Data, Family, families
+from specc.runtime.families.tensors import Row, expanded
+from specc.runtime.hugging_face.folder import CONFIG, FLOATS, Folder, open_folder
+from specc.runtime.hugging_face.origin import Origin
+from specc.runtime.hugging_face.starting_spec import checked_model, written_spec
+from specc.runtime.hugging_face.tokenizer_files import is_byte_level
+from specc.runtime.log import Say
+from specc.runtime.model.load import choose_target
+from specc.runtime.storage import checkpoint, committed
+from specc.runtime.storage.run_directory import Run, default_run, lasting, locked, require_free
+from specc.runtime.storage.safetensors_stream import Entry, stream
+
+NOT_OF_CONFIG = "the weights do not belong to this config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that the folder has
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """The options of an import.
+
+    Attributes:
+        name: the name of the spec; None for the name of the folder.
+        spec: the file of the spec; None for `specs/NAME.yaml`.
+        run: the run directory; None for the next free `runs/NAME-NNN`.
+        data: the data of the run, as for `specc train --data`; None for the usual data.
+        overrides: texts `path=value` that replace values of the spec in the run.
+        ignored: fields of config.json to ignore.
+    """
+
+    name: str | None = None
+    spec: Path | None = None
+    run: Path | None = None
+    data: str | None = None
+    overrides: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The result of an import.
+
+    Attributes:
+        family: the family of the model.
+        spec: the spec in the run.
+        path: the file of the spec.
+        run: the run directory.
+        ignored: the fields of config.json that do not change what the model computes.
+        parameters: the number of parameters.
+    """
+
+    family: Family
+    spec: Spec
+    path: Path
+    run: Path
+    ignored: tuple[str, ...]
+    parameters: int
+
+
+def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
+    """Writes a spec, and a run with a checkpoint of the weights at step 0.
+
+    Tensors are read one at a time and written at once, so that the model never stands in memory as a whole.
+
+    Args:
+        path: a folder with config.json and safetensors.
+        options: names and places.
+        say: called with lines of text for the user.
+
+    Raises:
+        ConfigError: the folder holds what specc lacks, or no model (exit code 2).
+        RunDirectoryError: the run directory is not free (2).
+        EnvironmentFailure: a file cannot be written (3).
+        IntegrityError: a file of the folder is damaged, or does not fit its config (5).
+    """
+    folder = open_folder(path)
+    name = options.name or _slug(path)
+    tokenizer = next((file for file in TOKENIZERS if (path / file).is_file()), TOKENIZERS[0])
+    if (path / tokenizer).is_file() and is_byte_level(path / tokenizer):
+        tokenizer = ByteTokenizer.name
+    fitted = fitted_weights(folder, name, tokenizer, options.ignored)
+    family, rows, shapes = fitted.family, fitted.rows, fitted.shapes
+    origin = "".join(char for char in path.absolute().name if char.isascii() and char.isprintable())
+    comment = f"{family.title}, imported from {origin}. {sum(map(prod, shapes.values())):,} parameters."
+    text = written_spec(name, fitted.section, shapes, tokenizer, comment)
+    place = options.spec or Path("specs") / f"{name}.yaml"
+    _require_writable(place, text)
+    try:
+        spec = load(text, options.overrides)[0]
+    except SpecError as error:
+        raise ConfigError(f"the spec of {path} is invalid: {error.diagnostics[0].message}", "change --set") from None
+    if spec.model != fitted.model:
+        raise ConfigError("--set changes the model, and the weights are those of another", "override other fields")
+    directory = options.run or default_run(spec.name)
+    require_free(directory)
+    with locked(directory):
+        data = lasting(options.data or spec.train.data.usual)
+        run = Run(directory, spec, choose_target(spec, None), data, options.overrides)
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        entries = [Entry(key, torch.float32, shapes[key]) for row in rows for key in row.parameters]
+        if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # of an interrupted import
+            committed.discard(left)
+        checkpoint.save_weights(run.checkpoints, stream(entries, fitted.read), run.spec_digest)
+        run.create(folder.carried)
+        Origin.from_dtypes({name: folder.tensors[name].dtype for row in rows for name in row.tensors}).write(run)
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(place, text)
+    count = sum(entry.size for entry in entries) // torch.float32.itemsize
+    return Imported(family, spec, place, directory, fitted.ignored, count)
+
+
+def family_of(config: Config) -> Family:
+    """Returns the family that a config names. Raises ConfigError if specc does not have it."""
+    known = families()
+    if config.stated("quantization_config"):
+        message = "the weights are quantized by another program"
+        raise config.error("quantization_config", message, "import the model in bf16 and quantize it with specc")
+    return config.choice("model_type", "", known, "a new family is one file in runtime/families")
+
+
+def _slug(path: Path) -> str:
+    """Returns a name of a spec from that of a folder."""
+    text = re.sub(r"[^a-z0-9]+", "_", path.absolute().name.lower()).strip("_")
+    return (text if text[:1].isalpha() else f"model_{text}")[:64].rstrip("_")
+
+
+def _require_writable(place: Path, text: str) -> None:
+    """Raises SpeccError if a file with another text is at `place`."""
+    if place.exists() and (not place.is_file() or place.read_text(encoding="utf-8") != text):
+        raise SpeccError(f"{place} exists, and is another spec", "choose another --name, or --spec FILE")
+
+
+def matched_rows(
+    family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]], blocks: int, folder: Folder
+) -> list[Row]:
+    """Returns the rows of all parameters, with tensors that the folder has.
+
+    Args:
+        family: the family.
+        config: the config.
+        shapes: the shapes of the parameters.
+        blocks: the number of blocks.
+        folder: the folder.
+
+    Raises:
+        IntegrityError: if tensors are missing, left over, or of another shape or dtype.
+    """
+    rows = expanded(family.table(config), shapes, blocks)
+    bare = family.prefix and not any(name.startswith(family.prefix) for name in folder.tensors)
+    if bare:
+        rows = [row.named(lambda name: name.removeprefix(family.prefix)) for row in rows]
+    read: set[str] = set()
+    for row in rows:
+        if missing := next((name for name in row.tensors if name not in folder.tensors), None):
+            raise IntegrityError(f"{folder.path}: has no tensor {missing} for {row.parameters[0]}", NOT_OF_CONFIG)
+        for name, shape in row.shapes(shapes).items():
+            stored = folder.tensors[name]
+            if stored.shape != shape:
+                message = f"{name} is {list(stored.shape)}, and by {CONFIG} it is {list(shape)}"
+                raise IntegrityError(f"{stored.file}: {message}", NOT_OF_CONFIG)
+            if stored.dtype not in FLOATS:
+                message = f"{stored.file}: {name} is {stored.dtype}; specc reads {', '.join(FLOATS)}"
+                raise ConfigError(message, "convert the weights to bf16")
+        read.update(row.tensors)
+    for name in sorted(folder.tensors.keys() - read):
+        plain = f"{family.prefix}{name}" if bare else name
+        if not any(fnmatchcase(plain, pattern) for pattern in family.buffers) and not _is_tied(folder, name, rows):
+            raise IntegrityError(
+                f"{folder.path}: the tensor {name} belongs to no parameter of the model", NOT_OF_CONFIG
+            )
+    return rows
+
+
+def _is_tied(folder: Folder, name: str, rows: Sequence[Row]) -> bool:
+    """Returns whether a tensor is a second copy of the token table, as some programs write a tied head."""
+    table = next(row.tensors[0] for row in rows if row.parameters[0] == "embed.token")
+    head, stored = folder.tensors[name], folder.tensors[table]
+    same = (head.dtype, head.shape) == (stored.dtype, stored.shape) and name.rpartition(".")[2] == "weight"
+    return same and head.dtype in FLOATS and torch.equal(head.read(), stored.read())
+
+
+class FittedWeights:
+    """The weights of a folder as parameters of a model, f32. Reading one reads the tensors of its row, and no more.
+
+    Attributes:
+        family: the family.
+        section: the section `model` of a spec, as data.
+        model: the model.
+        shapes: the shapes of the parameters, by name.
+        rows: the rows of the parameters.
+        ignored: the fields of config.json that do not change what the model computes.
+    """
+
+    kind: Literal["hugging_face"] = "hugging_face"
+    step: int | None = None
+    spec: Spec | None = None
+
+    def __init__(
+        self, folder: Folder, family: Family, section: Data, model: Decoder, rows: Sequence[Row], ignored: Sequence[str]
+    ) -> None:
+        self.family, self.section, self.model, self.rows = family, section, model, rows
+        self.ignored = tuple(ignored)
+        self.shapes = {param.name: param.shape for param in model.lower("model").params}
+        self._row = {name: row for row in rows for name in row.parameters}
+        self._folder, self._ready = folder, dict[str, Tensor]()
+
+    def read(self, name: str) -> Tensor:
+        """Returns a parameter, and keeps the others of its row until they are read."""
+        if name not in self._ready:
+            row = self._row[name]
+            tensors = [self._folder.tensors[key].read().float() for key in row.tensors]
+            self._ready |= zip(row.parameters, row.split(tensors), strict=True)
+        return self._ready.pop(name)
+
+
+def fitted_weights(
+    folder: Folder, name: str = "model", tokenizer: str = TOKENIZERS[0], ignored: Sequence[str] = ()
+) -> FittedWeights:
+    """Returns the weights of a folder as parameters of the model of its config.
+
+    Args:
+        folder: the folder.
+        name: the name of the spec.
+        tokenizer: the tokenizer of the spec.
+        ignored: fields of config.json to ignore.
+
+    Raises:
+        ConfigError: the config says what specc lacks.
+        IntegrityError: the weights do not fit the config.
+    """
+    config = Config(folder.config, str(folder.path / CONFIG))
+    family = family_of(config)
+    section = family.model(config)
+    without_effect = require_known(config, family.name, ignored)
+    if len(folder.tensors) < section["blocks"]["count"]:
+        count = section["blocks"]["count"]
+        message = f"{count:,} layers have only {len(folder.tensors):,} tensors"
+        raise IntegrityError(f"{folder.path}: {message}", NOT_OF_CONFIG)
+    model = checked_model(name, section, tokenizer)
+    shapes = {param.name: param.shape for param in model.lower(name).params}
+    rows = matched_rows(family, config, shapes, model.blocks.count, folder)
+    return FittedWeights(folder, family, section, model, rows, without_effect)

@@ -1,0 +1,67 @@
+"""The record in a run of the folder that it was imported from, beside the files that it carries."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import ValidationError
+
+from specc.compiler.strict import StrictModel
+from specc.runtime.errors import IntegrityError
+from specc.runtime.hugging_face.folder import FLOATS
+from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.run_directory import Run
+
+ORIGIN = "origin.json"
+
+
+class _Record(StrictModel):
+    """The content of the file: the dtype of the tensors, and of those that differ."""
+
+    format: Literal[1]
+    dtype: str
+    others: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The dtypes of the tensors that a run was imported from.
+
+    Attributes:
+        dtype: the dtype of most tensors, as in safetensors.
+        others: the dtypes of the other tensors, by name.
+    """
+
+    dtype: str = "F32"
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dtypes(cls, dtypes: Mapping[str, str]) -> "Origin":
+        """Returns the origin of tensors by name."""
+        usual = Counter(dtypes.values()).most_common(1)[0][0]
+        return cls(usual, {name: dtype for name, dtype in dtypes.items() if dtype != usual})
+
+    @classmethod
+    def of(cls, run: Run) -> "Origin":
+        """Returns the origin of a run; that of f32 tensors if it was not imported. Raises IntegrityError if the file is
+        damaged."""
+        path = run.files / ORIGIN
+        if not path.is_file():
+            return cls()
+        try:
+            record = _Record.model_validate_json(path.read_bytes())
+        except ValidationError:
+            raise IntegrityError(f"{path}: is damaged", "import the folder again") from None
+        if not {record.dtype, *record.others.values()} <= FLOATS.keys():
+            raise IntegrityError(f"{path}: has an unknown dtype", "import the folder again")
+        return cls(record.dtype, record.others)
+
+    def dtype_of(self, name: str) -> str:
+        """Returns the dtype of a tensor."""
+        return self.others.get(name, self.dtype)
+
+    def write(self, run: Run) -> None:
+        """Writes the file. Raises EnvironmentFailure if it cannot be written."""
+        record = _Record(format=1, dtype=self.dtype, others=dict(self.others))
+        write_atomically(run.files / ORIGIN, [record.model_dump_json(indent=1).encode()])

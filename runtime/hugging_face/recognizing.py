@@ -1,0 +1,157 @@
+"""Finds the family and the config of a model of a spec, or the first thing that no family has."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from specc.compiler.architectures.architecture import Architecture
+from specc.compiler.architectures.decoder import Decoder
+from specc.compiler.blocks.attention import Attention
+from specc.compiler.blocks.latent import Latent
+from specc.compiler.blocks.mlp import FeedForward
+from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.strict import StrictModel
+from specc.runtime.errors import RuntimeFailure
+from specc.runtime.families.config import Config, ConfigError
+from specc.runtime.families.family import Data, Family, NotOfFamily, families
+
+OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change the function
+
+
+class NoFamily(RuntimeFailure):
+    """No family of Transformers that specc knows has this model (exit code 2)."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Recognized:
+    """A model as one of a family, with the fields of its config."""
+
+    family: Family
+    config: Data
+
+
+def recognized(model: Architecture, first: str = "") -> Recognized:
+    """Returns the family of a model, and its config.
+
+    A family fits if its config, read as `specc import` reads it, gives the same programs.
+
+    Args:
+        model: the model of a spec.
+        first: the name of the family to prefer, if it fits.
+
+    Raises:
+        NoFamily: if no family fits. The message has the first thing in the way of the family that comes closest.
+    """
+    if not isinstance(model, Decoder):
+        raise NoFamily(
+            "the model translates lines, but all families of Transformers that specc writes are decoders of text",
+            "export it as safetensors",
+        )
+    known = sorted(families().values(), key=lambda family: family.name != first)
+    reasons: list[tuple[int, str]] = []
+    for family in known:
+        result = _as_family(model, family)
+        if isinstance(result, Recognized):
+            return result
+        reasons.append((len(result), f"{family.title} comes closest: {result[0]}"))
+    hint = "change the spec, or export it as safetensors"
+    raise NoFamily(f"no family of Transformers has this model; {min(reasons, key=lambda r: r[0])[1]}", hint)
+
+
+def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
+    """Returns the model as one of a family, or the differences, the first of which is to be shown."""
+    try:
+        config = family.config(model)
+        said = decoder_of(family, config)
+    except NotOfFamily as error:
+        return [str(error)] * error.distance
+    except (ConfigError, ValidationError, LoweringError) as error:
+        return [getattr(error, "message", str(error).partition("\n")[0])] * 100
+    if same_programs(model, said):
+        return Recognized(family, config)
+    return differences(model, said) or ["an expression is written in another form"]
+
+
+def decoder_of(family: Family, config: Mapping[str, Any]) -> Decoder:
+    """Returns the model of a config of a family. Raises ConfigError if the config is not valid."""
+    return Decoder.model_validate_json(json.dumps(family.model(Config(config))))
+
+
+def same_programs(model: Decoder, other: Decoder) -> bool:
+    """Returns whether two models compute the same functions of the same parameters."""
+    if _sizes(model) != _sizes(other):
+        return False
+    return _facts(_function_of(model).lower("model")) == _facts(_function_of(other).lower("model"))
+
+
+def _function_of(model: Decoder) -> Decoder:
+    """Returns the model without dropout, which only training applies, and without the layout of a cache."""
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strip(inner) for key, inner in value.items() if key not in ("dropout", "cache")}
+        return [strip(inner) for inner in value] if isinstance(value, list) else value
+
+    return Decoder.model_validate_json(json.dumps(strip(model.model_dump(mode="json", by_alias=True))))
+
+
+def _sizes(model: Decoder) -> tuple[int, int, int, int]:
+    """Returns the sizes that are compared before anything is lowered."""
+    return model.vocab, model.dim, model.context, model.blocks.count
+
+
+def _facts(programs: Programs) -> object:
+    params = sorted((param.name, param.shape, param.dtype) for param in programs.params)
+    graphs = [(graph.name, graph.inputs, graph.nodes, graph.outputs) for graph in programs.graphs]
+    return params, graphs
+
+
+def differences(model: Decoder, other: Decoder) -> list[str]:
+    """Returns the fields in which a model differs from another: `blocks.0.mlp.act is relu(x), and not gelu(x)`."""
+    here, there = dict(_fields(model)), dict(_fields(other))
+    paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
+    return [f"{path} is {_shown(here.get(path))}, and in the family {_shown(there.get(path))}" for path in paths]
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _fields(model: Decoder) -> Iterator[tuple[str, Any]]:
+    """Yields the fields of every block and of the parts around them, with defaults that depend on others filled in."""
+    for name in ("vocab", "dim", "context", "prefix"):
+        yield name, getattr(model, name)
+    yield "embed", [_dump(step) for step in model.embed]
+    yield "blocks.count", model.blocks.count
+    yield "blocks.order", str(model.blocks.order) if model.blocks.order is not None else None
+    yield "blocks.common", [*model.blocks.common] or None
+    for i, block in enumerate(model.blocks.every):
+        yield f"blocks.{i}.norm", _dump(block.norm)
+        for name in ("learn", "read", "write"):
+            yield f"blocks.{i}.{name}", getattr(block, name) or None
+        yield f"blocks.{i}.layers", [layer.title for layer in block.layers]
+        for layer in block.layers:
+            fields = _dump(layer)
+            if isinstance(layer, FeedForward):
+                fields |= {"hidden": layer.width(model.dim), "ratio": None}
+            elif isinstance(layer, Attention):
+                fields |= {"kv_heads": layer.kv_heads or layer.heads, "head_dim": layer.size(model.dim)}
+            elif isinstance(layer, Latent):
+                keys = layer.head_dim or model.dim // layer.heads
+                fields |= {"head_dim": keys, "v_dim": layer.v_dim or keys}
+            for name, value in fields.items():
+                yield f"blocks.{i}.{layer.title}.{name}", value
+    yield "norm", _dump(model.norm)
+    for name, value in _dump(model.head).items():
+        yield f"head.{name}", value
+
+
+def _dump(part: StrictModel | None) -> dict[str, Any]:
+    if part is None:
+        return {}
+    return {key: value for key, value in part.model_dump(mode="json").items() if key not in OF_TRAINING}

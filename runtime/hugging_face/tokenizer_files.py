@@ -1,0 +1,73 @@
+"""The tokenizer of a run as files that Transformers reads."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specc.compiler.spec.data.text import TextData
+from specc.compiler.spec.spec import Spec
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.data.tokenizers.open import find_file, open_tokenizer
+from specc.runtime.data.tokenizers.ranks import tokenizer_json
+from specc.runtime.data.tokenizers.tiktoken import parse_ranks
+from specc.runtime.data.tokenizers.tokenizer import read_file
+
+SEPARATOR = "<|endoftext|>"
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+MOVED = {".json": TOKENIZER, ".model": "tokenizer.model"}  # files that Transformers reads as they are
+
+
+def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
+    """Returns the files of the tokenizer of a spec by name. They are empty if the tokenizer has no such form: a rank
+    file whose special tokens do not follow the ranks.
+
+    Raises DataError if a file is not found, or is not valid.
+    """
+    data = spec.train.data
+    assert isinstance(data, TextData)
+    if data.tokenizer == ByteTokenizer.name:
+        return {TOKENIZER: byte_level(), SETTINGS: _settings(SEPARATOR, spec.model.window)}
+    path = find_file(data.tokenizer, search)
+    if (name := MOVED.get(path.suffix)) is not None:
+        return {name: read_file(path)}
+    tokenizer, ranks = open_tokenizer(data, search), list(parse_ranks(read_file(path), path))
+    special = [entry.token for entry in data.special] or [SEPARATOR]
+    if tokenizer.bos is None or tokenizer.vocab != len(ranks) + len(special):
+        return {}
+    bos = special[tokenizer.bos - len(ranks)]
+    content = json.loads(tokenizer_json(ranks, data.pattern, special))
+    return {TOKENIZER: _json(_separated(content, bos, tokenizer.bos)), SETTINGS: _settings(bos, spec.model.window)}
+
+
+def byte_level() -> bytes:
+    """Returns the tokenizer `bytes` as a tokenizer.json: one id per byte, and one that separates documents."""
+    content = json.loads(tokenizer_json([bytes([value]) for value in range(256)], "gpt2", [SEPARATOR]))
+    content["pre_tokenizer"] = content["decoder"]
+    return _json(_separated(content, SEPARATOR, ByteTokenizer.bos))
+
+
+def is_byte_level(path: Path) -> bool:
+    """Returns whether a tokenizer.json is that of the tokenizer `bytes`."""
+    return path.read_bytes() == byte_level()
+
+
+def _separated(content: Mapping[str, Any], bos: str, identity: int) -> Mapping[str, Any]:
+    """Returns the content of a tokenizer.json that puts the separator before a text, as `specc generate` does."""
+    first = {"SpecialToken": {"id": bos, "type_id": 0}}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [first, *({"Sequence": {"id": name, "type_id": 0}} for name in "AB")],
+        "special_tokens": {bos: {"id": bos, "ids": [identity], "tokens": [bos]}},
+    }
+    return {**content, "post_processor": template}
+
+
+def _settings(bos: str, window: int) -> bytes:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos}
+    return _json({**settings, "clean_up_tokenization_spaces": False, "model_max_length": window})
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
