@@ -12,6 +12,8 @@ from specc.runtime.distributed.launch import own_cpu, target_of
 from specc.runtime.distributed.world import World
 from specc.runtime.eval.lines import ExactMatches, evaluate_lines
 from specc.runtime.eval.options import EvaluateError, EvaluateOptions
+from specc.runtime.eval.task_files import evaluate_tasks, read_tasks
+from specc.runtime.eval.tasks.task import TaskResults
 from specc.runtime.eval.text import Adapted, adapting, evaluate_adapted, evaluate_text
 from specc.runtime.metrics.bits_per_byte import BitsPerByte
 from specc.runtime.model.load import device_of
@@ -30,8 +32,9 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
     gpus: int | None = None,
-) -> BitsPerByte | ExactMatches | Adapted:
-    """Scores a run or an artifact by the metric of its spec.
+    tasks: Sequence[Path] = (),
+) -> BitsPerByte | ExactMatches | Adapted | TaskResults:
+    """Scores a run or an artifact by the metric of its spec, or on the examples of files.
 
     Args:
         path: the run or the artifact.
@@ -40,18 +43,21 @@ def evaluate(
         target, device, quantized, search, say: as for `open_model`.
         progress: called with the number of scored tokens or lines and the total.
         world: the processes that share the work. Each of them calls this function, on its own device.
-        gpus: the requested number of processes; None if not specified. They run on GPUs unless the target, which is
-            `target` or by default that of `own_cpu`, is the CPU.
+        gpus: the requested number of processes; None if not specified. The processes run on GPUs unless `target`, or by
+            default the result of `own_cpu`, is the CPU.
+        tasks: files of examples, which are scored instead of data.
 
     Returns:
-        The score, identical in all processes.
+        The score, or the results of `tasks`, identical in all processes.
 
     Raises:
         EvaluateError: `gpus` differs from the number of processes.
         RunFailure: the models of the processes differ.
         EnvironmentFailure: there are fewer GPUs than processes.
-        Others: the errors of `open_model`, `evaluate_text`, `evaluate_adapted` and `evaluate_lines`.
+        Others: the errors of `open_model`, `evaluate_text`, `evaluate_adapted`, `evaluate_lines`, `read_tasks` and
+            `evaluate_tasks`.
     """
+    files = read_tasks(tasks, options) if tasks else []
     if gpus is not None and world is not None and gpus != world.size:
         raise EvaluateError(f"--gpus {gpus}, but {world.size} processes were started", "leave --gpus out")
     if gpus is not None or (world is not None and world.size > 1):
@@ -66,6 +72,8 @@ def evaluate(
     if world.size > 1:
         sums = [float(weight.detach().double().sum()) for weight in opened.model.parameters()]
         world.require_same("model", {"spec": canonical(opened.spec), "weights": str(sums)})
+    if files:
+        return evaluate_tasks(opened, files, options, progress, world)
     if options.adapt is not None:
         return evaluate_adapted(opened, options, progress, world)
     return METRICS[opened.spec.eval.metric](opened, options, progress, world)

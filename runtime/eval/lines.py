@@ -97,7 +97,9 @@ def evaluate_lines(
         raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in its spec")
     if options.stride is not None or options.window is not None:
         option = "stride" if options.stride is not None else "window"
-        raise EvaluateError(f"lines are scored individually and have no {option}", f"leave --{option} out")
+        raise EvaluateError(
+            f"--{option} does not apply to a model of lines, which scores each line alone", f"leave --{option} out"
+        )
     if world is not None and world.size > 1:
         raise EvaluateError("lines are scored by one process", "leave --gpus out")
     compiled = options.compiled and opened.device.type == "cuda"
@@ -131,7 +133,8 @@ class _Lines:
 
 
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
-    """Yields the sets of lines that `options.data` names; by default those of the run, or else those of its task."""
+    """Yields the sets of lines that `options.data` names. The default are the sets of the run, or else of the run's
+    task."""
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
     data = options.data or opened.data or task.name

@@ -36,7 +36,7 @@ class EvaluateOptions:
         compiled: use torch.compile on a GPU.
         window: window length in tokens. It may exceed the context, unless the model has learned positions.
         adapt: the method by which the model adapts to the text, as a `kind` or a YAML mapping. The result is then not a
-            score of the model. None never adapts, even if the spec has `eval.adapt`.
+            score of the model. With None, the model does not adapt, even if the spec has `eval.adapt`.
         hopeless: for lines, stop scoring a set if none of its first `hopeless` lines is exact.
     """
 
@@ -78,7 +78,10 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
     if stride is not None and not 1 <= stride <= window:
         what = "context" if window == context else "window"
         raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "change --stride")
-    return WindowPlan(window, options.batch or how.batch, window if stride is None else stride)
+    if window <= spec.model.unscored:
+        message = f"a window of {window} tokens is shorter than the prefix of {spec.model.unscored + 1}"
+        raise EvaluateError(message, "use a larger --window")
+    return WindowPlan(window, options.batch or how.batch, window if stride is None else stride, spec.model.unscored)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from specc.runtime.eval.adapt.method import Work, method_of
 from specc.runtime.eval.options import FEWER, EvaluateError, EvaluateOptions, memory, windows_of
 from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte, ScoredText, evaluate_bits
 from specc.runtime.metrics.share import Share
-from specc.runtime.model.protocols import text_model_in_halves
 from specc.runtime.open_model import OpenedModel, token_cache
 from specc.runtime.storage.run_directory import readable
 
@@ -52,7 +51,7 @@ def evaluate_text(
     """
     world = world or World.alone()
     windows = windows_of(opened.spec, options, str(opened.path))
-    score = _compiled(opened, options)(opened.text_model.score)
+    score = compiled(opened, options)(opened.text_model.score)
     with _stream(opened, options, world) as stream, memory():
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
         share = Share(world.rank, world.size, world.totals)
@@ -162,7 +161,7 @@ def evaluate_adapted(
     if next(opened.model.buffers(), None) is not None:
         hint = "adapt the run from before quantization"
         raise EvaluateError(f"{opened.path} computes in integers, which have no gradients", hint)
-    method, model, compiled = method_of(how.adapt), opened.model, _compiled(opened, options)
+    method, model, compiles = method_of(how.adapt), opened.model, compiled(opened, options)
     learns = [weight for weight in model.parameters() if weight.requires_grad]
     fixed = method.rows(how.adapt) if method.rows is not None else None
     if fixed is not None and options.batch not in (None, fixed):
@@ -174,8 +173,8 @@ def evaluate_adapted(
     with _stream(opened, options, world) as stream, memory(fewer):
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
-        halves = text_model_in_halves(model)
-        score, features, nats = map(compiled, (halves.score, halves.features, halves.nats))
+        text_model = opened.text_model
+        score, features, nats = map(compiles, (text_model.score, text_model.features, text_model.nats))
         # Before 2.12, Torch reuses a graph compiled by another method although weights require gradients since then
         # (pytorch/pytorch#139476). Gradients would lack the contribution of the head.
         torch.compiler.reset()
@@ -194,7 +193,7 @@ def evaluate_adapted(
     return Adapted(how.adapt, windows, done, replace(result, held_out=_held_out(opened, stream)))
 
 
-def _compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
+def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
     """Returns torch.compile if the model is on a GPU and the options allow it, else the identity."""
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 

@@ -1,10 +1,9 @@
 """Bits per byte: the loss of a model over a stream, in a unit that does not depend on the tokenizer.
 
-`bpb` divides by the bytes of the documents in the source. `bpb_pieces` divides by the bytes that the scored tokens
-represent (PieceBytes). For a lossless tokenizer both numbers must be equal, and this is checked.
+`bpb` divides by the bytes of the documents in the source, or by the byte counts beside the shards. `bpb_pieces` divides
+by the bytes that the scored tokens represent (PieceBytes). For a lossless tokenizer both numbers must be equal, and
+this is checked.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -32,7 +31,8 @@ class BitsPerByte:
     Attributes:
         nats: sum of the loss over the scored tokens, in nats.
         tokens: number of scored tokens, including separators, which have no bytes.
-        document_bytes: bytes of the documents. None if only a part was scored, or if the source does not state them.
+        document_bytes: bytes of the documents: the byte counts of the scored tokens, if the stream has them. Otherwise
+            None if only a part was scored, or if the source does not state them.
         piece_bytes: bytes that the scored tokens represent.
         bpb: bits per document byte. None if the document bytes are unknown and the tokenizer is lossy.
         bpb_pieces: bits per piece byte.
@@ -67,7 +67,7 @@ class BitsPerByte:
     def report(self) -> list[str]:
         """Returns human-readable lines: loss and metrics, the audit, and whether the model was trained on the text."""
         bpb = "unknown" if self.bpb is None else f"{self.bpb:.4f}"
-        nats = f"{self.nats / self.tokens:.4f} nats a token, bpb {bpb}, bpb_pieces {self.bpb_pieces:.4f}"
+        nats = f"{self.nats / self.tokens:.4f} nats per token, bpb {bpb}, bpb_pieces {self.bpb_pieces:.4f}"
         trained = {
             True: "the validation split of the training data",
             False: "the training split: the model was trained on all of it",
@@ -127,10 +127,10 @@ class ScoredText:
 class Account:
     """Accumulates the loss and the bytes of the targets that batches of windows score.
 
-    Every token except the first is a target exactly once. The first token is BOS, which has no bytes, so it is missing
-    from neither the loss nor the bytes. Separators contribute to the loss. Batches do not depend on the number of
-    processes, and their sums are added exactly. The total is therefore identical on any number of processes if the
-    model returns identical losses.
+    Every token except the first is a target exactly once. The first token is BOS. It has no bytes, so neither the loss
+    nor the bytes lack anything. Separators contribute to the loss. Batches do not depend on the number of processes,
+    and their sums are added exactly. The total is therefore identical on any number of processes if the model returns
+    identical losses.
 
     Args:
         text: the text to score.
@@ -148,18 +148,20 @@ class Account:
 
     def __init__(self, text: ScoredText, plan: WindowPlan, chunk: int | None = None) -> None:
         self._stream, self._tokenizer, self._rows = text.stream, text.tokenizer, plan.batch
+        self._unscored = plan.unscored
         self.windows = Windows(text.last_target(), plan.length, plan.step)
         parts = cut(self.windows.chunks(chunk), plan.batch)
         self._batches = [batch for part in parts for batch in part]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         self.chunks = [range(first, end) for first, end in pairwise(ends)]
-        self._pieces = text.tokenizer.piece_bytes()
-        self._sums = np.zeros(len(self._batches) + 2)
+        self._counted = bool(text.stream.byte_counts)
+        self._pieces = None if self._counted and not _spells(text.tokenizer) else text.tokenizer.piece_bytes()
+        self._sums = np.zeros(len(self._batches) + 3)
 
     @property
     def tokens(self) -> int:
         """The number of targets added so far."""
-        return int(self._sums[-2])
+        return int(self._sums[-3])
 
     def span(self, batches: range) -> tuple[int, int]:
         """Returns (after, end): a range of batches scores the targets at positions after + 1 .. end."""
@@ -168,13 +170,13 @@ class Account:
 
     def read(self, number: int) -> Batch:
         """Returns a batch by index. Every batch has the same number of rows."""
-        return read_batch(self._stream, self.windows, number, self._batches[number], self._rows)
+        return read_batch(self._stream, self.windows, number, self._batches[number], self._rows, self._unscored)
 
     def tokens_at(self, start: int, count: int) -> Ids:
         """Returns tokens of the stream, i64 [count]."""
         return self._stream.read(start, count).astype(np.int64)
 
-    def add(self, batch: Batch, scores: Tensor) -> None:
+    def add(self, batch: Batch, scores: "Tensor") -> None:
         """Adds the losses of a batch in nats, f32 or f64 [B, T]. Only targets in `batch.new` count.
 
         Raises ValueError if the shape of `scores` differs from that of the targets.
@@ -183,8 +185,17 @@ class Account:
             raise ValueError(f"score gave shape {tuple(scores.shape)} for targets of shape {batch.ids.shape}")
         losses, mask = scores.detach().cpu().double().numpy(), batch.new  # one mask for both loss and bytes
         self._sums[batch.number] += math.fsum(losses[mask])
-        size = self._pieces.count(batch.ids[mask], batch.targets[mask]).sum()
-        self._sums[-2:] += int(mask.sum()), int(size)  # exact below 2**53
+        counted = self._bytes_at(batch.at[mask]) if self._counted else 0
+        pieces = self._pieces
+        size = counted if pieces is None else int(pieces.count(batch.ids[mask], batch.targets[mask]).sum())
+        self._sums[-3:] += int(mask.sum()), size, counted  # exact below 2**53
+
+    def _bytes_at(self, places: Ids) -> int:
+        """Returns the sum of the byte counts of the tokens at positions of the stream, i64 [N]."""
+        if not len(places):
+            return 0
+        first = int(places.min())
+        return int(self._stream.read_bytes(first, int(places.max()) - first + 1)[places - first].sum())
 
     def total(self, share: Share = WHOLE) -> BitsPerByte:
         """Returns the result over all processes.
@@ -193,18 +204,37 @@ class Account:
         bytes and piece bytes differ.
         """
         sums = share.total(self._sums)
-        tokens, size, last = int(sums[-2]), int(sums[-1]), self.windows.last
-        if tokens != last:
-            raise RuntimeError(f"scored {tokens} of {last} targets")
-        known = self._stream.document_bytes if last == self._stream.tokens - 1 else None
-        return _result(math.fsum(sums[:-2]), tokens, size, known, self._tokenizer)
+        tokens, size, byte_count = (int(value) for value in sums[-3:])
+        last = self.windows.last
+        counted = last
+        if self._unscored:
+            windows = (self.windows[k] for k in range(len(self.windows)))
+            counted = sum(max(0, min(window.new, window.length - self._unscored)) for window in windows)
+        if tokens != counted:
+            raise RuntimeError(f"scored {tokens} of {counted} targets")
+        known = self._stream.document_bytes if counted == self._stream.tokens - 1 else None
+        if self._counted:
+            if known not in (None, byte_count):
+                message = f"the byte counts of the tokens sum to {byte_count:,}, but the documents have {known:,} bytes"
+                raise DataIntegrityError(message, "pack the text again, or remove the files of byte counts")
+            known = byte_count
+        return _result(math.fsum(sums[:-3]), tokens, size, known, self._tokenizer)
+
+
+def _spells(tokenizer: Tokenizer) -> bool:
+    """Returns whether the bytes of each token are known without the text."""
+    try:
+        tokenizer.piece_bytes()
+    except DataError:
+        return False
+    return True
 
 
 def evaluate_bits(
-    score: Callable[[Tensor, Tensor], Tensor],
+    score: Callable[["Tensor", "Tensor"], "Tensor"],
     text: ScoredText,
     plan: WindowPlan,
-    device: torch.device | str = "cpu",
+    device: "torch.device | str" = "cpu",
     share: Share = WHOLE,
     progress: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:

@@ -1,7 +1,5 @@
 """Exact match: the fraction of lines whose decoded text equals the target."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Validation: measurements of a model during training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,15 +26,12 @@ class Measured(Protocol):
 
     def record(self) -> Mapping[str, str | int | float | bool | None]:
         """Returns the result as fields of a log record."""
-        ...
 
     def line(self) -> str:
         """Returns the result as one human-readable line."""
-        ...
 
     def summary(self) -> str:
         """Returns only the metric, with its unit."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +45,7 @@ class Scorer:
         device: device of the model.
         share: the share of this process.
         progress: called between batches with the number of scored items and the total.
-        compiled: whether `score` is compiled. If so, the measurement also compiles everything else that it runs.
+        compiled: whether `score` is compiled. If so, the measurement compiles all other functions that it runs.
     """
 
     model: nn.Module
@@ -70,17 +65,18 @@ class Validates(Protocol):
 
     def measure(self, scorer: Scorer) -> Measured:
         """Returns the result over all processes. Raises DataError if the data cannot be read or scored."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """A measurement of the first `max_tokens` targets of a text stream (None: all), with `batch` windows per batch."""
+    """A measurement of the first `max_tokens` targets of a text stream (None: all), with `batch` windows per batch. The
+    first `unscored` targets of a window do not count."""
 
     stream: TokenStream
     tokenizer: Tokenizer
     batch: int
     max_tokens: int | None
+    unscored: int = 0
 
     @property
     def vocabulary(self) -> int:
@@ -88,5 +84,5 @@ class Validation:
 
     def measure(self, scorer: Scorer) -> BitsPerByte:
         text = ScoredText(self.stream, self.tokenizer, self.max_tokens)
-        plan = WindowPlan(scorer.window, self.batch)
+        plan = WindowPlan(scorer.window, self.batch, unscored=self.unscored)
         return evaluate_bits(scorer.score, text, plan, scorer.device, scorer.share, scorer.progress)

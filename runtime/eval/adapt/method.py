@@ -1,7 +1,5 @@
 """The interface of methods that adapt a model to the text that it scores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,11 +93,11 @@ class Method:
     """A method of adaptation.
 
     Attributes:
-        name: the `kind` of its settings.
+        name: the `kind` of the settings.
         rows: maps the settings to the number of windows per batch. None if windows of a batch share no parameters, so
             that any number is possible.
-        chunk: maps the settings to the number of targets to score between changes of the model, or to None if the
-            model does not change.
+        chunk: maps the settings to the number of targets to score between changes of the model; None if the model does
+            not change.
         run: scores the whole text and returns a description of the number of adaptations. All processes of a `world`
             call it.
     """

@@ -4,8 +4,6 @@ The model before the head runs once per batch, without gradients. Each optimizer
 backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Test-time training that scores first: the weights are trained on each chunk after the whole chunk is scored."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +36,7 @@ class Whole:
     leaves: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, weight: Tensor) -> Whole:
+    def of(cls, weight: Tensor) -> "Whole":
         return cls((_wide(weight).clone().requires_grad_(),))
 
     def value(self) -> Tensor:
@@ -54,7 +52,7 @@ class LowRank:
     factor: float
 
     @classmethod
-    def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> LowRank:
+    def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> "LowRank":
         base = _wide(weight).clone()  # `_wide` of an f32 weight is the weight itself, which is overwritten
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
@@ -76,7 +74,7 @@ class Row:
 
 
 def rows_of(span: tuple[int, int], length: int) -> list[Row]:
-    """Returns rows of up to `length` tokens that cover each target of `span`, positions span[0] + 1 .. span[1], once.
+    """Returns rows of up to `length` tokens that cover each target at positions span[0] + 1 .. span[1] once.
 
     Earlier tokens of a row are context only.
     """
@@ -88,7 +86,7 @@ def rows_of(span: tuple[int, int], length: int) -> list[Row]:
 class Learner:
     """Trains the weights whose names match the settings.
 
-    The trained leaves are f32. Their values are copied into the model's parameters, which retain their own dtype.
+    The trained leaves are f32. Their values are copied into the parameters of the model, whose dtype does not change.
     Raises AdaptError if no parameter matches.
     """
 
@@ -107,7 +105,8 @@ class Learner:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Enables gradients of the weights inside the block. At its end, disables them and restores the weights."""
+        """A context manager in which the weights have gradients. At the end, gradients are disabled and the weights are
+        restored."""
         originals = [weight.detach().clone() for weight in self.shown.values()]
         try:
             for weight in self.shown.values():
@@ -147,7 +146,8 @@ class Learner:
                 shown.copy_(weight.value())
 
     def _backward(self, rows: Sequence[Row], count: int) -> None:
-        """Adds to `sums` the gradients of the rows' summed loss divided by `count`, the targets of the whole step."""
+        """Adds the gradients of the summed loss of the rows, divided by `count`, to `sums`. `count` is the number of
+        targets of the whole step."""
         account, device = self.work.account, self.work.world.device
         length = min(account.windows.length, max(row.end for row in rows))
         filled = [*rows, *[rows[-1]] * (self.work.rows - len(rows))]
@@ -194,7 +194,7 @@ def _run(how: TestTimeTraining, work: Work) -> str:
                 learner.learn(work.account.span(chunk), number / max(len(chunks) - 1, 1))
                 if not all(bool(leaf.isfinite().all()) for leaf in learner.leaves):
                     message = f"weights are not finite after chunk {number + 1} of {len(chunks)}"
-                    raise RunFailure(message, "lower eval.adapt.optimizer.lr, or clip_norm")
+                    raise RunFailure(message, "lower eval.adapt.optimizer.lr, or eval.adapt.clip_norm")
     count = sum(leaf.numel() for leaf in learner.leaves)
     return f"{count:,} numbers learned from {len(chunks) - 1:,} of {len(chunks):,} chunks"
 

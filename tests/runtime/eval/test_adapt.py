@@ -95,13 +95,13 @@ def _eval(run: Run) -> Any:
 def test_slot_is_its_definition(
     run: Run, opened: OpenedModel, tokens: tuple[Path, list[int]], kind: str, tmp_path: Path
 ) -> None:
-    found = counted(lambda: adapted(opened, METHODS[kind], data=str(tokens[0]), cache=tmp_path))
+    result = counted(lambda: adapted(opened, METHODS[kind], data=str(tokens[0]), cache=tmp_path))
     want = naive_slot(run, tokens[1], METHODS[kind], kind == "slot_causal")
-    np.testing.assert_allclose(found, want, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(result, want, rtol=2e-4, atol=2e-4)
     without = counted(lambda: plain(opened, data=str(tokens[0]), cache=tmp_path))
     first = slice(0, WINDOW)
-    assert np.allclose(found[first], without[first], atol=1e-5) == (kind == "slot_causal")  # nothing was scored before
-    assert np.abs(found - without)[WINDOW:].min() > 0 and np.abs(found - without).max() > 1e-2
+    assert np.allclose(result[first], without[first], atol=1e-5) == (kind == "slot_causal")  # nothing was scored before
+    assert np.abs(result - without)[WINDOW:].min() > 0 and np.abs(result - without).max() > 1e-2
 
 
 def naive_ttt(run: Run, tokens: list[int], how: dict[str, Any], learner: Callable[[Any, dict[str, Any]], Any]) -> Nats:
@@ -186,12 +186,12 @@ def test_training_is_its_definition(
     run: Run, opened: OpenedModel, tokens: tuple[Path, list[int]], how: dict[str, Any], learner: Any, tmp_path: Path
 ) -> None:
     before = {name: weight.clone() for name, weight in opened.model.state_dict().items()}
-    found = counted(lambda: adapted(opened, how, data=str(tokens[0]), cache=tmp_path))
-    np.testing.assert_allclose(found, naive_ttt(run, tokens[1], how, learner), rtol=1e-3, atol=1e-3)
+    result = counted(lambda: adapted(opened, how, data=str(tokens[0]), cache=tmp_path))
+    np.testing.assert_allclose(result, naive_ttt(run, tokens[1], how, learner), rtol=1e-3, atol=1e-3)
     without = counted(lambda: plain(opened, data=str(tokens[0]), cache=tmp_path))
     learned = CHUNK + WINDOW  # by then, the first chunk was trained on
-    assert np.array_equal(found[:WINDOW], without[:WINDOW]) and np.abs(found - without)[learned:].min() > 1e-4
-    assert found.sum() < without.sum()
+    assert np.array_equal(result[:WINDOW], without[:WINDOW]) and np.abs(result - without)[learned:].min() > 1e-4
+    assert result.sum() < without.sum()
     assert all(torch.equal(weight, before[name]) for name, weight in opened.model.state_dict().items())
     assert all(weight.requires_grad for weight in opened.model.parameters())
 
@@ -212,9 +212,9 @@ def test_what_learns_is_what_the_pattern_covers(
         {**LORA, "lora": {"rank": 1, "scale": 6.0}},
         {**TTT, "clip_norm": 0.1},
     ]
-    found = [adapted(opened, how, **where).counted.nats for how in ways]
-    assert len({*found, without}) == len(ways) + 1 and max(found) < without
-    assert adapted(opened, LORA, **where).counted.nats == found[2]  # the same seed, the same score
+    results = [adapted(opened, how, **where).counted.nats for how in ways]
+    assert len({*results, without}) == len(ways) + 1 and max(results) < without
+    assert adapted(opened, LORA, **where).counted.nats == results[2]  # the same seed, the same score
 
 
 @pytest.mark.parametrize("kind", ["plain", *METHODS])
@@ -240,25 +240,25 @@ def test_what_comes_later_moves_nothing_before_it_where_that_is_promised(
 
 def _changed(documents: list[bytes], first: int) -> list[bytes]:
     """The documents with every byte at a token position from `first` on replaced, but the line feed that ends each."""
-    made, at = [], 0
+    outputs, at = [], 0
     for text in documents:
-        made.append(bytes(byte if at + 1 + i < first else byte ^ 1 for i, byte in enumerate(text[:-1])) + b"\n")
+        outputs.append(bytes(byte if at + 1 + i < first else byte ^ 1 for i, byte in enumerate(text[:-1])) + b"\n")
         at += 1 + len(text)
-    return made
+    return outputs
 
 
 def test_a_number_that_is_not_causal_is_never_a_score(opened: OpenedModel, tmp_path: Path) -> None:
     for how in (SLOT, CAUSAL, TTT):
-        found = adapted(opened, how, cache=tmp_path, max_tokens=200)
+        result = adapted(opened, how, cache=tmp_path, max_tokens=200)
         causal = how is not SLOT
-        assert isinstance(found, Adapted) and not isinstance(found, BitsPerByte)
-        assert not any(hasattr(found, word) for word in ("nats", "bpb", "bpb_pieces", "record", "line", "summary"))
-        facts: Any = found.facts()
+        assert isinstance(result, Adapted) and not isinstance(result, BitsPerByte)
+        assert not any(hasattr(result, word) for word in ("nats", "bpb", "bpb_pieces", "record", "line", "summary"))
+        facts: Any = result.facts()
         key, other = ("adapted", "non_causal") if causal else ("non_causal", "adapted")
         assert set(facts) == {"causal", key} and facts["causal"] is facts[key]["causal"] is causal
         assert facts[key]["method"] == how["kind"] and facts[key]["tokens"] == 200 and other not in facts
-        head, *_, last = found.report()
-        assert found.done in head and facts[key]["done"] == found.done
+        head, *_, last = result.report()
+        assert result.done in head and facts[key]["done"] == result.done
         assert last.startswith(
             f"causal: {how['kind']}" if causal else "NON-CAUSAL, not the model's score: slot is fitted"
         )
@@ -270,23 +270,23 @@ def test_what_hangs_on_the_length_of_the_text_says_so(
     opened: OpenedModel, tokens: tuple[Path, list[int]], tmp_path: Path, schedule: str
 ) -> None:
     """The cosine divides by all chunks, so a text that goes on scores otherwise from the second chunk on."""
-    how, found = {**TTT, "schedule": schedule}, []
+    how, results = {**TTT, "schedule": schedule}, []
 
     def score(count: int) -> None:
-        found.append(adapted(opened, how, data=str(tokens[0]), cache=tmp_path, max_tokens=count))
+        results.append(adapted(opened, how, data=str(tokens[0]), cache=tmp_path, max_tokens=count))
 
     scores = [counted(partial(score, count))[:150] for count in (200, 400)]
     assert np.array_equal(*scores) == (schedule == "constant")
-    said = [("how many there are in all" in one.report()[-1]) == (schedule == "cosine") for one in found]
+    said = [("how many there are in all" in result.report()[-1]) == (schedule == "cosine") for result in results]
     assert said == [True, True]
 
 
 def test_a_correction_is_not_broken_by_the_rate_where_none_is_given(opened: OpenedModel, tmp_path: Path) -> None:
-    found, plainly = (
+    result, plainly = (
         adapted(opened, {"kind": "ttt", "chunk": 50, "lora": lora}, cache=tmp_path, max_tokens=400).counted.nats
         for lora in ({"rank": 2}, {"rank": 2, "scale": 1e-9})
     )
-    assert found < 1.05 * plainly
+    assert result < 1.05 * plainly
 
 
 def test_a_spec_that_adapts_is_scored_as_it_is(run: Run, tmp_path: Path) -> None:
@@ -308,17 +308,17 @@ def test_a_spec_with_a_rule_for_every_tensor_can_adapt() -> None:
     spec = small_spec(f"quant.rules=[{rules}]")
     from specc.runtime.eval.text import adapting
 
-    made = adapting(spec, EvaluateOptions(adapt="slot", stride=STRIDE))
-    assert made.quant == spec.quant and made.eval.adapt.kind == "slot"  # type: ignore[union-attr]
+    adapter = adapting(spec, EvaluateOptions(adapt="slot", stride=STRIDE))
+    assert adapter.quant == spec.quant and adapter.eval.adapt.kind == "slot"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("count", [1, 20, 33])
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_text_as_short_as_a_window_is_scored(opened: OpenedModel, kind: str, count: int, tmp_path: Path) -> None:
-    found = adapted(opened, METHODS[kind], cache=tmp_path, max_tokens=count).counted
+    result = adapted(opened, METHODS[kind], cache=tmp_path, max_tokens=count).counted
     want = plain(opened, cache=tmp_path, max_tokens=count)
-    assert (found.tokens, found.piece_bytes) == (count, want.piece_bytes)
-    assert (found.nats == pytest.approx(want.nats, rel=1e-6)) == (kind != "slot" or count == 1) or count == 33
+    assert (result.tokens, result.piece_bytes) == (count, want.piece_bytes)
+    assert (result.nats == pytest.approx(want.nats, rel=1e-6)) == (kind != "slot" or count == 1) or count == 33
 
 
 def test_what_cannot_adapt_is_refused(run: Run, opened: OpenedModel, tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ def text(folder: Path, changed: int | None = None) -> str:
     """2,500 bytes; with `changed`, others from that token position on."""
     folder.mkdir()
     chooser = random.Random(1)
-    made = bytes(chooser.choices(b"the model of a tile", k=2500))
+    data = bytes(chooser.choices(b"the model of a tile", k=2500))
     if changed is not None:
-        made = made[: changed - 1] + bytes(byte ^ 1 for byte in made[changed - 1 :])
+        data = data[: changed - 1] + bytes(byte ^ 1 for byte in data[changed - 1 :])
     (folder / "train.txt").write_bytes(b"not read")
-    (folder / "val.txt").write_bytes(made)
+    (folder / "val.txt").write_bytes(data)
     return str(folder)
 
 
@@ -57,11 +57,11 @@ def test_it_is_near_what_the_cpu_finds(run: Run, tmp_path: Path) -> None:
     gpu, cpu = (opened_on(run, device) for device in ("cuda", "cpu"))
     gain = []
     for how in (None, SLOT, CAUSAL, {**TTT, "chunk": 512}, {**ADAMW, "chunk": 512}):
-        one, two = (nats(model, how, where) for model in (gpu, cpu))
-        gain.append((one.mean(), two.mean()))
-        assert one.mean() == pytest.approx(two.mean(), abs=0.02), how
-    for found, want in gain[1:]:  # what each method changes is the same on both
-        assert found - gain[0][0] == pytest.approx(want - gain[0][1], rel=0.2, abs=2e-3)
+        on_gpu, on_cpu = (nats(model, how, where) for model in (gpu, cpu))
+        gain.append((on_gpu.mean(), on_cpu.mean()))
+        assert on_gpu.mean() == pytest.approx(on_cpu.mean(), abs=0.02), how
+    for result, want in gain[1:]:  # what each method changes is the same on both
+        assert result - gain[0][0] == pytest.approx(want - gain[0][1], rel=0.2, abs=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["plain", "slot", "slot_causal"])

@@ -23,9 +23,9 @@ from specc.runtime.train.train import TrainOptions, train
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("evaluate")
-    made = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
-    quantize(made.directory, QuantizeOptions(cache=folder / "cache"), lambda _: None)
-    return made
+    trained = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+    quantize(trained.directory, QuantizeOptions(cache=folder / "cache"), lambda _: None)
+    return trained
 
 
 def scored(run: Run, stride: int | None = None, max_tokens: int | None = None) -> EvaluateOptions:
@@ -85,9 +85,9 @@ def test_a_spec_may_state_its_windows(run: Run, tmp_path: Path) -> None:
     """A shorter window that is asked for is no error where the spec's stride is longer: it then is the stride."""
     other = make_run(tmp_path / "run", small_spec("eval={batch: 4, window: 16, stride: 12}"), run.data)
     cache = run.directory.parent / "cache"
-    found = [evaluate(other.directory, EvaluateOptions(cache=cache, max_tokens=99, window=w)) for w in (None, 16, 8)]
+    results = [evaluate(other.directory, EvaluateOptions(cache=cache, max_tokens=99, window=w)) for w in (None, 16, 8)]
     same = [replace(scored(run, stride, 99), window=window) for window, stride in ((16, 12), (16, 12), (8, 8))]
-    assert found == [evaluate(run.directory, options) for options in same]
+    assert results == [evaluate(run.directory, options) for options in same]
 
 
 def test_more_context_scores_each_token_with_more(run: Run) -> None:

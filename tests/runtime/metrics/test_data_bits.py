@@ -1,7 +1,5 @@
 """Bits per byte: both metrics against a second implementation, and every target exactly once."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json
@@ -95,17 +93,17 @@ def score(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("bpb", "pieces", "lossless", "told"),
+    ("bpb", "pieces", "lossless", "summary"),
     [
         (0.9627, 1.0856, False, "0.9627 bpb, 1.0856 bpb_pieces"),
         (None, 1.0856, False, "1.0856 bpb_pieces"),
         (1.0856, 1.0856, True, "1.0856 bpb"),
     ],
 )
-def test_metrics_are_told_by_their_own_names(bpb: float | None, pieces: float, lossless: bool, told: str) -> None:
+def test_metrics_are_told_by_their_own_names(bpb: float | None, pieces: float, lossless: bool, summary: str) -> None:
     """The same in a line of a run and in what its end says."""
-    found = BitsPerByte(11.345, 10, None, 9, bpb, pieces, lossless)
-    assert found.summary() == told and found.line() == f"1.1345 nats/token, {told}"
+    result = BitsPerByte(11.345, 10, None, 9, bpb, pieces, lossless)
+    assert result.summary() == summary and result.line() == f"1.1345 nats/token, {summary}"
 
 
 def second_implementation(name: str, folder: Path, last: int | None) -> tuple[float, float, int]:
@@ -154,13 +152,13 @@ def test_both_metrics_agree_with_a_second_implementation(
 ) -> None:
     tokenizer = open_tokenizer(name, [folder])
     stream = open_stream(folder / "val.jsonl", "val", tokenizer, folder / "cache")
-    found = bits(score, stream, tokenizer, length, batch, stride=stride)
+    result = bits(score, stream, tokenizer, length, batch, stride=stride)
     bpb, bpb_pieces, size = second_implementation(name, folder, None)
-    assert found.bpb == pytest.approx(bpb, rel=1e-9, abs=0)
-    assert found.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
-    assert (found.tokens, found.piece_bytes) == (stream.tokens - 1, size)
-    assert found.document_bytes == sum(map(len, documents(folder / "val.jsonl", "val")))
-    assert (found.bpb == found.bpb_pieces) == tokenizer.lossless == (found.piece_bytes == found.document_bytes)
+    assert result.bpb == pytest.approx(bpb, rel=1e-9, abs=0)
+    assert result.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
+    assert (result.tokens, result.piece_bytes) == (stream.tokens - 1, size)
+    assert result.document_bytes == sum(map(len, documents(folder / "val.jsonl", "val")))
+    assert (result.bpb == result.bpb_pieces) == tokenizer.lossless == (result.piece_bytes == result.document_bytes)
 
 
 @pytest.mark.parametrize("name", ["bytes", "small.tiktoken", "small.model"])
@@ -171,12 +169,12 @@ def test_a_part_of_the_stream_has_the_bytes_of_that_part(folder: Path, name: str
     for _ in range(10):
         last = generator.randrange(5, stream.tokens - 1)
         stride = generator.randrange(1, 33)
-        found = bits(score, stream, tokenizer, 32, 4, stride=stride, max_tokens=last)
+        result = bits(score, stream, tokenizer, 32, 4, stride=stride, max_tokens=last)
         bpb, bpb_pieces, size = second_implementation(name, folder, last)
-        assert (found.tokens, found.piece_bytes, found.document_bytes) == (last, size, None)
-        assert found.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
-        assert found.bpb == (pytest.approx(bpb, rel=1e-9, abs=0) if tokenizer.lossless else None)
-        assert "document bytes unknown" in found.audit()
+        assert (result.tokens, result.piece_bytes, result.document_bytes) == (last, size, None)
+        assert result.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
+        assert result.bpb == (pytest.approx(bpb, rel=1e-9, abs=0) if tokenizer.lossless else None)
+        assert "document bytes unknown" in result.audit()
     whole = bits(score, stream, tokenizer, 32, 4, max_tokens=stream.tokens + 5)
     assert whole == bits(score, stream, tokenizer, 32, 4)
 
@@ -244,11 +242,11 @@ def test_what_is_not_scored_does_not_touch_the_sum(
 
     stream = counting_stream(tmp_path, tokens)
     calls: list[tuple[int, int]] = []
-    found = bits(
+    result = bits(
         poisoned, stream, Wide(), length, batch, stride=stride, progress=lambda done, todo: calls.append((done, todo))
     )
-    assert found.nats == sum(range(tokens)) and found.tokens == tokens - 1 == found.piece_bytes
-    assert found.bpb == pytest.approx(sum(range(tokens)) / math.log(2) / (tokens - 1), rel=1e-12)
+    assert result.nats == sum(range(tokens)) and result.tokens == tokens - 1 == result.piece_bytes
+    assert result.bpb == pytest.approx(sum(range(tokens)) / math.log(2) / (tokens - 1), rel=1e-12)
     assert shapes == {(batch, min(length, tokens - 1))}
     assert calls[-1] == (tokens - 1, tokens - 1) and calls == sorted(calls)
 
@@ -259,14 +257,14 @@ def test_small_terms_survive_beside_large_ones(tmp_path: Path) -> None:
     def uneven(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.where(targets == 1, 2.0**24, 0.1).float()
 
-    found = bits(uneven, stream, Wide(), 100, 100)
-    assert found.nats == pytest.approx(2**24 + 59_999 * float(np.float32(0.1)), rel=1e-15, abs=0)
+    result = bits(uneven, stream, Wide(), 100, 100)
+    assert result.nats == pytest.approx(2**24 + 59_999 * float(np.float32(0.1)), rel=1e-15, abs=0)
 
 
 def test_a_loss_that_is_not_a_number_is_not_hidden(tmp_path: Path) -> None:
     stream = counting_stream(tmp_path, 1000)
-    found = bits(lambda i, t: torch.where(t == 500, math.nan, 1.0), stream, Wide(), 64, 4)
-    assert math.isnan(found.nats) and math.isnan(found.bpb_pieces)
+    result = bits(lambda i, t: torch.where(t == 500, math.nan, 1.0), stream, Wide(), 64, 4)
+    assert math.isnan(result.nats) and math.isnan(result.bpb_pieces)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 200])
@@ -277,16 +275,16 @@ def test_ranks_share_the_windows(folder: Path, world: int) -> None:
     parts: list[np.ndarray] = []
     for rank in range(world):
         with pytest.raises(ZeroDivisionError):  # stop after the rank's own part is known
-            stop = Share(rank, world, lambda own: parts.append(own) or 1 // 0)  # type: ignore[func-returns-value]
+            stop = Share(rank, world, lambda nats: parts.append(nats) or 1 // 0)  # type: ignore[func-returns-value]
             bits(score, stream, tokenizer, 32, 4, stride=20, share=stop)
     total = np.sum(parts, axis=0)
-    found = bits(score, stream, tokenizer, 32, 4, stride=20, share=Share(world - 1, world, lambda own: total))
-    assert found == alone  # to the last bit
+    result = bits(score, stream, tokenizer, 32, 4, stride=20, share=Share(world - 1, world, lambda nats: total))
+    assert result == alone  # to the last bit
     if world > 1:
         with pytest.raises(ValueError, match="needs `reduce`"):
             bits(score, stream, tokenizer, 32, 4, share=Share(0, world))
         with pytest.raises(RuntimeError, match="scored"):
-            bits(score, stream, tokenizer, 32, 4, share=Share(0, world, lambda own: own))
+            bits(score, stream, tokenizer, 32, 4, share=Share(0, world, lambda nats: nats))
 
 
 def test_a_lossless_tokenizer_whose_bytes_do_not_add_up_is_refused(folder: Path) -> None:
@@ -318,9 +316,11 @@ def test_shards_know_their_bytes_only_through_a_lossless_tokenizer(folder: Path,
         with ShardWriter(tmp_path / name / "val.bin") as writer:
             writer.write(text.read(0, text.tokens))
         shards = open_stream(tmp_path / name, "val", tokenizer, tmp_path / "cache")
-        found = bits(score, shards, tokenizer, 64, 4)
+        result = bits(score, shards, tokenizer, 64, 4)
         wanted = bits(score, text, tokenizer, 64, 4)
-        assert found == dataclasses.replace(wanted, document_bytes=None, bpb=wanted.bpb if tokenizer.lossless else None)
+        assert result == dataclasses.replace(
+            wanted, document_bytes=None, bpb=wanted.bpb if tokenizer.lossless else None
+        )
 
 
 def test_nothing_to_score(tmp_path: Path) -> None:

@@ -41,22 +41,22 @@ def test_lines_and_tokens_that_match() -> None:
         TOKENS.encode_rows(["x**2", "x*(x+1)", "3*x**2"], 12), TOKENS.encode_rows(["x**2", "x**2+x", "3*x**2"], 12)
     )
     given = {"x**2": "x**2", "x*(x+1)": "x**2-x", "3*x**2": "3"}
-    found = exact_match(nats, Answers(given, two), two, TOKENS, 2, CPU)
+    result = exact_match(nats, Answers(given, two), two, TOKENS, 2, CPU)
     # 5 of 5 with the stop; all but the sign of 7; of `3*x**2` and a stop only the 3
-    assert (found.lines, found.exact, found.tokens, found.matching) == (3, 1, 5 + 7 + 7, 5 + 6 + 1)
-    assert found.exact_match == 1 / 3
-    assert found.token_accuracy == 12 / 19
-    assert found.summary() == "33.333 % exact"
-    assert found.line().endswith("33.333 % exact of 3 lines, 63.158 % of tokens")
-    assert found.record()["nats"] == found.nats / 19
+    assert (result.lines, result.exact, result.tokens, result.matching) == (3, 1, 5 + 7 + 7, 5 + 6 + 1)
+    assert result.exact_match == 1 / 3
+    assert result.token_accuracy == 12 / 19
+    assert result.summary() == "33.333 % exact"
+    assert result.line().endswith("33.333 % exact of 3 lines, 63.158 % of tokens")
+    assert result.record()["nats"] == result.nats / 19
 
 
 def test_a_line_that_never_stops_is_wrong_and_no_error() -> None:
-    one = Pairs(TOKENS.encode_rows(["x"], 4), TOKENS.encode_rows(["xyz"], 4))
-    found = exact_match(nats, Answers({"x": "xyzx"}, one), one, TOKENS, 2, CPU)
-    assert (found.exact, found.matching, found.tokens) == (0, 3, 4)
-    found = exact_match(nats, Answers({"x": "xyz" * 5}, one), one, TOKENS, 2, CPU)
-    assert (found.exact, found.matching) == (0, 3)
+    line = Pairs(TOKENS.encode_rows(["x"], 4), TOKENS.encode_rows(["xyz"], 4))
+    result = exact_match(nats, Answers({"x": "xyzx"}, line), line, TOKENS, 2, CPU)
+    assert (result.exact, result.matching, result.tokens) == (0, 3, 4)
+    result = exact_match(nats, Answers({"x": "xyz" * 5}, line), line, TOKENS, 2, CPU)
+    assert (result.exact, result.matching) == (0, 3)
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 500])
@@ -70,11 +70,11 @@ def test_batches_do_not_matter(batch: int) -> None:
         shapes.append(source.shape)
         return nats(source, target)
 
-    found = exact_match(score, answers, some, TOKENS, batch, CPU, lambda done, todo: seen.append((done, todo)))
-    kept = some.target != 0
-    expected = nats(torch.from_numpy(some.source), torch.from_numpy(some.target)).double().numpy()[kept].sum()
-    assert found.nats == pytest.approx(expected, rel=1e-6)
-    assert (found.lines, found.exact, found.tokens) == (64, len(range(0, 64, 3)), int(kept.sum()))
+    result = exact_match(score, answers, some, TOKENS, batch, CPU, lambda done, todo: seen.append((done, todo)))
+    real = some.target != 0
+    expected = nats(torch.from_numpy(some.source), torch.from_numpy(some.target)).double().numpy()[real].sum()
+    assert result.nats == pytest.approx(expected, rel=1e-6)
+    assert (result.lines, result.exact, result.tokens) == (64, len(range(0, 64, 3)), int(real.sum()))
     assert set(shapes) == {(batch, WIDTH)}  # one shape for what is compiled
     assert sum(answers.sizes) == 64 and seen[-1] == (64, 64)
 
@@ -88,7 +88,10 @@ def test_where_nothing_is_exact_it_ends() -> None:
     assert ended == whole and ended.lines == 30
     right = {TOKENS.decode_rows(some.source)[24]: TOKENS.decode_rows(some.target)[24]}
     given = Answers(right, some)
-    assert exact_match(nats, given, some, TOKENS, 10, CPU, lambda *told: seen.append(told), hopeless=25).lines == 64
+    assert (
+        exact_match(nats, given, some, TOKENS, 10, CPU, lambda *progress: seen.append(progress), hopeless=25).lines
+        == 64
+    )
     assert seen[-1] == (64, 64)
 
 
@@ -112,11 +115,11 @@ def test_ranks_share_the_lines(world: int, monkeypatch: pytest.MonkeyPatch) -> N
 
     for rank in range(world):
         scorer = Scorer(torch.nn.Identity(), nats, WIDTH, CPU, Share(rank, world, reduce), None, False)
-        found = PairValidation(some, TOKENS, spec).measure(scorer)
+        result = PairValidation(some, TOKENS, spec).measure(scorer)
     alone = exact_match(nats, answers, some, TOKENS, 10, CPU)
-    assert isinstance(found, ExactMatch)
-    assert found.nats == pytest.approx(alone.nats, rel=1e-12)
-    assert (found.tokens, found.lines, found.exact, found.matching) == (
+    assert isinstance(result, ExactMatch)
+    assert result.nats == pytest.approx(alone.nats, rel=1e-12)
+    assert (result.tokens, result.lines, result.exact, result.matching) == (
         alone.tokens,
         alone.lines,
         alone.exact,

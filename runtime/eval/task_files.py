@@ -1,0 +1,91 @@
+"""Scores a run or an artifact on the examples of files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from specc.compiler.spec.train import BitsSpec
+from specc.runtime.distributed.world import World
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions, memory, windows_of
+from specc.runtime.eval.tasks.rows import Encoder, loads_of, score_rows
+from specc.runtime.eval.tasks.task import Task, TaskResult, TaskResults, digest_of, read_task
+from specc.runtime.eval.text import compiled
+from specc.runtime.metrics.share import Share
+from specc.runtime.open_model import OpenedModel
+from specc.runtime.storage.evaluations import record_evaluation
+from specc.runtime.storage.run_directory import is_run
+
+
+def read_tasks(paths: Sequence[Path], options: EvaluateOptions) -> list[tuple[Path, Task]]:
+    """Reads the files of tasks. Raises EvaluateError if `options` select data, and DataError as `read_task`."""
+    for option in ("data", "adapt", "max_tokens"):
+        if getattr(options, option) is not None:
+            message = f"--{option.replace('_', '-')} does not apply to --task"
+            raise EvaluateError(message, "leave it out, or score the data in a call without --task")
+    return [(path, read_task(path)) for path in paths]
+
+
+def evaluate_tasks(
+    opened: OpenedModel,
+    files: Sequence[tuple[Path, Task]],
+    options: EvaluateOptions,
+    progress: Callable[[int, int], None] | None = None,
+    world: World | None = None,
+) -> TaskResults:
+    """Scores an opened model of text on tasks. Results of a run, or of the artifact in a run, are recorded there.
+
+    Args:
+        opened: the model.
+        files: the tasks, and the files that they were read from.
+        options: the window, the stride and the batch.
+        progress: called with the number of scored rows and the total, on this process.
+        world: the processes that share the work.
+
+    Returns:
+        The results, identical in all processes.
+
+    Raises:
+        EvaluateError: the model does not read text, or the options do not fit it.
+        DataError: an example does not fit the model.
+        RunFailure: the loss is not finite, or GPU memory is full.
+    """
+    if not isinstance(opened.spec.eval, BitsSpec):
+        raise EvaluateError(f"{opened.path} is not a model of text", "tasks are for models of text")
+    world = world or World.alone()
+    plan = windows_of(opened.spec, options, str(opened.path))
+    if opened.spec.model.unscored and any(task.key == "text" for _, task in files):
+        raise EvaluateError(f"{opened.path} sees the first tokens of a window", "score texts with --data")
+    encoder = Encoder(opened.tokenizer, plan.length, plan.step, opened.spec.model.unscored)
+    score = compiled(opened, options)(opened.text_model.score)
+    results = []
+    for path, task in files:
+        grouped = task.rows(encoder)
+        rows = [row for group in grouped for row in group]
+        share = Share(world.rank, world.size, world.totals)
+        with memory():
+            flat = score_rows(
+                opened,
+                rows,
+                plan.batch,
+                task.greedy,
+                share,
+                score,
+                one_length=options.compiled and opened.device.type == "cuda",
+                progress=progress,
+            )
+            loads = loads_of(opened, rows)
+        scores = iter(flat)
+        measures = task.measures(grouped, [[next(scores) for _ in group] for group in grouped])
+        counts = (sum(row.scored for row in rows), sum(row.size for row in rows), sum(row.truncated for row in rows))
+        result = TaskResult(task.name, path.name, digest_of(path), len(grouped), *counts, measures, loads)
+        results.append(result)
+        if world.rank == 0:
+            _record(opened, result)
+    return TaskResults(tuple(results))
+
+
+def _record(opened: OpenedModel, result: TaskResult) -> None:
+    """Records a result in the run of the model, if it has one."""
+    run = opened.path if opened.source == "run" else opened.path.absolute().parent.parent
+    if is_run(run):
+        model = {"model": "run" if opened.source == "run" else "quantized", "step": opened.step}
+        record_evaluation(run, {**result.facts(), **model})

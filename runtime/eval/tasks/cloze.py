@@ -1,0 +1,41 @@
+"""Cloze: the end of a text from its begin, as LAMBADA is scored."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import log
+from typing import Any
+
+from specc.runtime.data.errors import DataError
+from specc.runtime.eval.tasks.rows import Encoder, Row, RowScore
+from specc.runtime.eval.tasks.task import HINT, Measure, Task, exponential, mean, ratio, text_of
+
+
+class Cloze(Task):
+    """Lines {"context": text, "target": text, "delimiter": " " unless stated}.
+
+    `acc` is the share of lines whose target is what greedy decoding gives, and `perplexity` is e to the power of the
+    mean loss of a whole target, both as in lm-evaluation-harness.
+    """
+
+    name = "cloze"
+    key = "target"
+    greedy = True
+
+    def __init__(self, records: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        self._lines: list[tuple[str, str, str]] = []
+        for where, record in records:
+            context, target = text_of(record, "context", where), text_of(record, "target", where)
+            if not target:
+                raise DataError(f'{where}: "target" is empty', HINT)
+            self._lines.append((where, context, text_of(record, "delimiter", where, " ") + target))
+
+    def rows(self, encoder: Encoder) -> list[list[Row]]:
+        return [[encoder.continuation(context, text, where)] for where, context, text in self._lines]
+
+    def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
+        nats = [score.nats for (score,) in scores]
+        sizes = [float(row.size) for (row,) in rows]
+        return {
+            "acc": mean([float(score.greedy) for (score,) in scores]),
+            "perplexity": exponential(mean(nats)),
+            "bits_per_byte": ratio([each / log(2) for each in nats], sizes),
+        }

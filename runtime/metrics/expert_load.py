@@ -1,0 +1,60 @@
+"""The load of experts: the share of the rows of a layer that each expert multiplies."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+PRODUCTS = "::grouped_products"  # the op of templates/torch/ops/grouped_linear.py.jinja
+
+
+class _Loads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the rows of each expert in the grouped products that run inside this context.
+
+    Attributes:
+        rows: the number of rows of each expert, f64 [experts], by the name of the matrices of the experts.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {parameter.data_ptr(): name for name, parameter in model.named_parameters()}
+        self.rows: dict[str, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.name().endswith(PRODUCTS):
+            _, weight, ends = args
+            name = self._names[weight.data_ptr()]
+            rows = ends.diff(prepend=ends.new_zeros(1)).double()
+            self.rows[name] = self.rows[name] + rows if name in self.rows else rows
+        return func(*args, **(kwargs or {}))
+
+
+def expert_loads(
+    model: nn.Module, score: Callable[[Tensor, Tensor], Tensor], ids: Tensor, targets: Tensor
+) -> dict[str, list[float]]:
+    """Returns the share of the rows of each expert, which sums to 1, by the path of the layer, such as `blocks.1.moe`.
+
+    Args:
+        model: the model.
+        score: the program of `model` to run, not compiled.
+        ids: the tokens, i64 [B, T].
+        targets: the targets, i64 [B, T].
+
+    Returns:
+        The loads in the order of the layers; empty if the model has no experts.
+    """
+    loads: dict[str, list[float]] = {}
+    with torch.no_grad(), _Loads(model) as counted:
+        score(ids, targets)
+    for name, rows in counted.rows.items():  # all products of a layer have equal rows
+        loads.setdefault(name.rpartition(".")[0], (rows / rows.sum()).tolist())
+    return loads
+
+
+def imbalance(loads: Mapping[str, Sequence[float]]) -> float:
+    """Returns the largest load of an expert in any layer divided by the mean load: 1 if all loads are equal."""
+    return max(len(load) * max(load) for load in loads.values())

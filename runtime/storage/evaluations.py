@@ -1,0 +1,44 @@
+"""The results of evaluations in a run directory: one JSON file per task and model."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specc.runtime.storage.atomic import write_atomically
+
+FOLDER = "evaluations"
+
+
+def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
+    """Writes a result of a run, and returns the path of its file. A result of the same file and model is replaced.
+
+    `facts` are those of the task, `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file
+    cannot be written.
+    """
+    name = f"{Path(str(facts['file'])).stem}-{str(facts['sha256'])[:8]}-{facts['model']}.json"
+    (run / FOLDER).mkdir(exist_ok=True)
+    text = json.dumps(dict(facts), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(run / FOLDER / name, [text.encode()])
+    return run / FOLDER / name
+
+
+def recorded_evaluations(run: Path) -> list[dict[str, Any]]:
+    """Returns the results in a run, by file name. Files that cannot be read are left out."""
+    results = []
+    for path in sorted((run / FOLDER).glob("*.json")):
+        try:
+            results.append(json.loads(path.read_bytes()))
+        except (OSError, ValueError):
+            continue
+    return [result for result in results if isinstance(result, dict)]
+
+
+def evaluation_line(facts: Mapping[str, Any]) -> str:
+    """Returns a result as one line."""
+    numbers = []
+    for name, measure in facts["measures"].items():
+        error = measure["standard_error"]
+        numbers.append(f"{name} {measure['value']:.4f}" + ("" if error is None else f" +- {error:.4f}"))
+    step = f", step {facts['step']:,}" if facts.get("step") is not None else ""
+    return f"{facts['file']} ({facts['task']}, {facts['model']}{step}): {', '.join(numbers)}"
