@@ -1,7 +1,7 @@
 """Entry points of the compiler: from a spec file to one plan per target and the text of every generated file.
 
-The rendering modules are imported inside the functions that render, so that checking and planning a spec do not load
-them.
+The modules that render, report and write are imported inside the functions that need them, so that checking and
+planning a spec do not load them.
 """
 
 import hashlib
@@ -10,20 +10,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specc.compiler import pipeline
 from specc.compiler.errors import SpecError
-from specc.compiler.generated_folder import MANIFEST, digest, drift, write
 from specc.compiler.kernels.kernel import Rendered
 from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Parameter
-from specc.compiler.report.lock_use import LockUse, lock_use
 from specc.compiler.spec.check import load, to_diagnostics
 from specc.compiler.spec.migrate import upgraded
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.text.source import Source
+
+if TYPE_CHECKING:
+    from specc.compiler.report.lock_use import LockUse
 
 DEPLOYED = "deployed"  # subfolder of a target's folder with the model that runs from an artifact
 
@@ -37,13 +39,20 @@ class Planned:
         plans: target name -> plan.
         deployed: target name -> plan of the model that runs from an artifact, for targets where it differs from
             `plans`.
-        lock_use: the lock entries that apply to the plans and those that do not.
+        lock: the measurements that the plans use.
     """
 
     spec: Spec
     plans: Mapping[str, Plan]
     deployed: Mapping[str, Plan]
-    lock_use: LockUse
+    lock: Lock
+
+    @property
+    def lock_use(self) -> "LockUse":
+        """The lock entries that apply to the plans, and those that do not."""
+        from specc.compiler.report.lock_use import lock_use
+
+        return lock_use(self.lock, self.plans, self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +65,8 @@ class Built(Planned):
 def plan_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Planned:
     """Checks a spec file and plans its targets without rendering code.
 
-    `overrides` are `path=value` texts laid over the spec. `targets` are target names; if empty, all targets of the spec
-    are planned. A spec that can be planned can also be built.
+    `overrides` are texts `path=value` that replace values of the spec. `targets` are target names; if empty, all
+    targets of the spec are planned. A spec that can be planned can also be built.
 
     Raises SpecError with every problem if the spec is invalid or cannot be planned.
     """
@@ -98,7 +107,7 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
         if source is None:
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Planned(spec, plans, deployed, lock_use(lock, plans, spec))
+    return Planned(spec, plans, deployed, lock)
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
@@ -129,7 +138,7 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
     """
     planned = plan_loaded(spec, source, targets, lock)
     files = _files(spec, planned.plans, planned.deployed, lock, source)
-    return Built(spec, planned.plans, planned.deployed, planned.lock_use, files)
+    return Built(spec, planned.plans, planned.deployed, lock, files)
 
 
 def _source_name(spec: Spec) -> str:
@@ -159,6 +168,8 @@ def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str],
         HandEdited: if a file was edited by hand and `force` is False, or if a folder is a link.
         EnvironmentProblem: if the disk cannot be written.
     """
+    from specc.compiler.generated_folder import write
+
     built = compile_spec(path)
     return write(into / built.spec.name, built.files, force)
 
@@ -168,6 +179,8 @@ def check(path: Path, into: Path) -> tuple[str, ...]:
 
     Writes nothing. Raises SpecError if the spec is invalid or cannot be planned.
     """
+    from specc.compiler.generated_folder import drift
+
     built = compile_spec(path)
     return tuple(f"{built.spec.name}/{file.path}: {file.state}" for file in drift(into / built.spec.name, built.files))
 
@@ -245,7 +258,7 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
 
 @contextmanager
 def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
-    """Adds to a TemplateFault raised in the block the node, the target and the spec line that were being rendered."""
+    """A context that adds the node, the target and the spec line to a TemplateFault raised within it."""
     from specc.compiler.render.jinja import TemplateFault
 
     try:
@@ -255,9 +268,8 @@ def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
         if source is not None:
             place = source.place(plan.programs.place(node.split(" ")[0].replace("*", "0")))
             where = f"{place.file}:{place.mark.line}"
-        raise TemplateFault(
-            f"{fault.message}; rendered for {node or 'model.py'} on {plan.target.name}, {where}"
-        ) from fault
+        message = f"{fault.message}; rendered for {node or 'model.py'} on {plan.target.name}, {where}"
+        raise TemplateFault(message) from fault
 
 
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
@@ -276,6 +288,7 @@ def _files(
 ) -> Mapping[str, str]:
     from importlib.metadata import version
 
+    from specc.compiler.generated_folder import MANIFEST, digest
     from specc.compiler.report.plan_page import plan_page
     from specc.compiler.report.summary import Summary
 
@@ -296,7 +309,7 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """Returns the manifest entry for the path of the spec, relative to its project, if it is not `_source_name`."""
+    """Returns the path of the spec relative to its project for the manifest, if this path is not `_source_name`."""
     path = Path(source.file) if source is not None else Path()
     if path.suffix != ".yaml":  # not a spec file: a text, or the spec stored with a run
         return {}

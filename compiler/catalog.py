@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType, ModuleType
 from typing import Protocol, TypeVar
@@ -18,6 +18,7 @@ class Named(Protocol):
 N = TypeVar("N", bound=Named)
 M = TypeVar("M", bound=StrictModel)
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 def _modules(package: ModuleType) -> list[ModuleType]:
@@ -26,18 +27,32 @@ def _modules(package: ModuleType) -> list[ModuleType]:
     return [importlib.import_module(name) for name in names]
 
 
+def _unique(package: ModuleType, entries: Iterable[tuple[str, V]], what: str) -> Mapping[str, V]:
+    """Returns the entries by name. Raises ValueError if two different entries have the same name."""
+    by_name: dict[str, V] = {}
+    for name, value in entries:
+        if by_name.setdefault(name, value) is not value:
+            raise ValueError(f"{package.__name__}: two {what} {name!r}")
+    return MappingProxyType(by_name)
+
+
+def _subclasses(package: ModuleType, base: type[T]) -> Iterator[type[T]]:
+    """Yields the subclasses of `base` that modules of `package` define."""
+    for module in _modules(package):
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__:
+                yield value
+
+
 @cache
 def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
     """Returns all module-level instances of `kind` in the modules of `package`, by `name`, in module order.
 
     Raises ValueError if two instances have the same name.
     """
-    entries: dict[str, N] = {}
-    for module in _modules(package):
-        for value in vars(module).values():
-            if isinstance(value, kind) and entries.setdefault(value.name, value) is not value:
-                raise ValueError(f"{package.__name__}: two entries are named {value.name!r}")
-    return MappingProxyType(entries)
+    values = (value for module in _modules(package) for value in vars(module).values())
+    entries = ((value.name, value) for value in values if isinstance(value, kind))
+    return _unique(package, entries, "entries are named")
 
 
 @cache
@@ -46,15 +61,8 @@ def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...
 
     Raises ValueError if two classes have the same literal.
     """
-    by_tag: dict[str, type[M]] = {}
-    for module in _modules(package):
-        for value in vars(module).values():
-            if not (isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__):
-                continue
-            tag = tag_of(value, field)
-            if tag is not None and by_tag.setdefault(tag, value) is not value:
-                raise ValueError(f"{package.__name__}: two models are of {field} {tag!r}")
-    return tuple(by_tag.values())
+    tagged = ((tag, model) for model in _subclasses(package, base) if (tag := tag_of(model, field)) is not None)
+    return tuple(_unique(package, tagged, f"models are of {field}").values())
 
 
 @cache
@@ -63,12 +71,5 @@ def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
 
     Raises ValueError if two classes have the same name.
     """
-    by_name: dict[str, type[T]] = {}
-    for module in _modules(package):
-        for value in vars(module).values():
-            if not (isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__):
-                continue
-            name = vars(value).get("name")
-            if isinstance(name, str) and by_name.setdefault(name, value) is not value:
-                raise ValueError(f"{package.__name__}: two classes are named {name!r}")
-    return MappingProxyType(by_name)
+    named = ((vars(value).get("name"), value) for value in _subclasses(package, base))
+    return _unique(package, ((name, value) for name, value in named if isinstance(name, str)), "classes are named")

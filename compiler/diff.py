@@ -35,8 +35,8 @@ class Comparison:
     def of(cls, before: Path, after: Path) -> "Comparison":
         """Builds both specs.
 
-        A spec that has no lock uses the lock of the other spec, so that a renamed or copied spec still selects the
-        measured tiles. Raises SpecError if either spec does not build.
+        If one spec has no lock, it uses the lock of the other spec, so that a copied spec selects the same measured
+        tiles. Raises SpecError if either spec does not build.
         """
         paths = (before, after)
         specs = [load(path) for path in paths]
@@ -60,7 +60,7 @@ class Comparison:
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """Returns the most important differences as at most 25 lines of at most 120 columns."""
+        """Returns the most important differences, in at most 25 lines of at most 120 columns."""
         rows = [f"{self.old.spec.name} -> {self.new.spec.name}", *self._sizes(), *self._times(), *self._kernels()]
         rows += [*self._shapes(), *self._files()]
         return tuple(row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in rows[:25])
@@ -70,10 +70,9 @@ class Comparison:
         yield f"parameters   {_change(f'{old.parameters:,}', f'{new.parameters:,}', new.parameters - old.parameters)}"
         flops, others = (f"{quantity(3 * summary.forward_flops)}FLOP" for summary in self.summaries)
         yield f"FLOP/token   {_change(flops, others)}"
-        sizes, others = (
-            f"{s.storage.bytes:,}" + (f" of {s.storage.budget:,}" if s.storage.budget else "") for s in self.summaries
-        )
-        yield f"bytes        at most {_change(sizes, others, new.storage.bytes - old.storage.bytes)}"
+        stored = (summary.storage for summary in self.summaries)
+        sizes, others = (f"{s.bytes:,}" + (f", budget {s.budget:,}" if s.budget else "") for s in stored)
+        yield f"bytes        estimated {_change(sizes, others, new.storage.bytes - old.storage.bytes)}"
         if old.choice != new.choice:
             yield f"  bits       {_change(old.choice or 'by rules', new.choice or 'by rules')}"
         elif new.choice:
@@ -90,7 +89,7 @@ class Comparison:
         yield f"backward     {self._saved()}"
 
     def _saved(self) -> str:
-        """Describes what fused groups save for their backward: total MB per micro-batch and changed names."""
+        """Describes the values that fused groups save for the backward: total MB per micro-batch, and changed names."""
         sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB per micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
@@ -98,7 +97,7 @@ class Comparison:
         return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))
 
     def _kernels(self) -> Iterator[str]:
-        """Yields lines about measured tiles whose node was removed or changed, and the command that measures again."""
+        """Yields lines about measured tiles of removed or changed nodes, and the command that measures again."""
         old, new = self.summaries
         known = {choice.site.key for choice in new.main.every_choice if choice.measured is not None}
         lost = [c for c in old.main.choices if c.measured is not None and c.site.key not in known]
@@ -199,7 +198,7 @@ def _code(built: Built) -> dict[str, str]:
 
 
 def _body(text: str) -> list[str]:
-    """Returns the lines of a file without its header: the plan key there changes with any other line."""
+    """Returns the lines of a file without the header, because the plan key in the header always changes."""
     lines = text.splitlines()
     start = next((i + 1 for i, line in enumerate(lines[:10]) if "    plan " in line), 0)
     return lines[start:]
@@ -233,7 +232,8 @@ def _named(names: list[str]) -> str:
 
 
 def _folded(word: str, entries: list[str]) -> Iterator[str]:
-    """Yields one line per entry for the first three entries. The third line also states how many are left out."""
+    """Yields one line per entry for the first three entries. The third line also states the number of omitted
+    entries."""
     for i, entry in enumerate(entries[:3]):
         more = f" and {len(entries) - 3} more" if i == 2 < len(entries) - 1 else ""
         yield f"{word if i == 0 else '':<12} {entry}{more}"

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 EXIT_OK = 0
@@ -68,8 +69,7 @@ class SpecError(SpeccError):
     """All problems of a spec, sorted by location. `texts` maps each file that a diagnostic names to its text."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
-        distinct = set(diagnostics)
-        self.diagnostics = tuple(sorted(distinct, key=lambda d: (d.file, d.mark, d.code, d.message)))
+        self.diagnostics = tuple(sorted(set(diagnostics), key=lambda d: (d.file, d.mark, d.code, d.message)))
         self.texts = dict(texts)
         first = self.diagnostics[0]
         super().__init__(
@@ -86,14 +86,15 @@ def quote(value: object, width: int = 60) -> str:
     return f"`{text}`" if len(text) <= width else f"`{text[: width - 3]}...`"
 
 
-def one_of(words: Iterable[object], joint: str = "or") -> str:
+def one_of(words: Iterable[object]) -> str:
     """Joins quoted words as "`a`, `b` or `c`". Returns "nothing" if there are no words."""
     quoted = [quote(word) for word in words]
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {joint} {quoted[-1]}" if quoted else "nothing"
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}" if quoted else "nothing"
 
 
 def safe(text: str) -> str:
-    """Returns `text` with non-printable characters escaped, so that it cannot move the cursor or hide other text."""
+    """Returns `text` with non-printable characters escaped, so that the text cannot move the cursor or hide other
+    text."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)
@@ -105,20 +106,16 @@ def render(error: SpeccError, format: Format = "text", color: bool = False) -> s
     The result has no final newline.
     """
     if not isinstance(error, SpecError):
-        error = _without_place(error)
+        error = SpecError([Diagnostic("", error.message, error.hint, "", Mark(1, 1))], {})
     if format == "json":
         return json.dumps([_as_json(diagnostic) for diagnostic in error.diagnostics], indent=2)
     if format == "github":
         return "\n".join(_as_annotation(diagnostic) for diagnostic in error.diagnostics)
     texts = {file: text.replace("\r\n", "\n").split("\n") for file, text in error.texts.items()}
-    parts = [_as_text(diagnostic, texts.get(diagnostic.file, []), _Ink(color)) for diagnostic in error.diagnostics]
+    parts = [_as_text(diagnostic, texts.get(diagnostic.file, []), color) for diagnostic in error.diagnostics]
     if len(parts) > 1:
         parts.append(f"{len(parts)} errors")
     return "\n\n".join(parts)
-
-
-def _without_place(error: SpeccError) -> SpecError:
-    return SpecError([Diagnostic("", error.message, error.hint, "", Mark(1, 1))], {})
 
 
 def _spell(value: object) -> str:
@@ -140,37 +137,29 @@ def _cut(text: str) -> str:
     return text if len(text) <= MESSAGE_WIDTH else f"{text[: MESSAGE_WIDTH - 3]}..."
 
 
-@dataclass(frozen=True, slots=True)
-class _Ink:
-    on: bool
-
-    def red(self, text: str) -> str:
-        return f"\x1b[1;31m{text}\x1b[0m" if self.on else text
-
-    def blue(self, text: str) -> str:
-        return f"\x1b[1;34m{text}\x1b[0m" if self.on else text
-
-    def bold(self, text: str) -> str:
-        return f"\x1b[1m{text}\x1b[0m" if self.on else text
+def _styled(code: str, on: bool, text: str) -> str:
+    """Returns the text in an ANSI style."""
+    return f"\x1b[{code}m{text}\x1b[0m" if on else text
 
 
-def _as_text(diagnostic: Diagnostic, lines: list[str], ink: _Ink) -> str:
+def _as_text(diagnostic: Diagnostic, lines: list[str], color: bool) -> str:
+    bold, red, blue = (partial(_styled, code, color) for code in ("1", "1;31", "1;34"))
     mark = diagnostic.mark
     place = f"{safe(diagnostic.file)}:{mark.line}:{mark.column}: " if diagnostic.file else "error: "
-    code = f"{ink.red(diagnostic.code)} " if diagnostic.code else ""
-    shown = [ink.bold(place) + code + _cut(diagnostic.message)]
+    code = f"{red(diagnostic.code)} " if diagnostic.code else ""
+    shown = [bold(place) + code + _cut(diagnostic.message)]
     places = [("", mark), *diagnostic.related]
     margin = max(len(str(at.line)) for _, at in places)
     for number, (note, at) in enumerate(places):
         if 1 <= at.line <= len(lines) and lines[at.line - 1].strip():
             text, before, width = _window(lines[at.line - 1], at.column)
-            bar, caret = ink.blue("|"), (ink.red if number == 0 else ink.blue)("^" * width)
-            shown += [f"{'':{margin}} {bar}", f"{ink.blue(f'{at.line:{margin}}')} {bar} {text}"]
+            bar, caret = blue("|"), (red if number == 0 else blue)("^" * width)
+            shown += [f"{'':{margin}} {bar}", f"{blue(f'{at.line:{margin}}')} {bar} {text}"]
             shown.append(f"{'':{margin}} {bar} {'':{before}}{caret} {_cut(note)}".rstrip())
         elif note:
-            shown.append(f"{'':{margin}} {ink.blue('=')} note: {_cut(note)} (line {at.line})")
+            shown.append(f"{'':{margin}} {blue('=')} note: {_cut(note)} (line {at.line})")
     if diagnostic.hint:
-        shown.append(f"{'':{margin}} {ink.blue('=')} help: {_cut(diagnostic.hint)}")
+        shown.append(f"{'':{margin}} {blue('=')} help: {_cut(diagnostic.hint)}")
     return "\n".join(shown)
 
 
@@ -204,13 +193,8 @@ def _width(char: str) -> int:
 def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
     place = {"file": diagnostic.file, "line": diagnostic.mark.line, "column": diagnostic.mark.column}
     related = [{"message": note, "line": at.line, "column": at.column} for note, at in diagnostic.related]
-    return {
-        "code": diagnostic.code,
-        "message": diagnostic.message,
-        "hint": diagnostic.hint,
-        **place,
-        "related": related,
-    }
+    words = {"code": diagnostic.code, "message": diagnostic.message, "hint": diagnostic.hint}
+    return {**words, **place, "related": related}
 
 
 def _as_annotation(diagnostic: Diagnostic) -> str:

@@ -61,7 +61,7 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
 
 
 def unified(folder: Path, files: Files, root: str) -> str:
-    """Returns a unified diff from the files on disk to those that a build would leave there."""
+    """Returns a unified diff from the files on disk to the files after a build."""
     present = _present(folder) & {*files, *_owned(folder)}
     old = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in present}
     return diff_texts(old, files, f"a/{root}", f"b/{root}")
@@ -100,8 +100,7 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
         (state, name) of each changed file, sorted by name; the state is `new`, `changed` or `removed`.
 
     Raises:
-        HandEdited: if a file differs from what a build wrote and `force` is False, or if a subfolder is a link. Nothing
-            is written.
+        HandEdited: if a file was edited by hand and `force` is False, or if a subfolder is a link. Nothing is written.
         OtherSource: if the last build was of another spec file and `force` is False. Nothing is written.
         EnvironmentProblem: if the disk is full or cannot be written.
     """
@@ -121,7 +120,7 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
     owned = _owned(folder)
     folders = sorted({parent for name in files for parent in (folder / name).parents if parent.is_relative_to(folder)})
     if links := [inner for inner in folders if inner != folder and inner.is_symlink()]:
-        raise HandEdited(f"{links[0]} is a link; a build writes only to folders", "remove the link")
+        raise HandEdited(f"{links[0]} is a symbolic link; a build does not write through links", "remove the link")
     edited = [] if force else sorted(_edited(folder, files, owned))
     if edited:
         raise HandEdited(
@@ -176,7 +175,7 @@ def _temporary(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a folder, so that builds of it run one at a time. Does nothing on Windows."""
+    """Holds an exclusive lock on a folder, so that only one build at a time writes it. Does nothing on Windows."""
     try:
         import fcntl
     except ImportError:
@@ -191,7 +190,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _owned(folder: Path) -> dict[str, set[str]]:
-    """Maps each file that builds wrote in the folder to the digests that their manifests record."""
+    """Maps each generated file in the folder to the digests in the manifests."""
     owned: dict[str, set[str]] = {}
     for name in (MANIFEST, NEXT):
         try:
@@ -205,7 +204,7 @@ def _owned(folder: Path) -> dict[str, set[str]]:
 
 
 def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yields files to be replaced or removed whose content neither an earlier build nor this build wrote."""
+    """Yields the files that were edited by hand and that the build would replace or remove."""
     for name in sorted({*files, *owned} & _present(folder) - {MANIFEST}):
         content = (folder / name).read_bytes()
         known = {*owned.get(name, ()), digest(files.get(name, ""))}

@@ -8,6 +8,7 @@ from typing import Literal
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.int8.fake_quantize import round_inputs
 from specc.compiler.int8.products import quantize_products
+from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
@@ -17,7 +18,7 @@ from specc.compiler.passes.verify import verify
 from specc.compiler.passes.without_cache import uncached
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.plan.plan import Plan
-from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.programs.programs import LoweringError, Programs, in_dtype
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.targets import TARGETS
@@ -71,7 +72,8 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
 
 def lower(spec: Spec, target: str) -> Programs:
     """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if that fails."""
-    programs = _lowered(spec.model, spec.name, TARGETS[target].dtype, spec.eval.halves, spec.train.losses)
+    dtype = spec.model.computes_in or TARGETS[target].dtype
+    programs = _lowered(spec.model, spec.name, dtype, spec.eval.halves, spec.train.losses)
     if programs.context is None or programs.context >= spec.eval.longest:
         return programs
     return replace(programs, context=spec.eval.longest)
@@ -79,7 +81,10 @@ def lower(spec: Spec, target: str) -> Programs:
 
 @lru_cache(maxsize=8)  # planning, deployment and counting lower the same programs within one build
 def _lowered(model: Architecture, name: str, dtype: str, halves: bool, losses: tuple[LossTerm, ...]) -> Programs:
-    programs = model.lower(name, dtype, halves, losses)
+    if dtype != COMPUTE:
+        programs = in_dtype(_lowered(model, name, COMPUTE, halves, losses), dtype)
+    else:
+        programs = model.lower(name, halves, losses)
     verify(programs, LOWER)
     return programs
 
@@ -104,8 +109,8 @@ def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained
     problems: list[Problem] = []
     for name, step in PIPELINES[form] if until != LOWER else ():
         try:
-            programs = step(programs, spec)
-            verify(programs, name)
+            before, programs = programs, step(programs, spec)
+            verify(programs, name, before)
         except LoweringError as error:
             problems += error.problems
         if name == until:
@@ -137,11 +142,11 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
 def deployed(spec: Spec, target: str) -> Programs | None:
     """Returns the programs that run from an artifact if some products are computed on int8 codes, else None.
 
-    With None, the artifact's weights are dequantized to floats for the programs of training. The `deployed` programs
-    have their own fusion points: the operations after an int8 product become its epilogue. Raises LoweringError if the
-    spec cannot be lowered.
+    With None, the weights of the artifact are dequantized to floats for the programs of training. Fusion points of the
+    spec do not apply to deployed programs: the operations after an int8 product become its epilogue. Raises
+    LoweringError if the spec cannot be lowered.
     """
-    schemes = allocation(spec.quant, lower(spec, target).params)
+    schemes = allocation(spec.quant, lower(spec, target).stored)
     return run(spec, target, form="deployed") if any(scheme.integer for scheme in schemes.values()) else None
 
 

@@ -1,15 +1,18 @@
-"""Values of a spec that change during a run: schedules by points, and formulas of the share of the run."""
+"""The schedules and formulas of a spec: fields whose value changes during a run.
+
+runtime/optim/schedule.py computes their values at a step of a run.
+"""
 
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from specc.compiler.expr import ExprError, number, parse, variables
-from specc.compiler.strict import NonNegativeFloat, Path, Positive, Problem, StrictModel, Unit
+from specc.compiler.strict import NonNegativeFloat, Positive, Problem, StrictModel, Unit
 
 M = TypeVar("M", bound=StrictModel)
 MOST = 64  # points of a schedule
@@ -21,8 +24,8 @@ class Schedule(StrictModel):
 
     Attributes:
         at: [time, value] pairs. The first time is 0, and times increase.
-        by: the unit of the times. `share`: the share of the run that is complete, by steps or by seconds as the run
-            itself is measured, from 0 to 1. `step`: the number of updates. `epoch`: the passes over the training data.
+        by: the unit of the times. `share`: the completed share of the run, from 0 to 1, in steps or, with
+            `budget_seconds`, in seconds. `step`: the number of updates. `epoch`: the passes over the training data.
         between: the value between two points: that of the earlier point (`step`), or interpolated (`linear`).
     """
 
@@ -40,15 +43,15 @@ class Schedule(StrictModel):
         return value + (next_value - value) * ((time - begin) / (end - begin))
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if times do not start at 0 and increase, or are not of the unit."""
+        """Yields a problem if the times do not start at 0, do not increase, or are invalid for the unit."""
         times = [time for time, _ in self.at]
         if times[0] != 0 or sorted(set(times)) != times:
             message = f"the points are at [{', '.join(f'{time:g}' for time in times)}]"
             yield Problem(("at",), "S250", message, "start at 0 and increase")
         elif self.by == "share" and (times[-1] > 1 or (self.between == "step" and times[-1] == 1)):
             limit = "below" if self.between == "step" else "at most"
-            hint = f"shares of a run are {limit} 1; for numbers of updates, use `by: step`"
-            yield Problem(("at", len(times) - 1, 0), "S250", f"the last point is at {times[-1]:g} of the run", hint)
+            hint = f"times are shares of the run, {limit} 1; use `by: step` for times in updates"
+            yield Problem(("at", len(times) - 1, 0), "S250", f"the time of the last point is {times[-1]:g}", hint)
 
     @property
     def words(self) -> str:
@@ -60,7 +63,7 @@ class Schedule(StrictModel):
 
     @property
     def changes(self) -> tuple[tuple[int, float], ...]:
-        """The points after which the value differs for the first time, as (index, share of the run) pairs.
+        """The points at which the value changes, as (index, share of the run) pairs.
 
         Empty if times are not shares.
         """
@@ -80,36 +83,17 @@ def last(value: Any) -> Any:
     return points_of(value)[-1][1]
 
 
-def schedules_in(value: object, path: Path = ()) -> Iterator[tuple[Path, Schedule]]:
-    """Yields every schedule in a part of a spec, with its path."""
-    if isinstance(value, Schedule):
-        yield path, value
-    elif isinstance(value, StrictModel):
-        for name, info in type(value).model_fields.items():
-            yield from schedules_in(getattr(value, name), (*path, info.alias or name))
-    elif isinstance(value, tuple):
-        for i, item in enumerate(value):
-            yield from schedules_in(item, (*path, i))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from schedules_in(item, (*path, key))
-
-
 def change_shares(part: StrictModel) -> tuple[float, ...]:
-    """Returns the shares of the run, in order, from which on a schedule in a part of a spec has another value."""
-    return tuple(sorted({share for at in _points_in(_data_of(part)) for share, _ in at if share}))
+    """Returns the shares of the run, in order, at which a schedule in a part of a spec changes its value."""
+    return tuple(sorted({share for at in _points_in(part.stated()) for share, _ in at if share}))
 
 
 def settled(part: M, share: float) -> M:
-    """Returns a part of a spec with its values at a share of the run in place of its schedules."""
-    data = _data_of(part)
+    """Returns a part of a spec in which each schedule is replaced by its value at a share of the run."""
+    data = part.stated()
     if not any(_points_in(data)):
         return part
     return type(part).model_validate_json(json.dumps(_settled(data, share)))
-
-
-def _data_of(part: StrictModel) -> Any:
-    return part.model_dump(mode="json", exclude_unset=True)
 
 
 def _points(data: Any) -> Any:
@@ -135,12 +119,13 @@ def _settled(data: Any, share: float) -> Any:
 
 
 def formula_at(text: str, t: float) -> float:
-    """Returns the value of a formula at `t`. Raises ExprError if it has none."""
+    """Returns the value of a formula at `t`. Raises ExprError if the formula has no value."""
     return number(parse(text, ("t", "pi")), t=t, pi=math.pi)
 
 
 def formula(most: float = math.inf) -> AfterValidator:
-    """Returns a validator that accepts formulas in `t` whose values are from 0 to `most` wherever `t` is 0 to 1."""
+    """Returns a validator that accepts formulas in `t` whose values are between 0 and `most` for all `t` from 0 to
+    1."""
 
     def check(text: str) -> str:
         if "t" not in variables(parse(text, ("t", "pi"))):

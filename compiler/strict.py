@@ -1,11 +1,12 @@
 """Base classes and field types of spec models: strict types, immutable values, no unknown keys."""
 
 import keyword
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticKnownError
 
 
@@ -42,10 +43,21 @@ Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _no_truth(value: object) -> object:
-    """Rejects booleans. Python and pydantic treat True as 1, but YAML and JSON Schema do not."""
+    """Rejects booleans, which Python and Pydantic treat as 0 and 1."""
     if isinstance(value, bool):
         raise PydanticKnownError("int_type", {})
     return value
+
+
+def accepted_by(parse: Callable[[str], object]) -> AfterValidator:
+    """Returns a validator of the texts that `parse` accepts. For other texts, `parse` raises a ValueError, such as
+    ExprError."""
+
+    def check(text: str) -> str:
+        parse(text)
+        return text
+
+    return AfterValidator(check)
 
 
 One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version number that can only be 1
@@ -57,6 +69,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 
 Path = tuple[str | int, ...]
+T = TypeVar("T")
 
 
 def later(default: Any) -> Any:
@@ -70,24 +83,38 @@ def later(default: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a spec. `path` is the value at fault; `related` are (note, path) pairs that are shown with it."""
+    """One problem of a spec.
+
+    Attributes:
+        path: the value at fault.
+        code: the code of the error.
+        message: the problem.
+        hint: what to do.
+        related: (note, path) pairs that are shown with it.
+        offset: the character at fault of a value that is a text.
+    """
 
     path: Path
     code: str
     message: str
     hint: str
     related: tuple[tuple[str, Path], ...] = ()
+    offset: int = 0
+
+    def moved(self, place: Callable[[Path], Path]) -> "Problem":
+        """Returns the problem with every path replaced by `place` of it."""
+        related = tuple((note, place(path)) for note, path in self.related)
+        return replace(self, path=place(self.path), related=related)
 
     def under(self, *prefix: str | int) -> "Problem":
         """Returns the problem with `prefix` prepended to every path."""
-        related = tuple((note, (*prefix, *path)) for note, path in self.related)
-        return Problem((*prefix, *self.path), self.code, self.message, self.hint, related)
+        return self.moved(lambda path: (*prefix, *path))
 
 
 class StrictModel(BaseModel):
     """Base of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
-    `untagged` is True for the member of a union that a section selects if it does not state its kind.
+    `untagged` is True for the default member of a union, which applies if the data state no kind.
     """
 
     untagged: ClassVar[bool] = False
@@ -96,17 +123,51 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields the parts of the data of this model that are under names instead of keys: the path, the expected
-        type, and the data with the tags that the part inherits."""
+        """Yields the parts of the data whose keys are names and not fields. Each entry is the path, the expected type,
+        and the data with inherited tags."""
         yield from ()
+
+    def stated(self) -> dict[str, Any]:
+        """Returns the fields that were set, as JSON data. Unlike `model_dump`, it needs no serializer, which Pydantic
+        builds anew for each class."""
+        known = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+        return {name: _data(value) for name, value in (known | (self.model_extra or {})).items()}
 
     def problems(self) -> Iterator[Problem]:
         """Yields problems that involve several fields of this model. Paths are relative to the model."""
         yield from ()
 
 
+def _data(value: Any) -> Any:
+    if isinstance(value, StrictModel):
+        return value.stated()
+    if isinstance(value, Mapping):
+        return {key: _data(inner) for key, inner in value.items()}
+    return list(map(_data, value)) if isinstance(value, tuple | list) else value
+
+
+def values_in(part: object, kind: type[T], path: Path = ()) -> Iterator[tuple[Path, T]]:
+    """Yields every value of the type `kind` in a part of a spec, with its path."""
+    entries: Iterable[tuple[str | int, object]] = ()
+    if isinstance(part, kind):
+        yield path, part
+    elif isinstance(part, StrictModel):
+        entries = ((info.alias or name, getattr(part, name)) for name, info in type(part).model_fields.items())
+    elif isinstance(part, Mapping):
+        entries = part.items()
+    elif isinstance(part, tuple):
+        entries = enumerate(part)
+    for key, inner in entries:
+        yield from values_in(inner, kind, (*path, key))
+
+
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Returns the keys that a model accepts in a spec, each with its field."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def tag_of(model: type[BaseModel], field: str) -> str | None:
-    """Returns the single value of a `Literal` field, by which a union selects a member, or None if there is none."""
+    """Returns the tag of the model: the single value of a `Literal` field. None if the field has several values."""
     info = model.model_fields.get(field)
     values: tuple[Any, ...] = get_args(info.annotation) if info is not None else ()
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None

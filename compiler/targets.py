@@ -12,7 +12,7 @@ class Target:
 
     Attributes:
         name: the name in specs, such as `sm90`.
-        title: the hardware, for people.
+        title: the description of the hardware.
         dtype: the dtype that the model computes in.
         features: the hardware features that kernels may require, such as `wgmma`.
         languages: the languages of the kernels that run on it.
@@ -21,7 +21,8 @@ class Target:
         nvcc: the architecture name for CUDA C++; empty on the CPU.
         flops: peak dense operations per second in `dtype`; 0 if unknown.
         bandwidth: peak memory bandwidth in bytes per second; 0 if unknown.
-        machine: the machine that `flops` and `bandwidth` are of. A plan computes its lower bounds on time from them.
+        machine: the machine whose rates are `flops` and `bandwidth`. Plans compute lower bounds on time from these
+            rates.
     """
 
     name: str
@@ -42,40 +43,21 @@ class Target:
 
 
 _AMPERE = frozenset({"gpu", "mma", "cp_async", "int8_mma"})
-_HOPPER = _AMPERE | {"tma", "fp8_mma"}
+_ADA = _AMPERE | {"fp8_mma"}
+_HOPPER = _ADA | {"tma"}
 _GPU = ("torch", "triton", "cutlass", "cuda")
 
 CPU = Target("cpu", "any CPU", "f32", frozenset(), ("torch",))
 SM80 = Target("sm80", "A100", "bf16", _AMPERE, _GPU, 166_912, 80, "sm_80", 312e12, 2.04e12, "A100, vendor figure")
 SM86 = Target("sm86", "RTX 30", "bf16", _AMPERE, _GPU, 101_376, 86, "sm_86", 71e12, 0.936e12, "RTX 3090, vendor figure")
 SM89 = Target(
-    "sm89",
-    "RTX 40, L4",
-    "bf16",
-    _AMPERE | {"fp8_mma"},
-    _GPU,
-    101_376,
-    89,
-    "sm_89",
-    165e12,
-    1.008e12,
-    "RTX 4090, vendor figure",
+    "sm89", "RTX 40, L4", "bf16", _ADA, _GPU, 101_376, 89, "sm_89", 165e12, 1.008e12, "RTX 4090, vendor figure"
 )
 SM90 = Target(
     "sm90", "H100, H200", "bf16", _HOPPER | {"wgmma"}, _GPU, 232_448, 90, "sm_90a", 695e12, 4.27e12, "H200, measured"
 )
 SM100 = Target(
-    "sm100",
-    "B200",
-    "bf16",
-    _HOPPER | {"tcgen05"},
-    _GPU,
-    232_448,
-    100,
-    "sm_100a",
-    2250e12,
-    8e12,
-    "B200, vendor figure",
+    "sm100", "B200", "bf16", _HOPPER | {"tcgen05"}, _GPU, 232_448, 100, "sm_100a", 2250e12, 8e12, "B200, vendor figure"
 )
 SM120 = Target(
     "sm120", "RTX 50", "bf16", _HOPPER, _GPU, 101_376, 120, "sm_120a", 209e12, 1.79e12, "RTX 5090, vendor figure"

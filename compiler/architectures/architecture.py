@@ -1,31 +1,32 @@
 """The base class of the model kinds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal, Self
 
 from specc.compiler.losses.term import LossTerm
+from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import Programs
 from specc.compiler.schedule import settled
-from specc.compiler.strict import Path, StrictModel
+from specc.compiler.strict import Path, StrictModel, values_in
 
 Form = Literal["text", "lines"]  # one token stream, or pairs of source and target lines
 
 
 class Architecture(StrictModel):
-    """A model kind. Its fields are blocks. It connects them without knowledge of specific block kinds.
+    """A model kind. The fields are the parts of the model. A model kind connects parts through the methods of the base
+    classes only.
 
     Attributes:
-        reads: the form of the data that it is trained and scored on.
+        reads: the form of the training data.
     """
 
     reads: ClassVar[Form] = "text"
 
-    def lower(self, name: str, dtype: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
+    def lower(self, name: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
         """Returns all programs of the model.
 
         Args:
             name: the name of the model.
-            dtype: the compute dtype, unless the spec sets it.
             halves: whether to add the two halves of the program `score`, if the model kind has them.
             losses: the terms of the training loss. Without terms, it is the loss of the next token.
 
@@ -60,6 +61,15 @@ class Architecture(StrictModel):
         return ""
 
     @property
+    def unscored(self) -> int:
+        """The number of first targets of a row that neither the loss nor the score counts."""
+        return 0
+
+    def refuses_modules(self) -> Iterator[str]:
+        """Yields the reasons for which the model has no modules that predict later tokens."""
+        yield "only models of kind decoder have them"
+
+    @property
     def losses(self) -> frozenset[str]:
         """The losses that layers can state, as LAYER.LOSS, for terms of the kind `auxiliary`."""
         return frozenset()
@@ -83,6 +93,10 @@ class Architecture(StrictModel):
     def characters(self) -> str | None:
         """The alphabet that the spec itself sets, for a model of lines; None if a tokenizer defines it."""
         return None
+
+    def place_of(self, init: Init) -> Path:
+        """Returns the spec path of an initialization."""
+        return ("model", *next((path for path, other in values_in(self, Init) if other is init), ()))
 
     @property
     def computes_in(self) -> str | None:

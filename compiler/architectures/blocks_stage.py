@@ -6,28 +6,42 @@ from typing import Literal
 from specc.compiler.architectures.blocks import Blocks
 from specc.compiler.architectures.stack import Stack
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
-from specc.compiler.blocks.parts import Stage
-from specc.compiler.ir.graph import Builder
+from specc.compiler.blocks.parts import Part, Trait
+from specc.compiler.ir.builder import Builder
+from specc.compiler.strict import PartName
 
 
 def norm_name(title: str) -> str:
-    """Returns the name of the norm after a stage of blocks, which is in the same scope as the stage."""
+    """Returns the name of the norm after a stage of blocks. The norm is in the scope of the stage."""
     return "norm" if title == "blocks" else f"{title}_norm"
 
 
-class BlocksStage(Blocks, Stage):
-    """Blocks as a stage of an encoder or a decoder. Their norm also follows the last block, without a `scale` that
-    depends on the layer, because it is in no layer."""
+class BlocksStage(Blocks, Part):
+    """Blocks as a stage of an encoder or a decoder. A final norm follows the last block, unless the stream has a norm
+    there. The final norm omits a `scale` that depends on the layer, because it belongs to no layer.
+
+    Attributes:
+        name: the name of the stage in paths of nodes and parameters; its kind if unset.
+    """
 
     kind: Literal["blocks"]
+    name: PartName | None = None
 
     @property
-    def reads_source(self) -> bool:
-        return any(layer.reads_source for _, _, layer in self.all_layers)
+    def prefix(self) -> str:
+        return f"{self.title}_"
 
     @property
-    def in_place(self) -> bool:
-        return any(layer.in_place for _, _, layer in self.all_layers)
+    def traits(self) -> frozenset[Trait]:
+        return super().traits | {"functions"}
+
+    @property
+    def blocks(self) -> int:
+        return self.count
+
+    @property
+    def further_modules(self) -> Mapping[str, str]:
+        return {norm_name(self.title): f"the norm after {self.title}"}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         assert context.site is not None
@@ -38,4 +52,6 @@ class BlocksStage(Blocks, Stage):
         value, state = Stack(self, shape, context.site).run(b, x, context)
         side, _, title = b.scope.rpartition(".")
         b.scope = f"{side}.{norm_name(title)}"
+        if self.norm is None or "stream" in self.norm.places:
+            return Lowered(value, state)
         return Lowered(self.norm.of_no_layer.lower(b, value, "y", shape), state)

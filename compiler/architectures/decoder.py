@@ -1,34 +1,39 @@
-"""The decoder: a causal language model, from token ids to a distribution over the next token through residual
-blocks."""
+"""The decoder: a causal language model of residual blocks."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
+from specc.compiler.architectures.ahead import Modules, module_problems
 from specc.compiler.architectures.architecture import Architecture
-from specc.compiler.architectures.blocks import Between, Blocks, one_of
-from specc.compiler.architectures.function_table import Functions
+from specc.compiler.architectures.block import one_of
+from specc.compiler.architectures.blocks import Between, Blocks
+from specc.compiler.architectures.shared_values import SharedValues
 from specc.compiler.architectures.stack import Stack
-from specc.compiler.blocks.context import CallSite, LoweringContext, Shape, SizeNames, Tokens
+from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
-from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.parts import Embed, Norm
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.blocks.wiring import number_problem
-from specc.compiler.expr import parse, variables
-from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, retyped
+from specc.compiler.ir.types import TensorType, TypeRuleError
+from specc.compiler.losses.module_ahead import ModuleAhead
 from specc.compiler.losses.term import LossTerm, add_loss, declare_weights
-from specc.compiler.ops.loss import CrossEntropy
-from specc.compiler.ops.positions import Positions
+from specc.compiler.ops.loss import IGNORED, CrossEntropy, IgnoreFirst
+from specc.compiler.ops.paged_attention import STARTS, TABLE, LastOfTexts, PackedPositions, PackTexts
 from specc.compiler.ops.shape import Last
+from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by
+from specc.compiler.programs.tables import Tables
 from specc.compiler.schedule import SegmentSchedule, change_shares, points_of
-from specc.compiler.strict import Path, Problem, StrictModel, Unit, later
+from specc.compiler.strict import NonNegative, Path, Problem, StrictModel, Unit, accepted_by, later
 
 if TYPE_CHECKING:
     AnyEmbed = Embed
@@ -41,7 +46,7 @@ def indices(text: str) -> tuple[int, ...]:
     """Returns the indices that an order lists, such as `0..2 1..2 3`.
 
     Raises:
-        ValueError: if the text is not such a list, or lists more than 4,000 indices.
+        ValueError: if the text is not a list of indices, or lists more than 4,000.
     """
     indices: list[int] = []
     for word in text.split(" "):
@@ -54,26 +59,21 @@ def indices(text: str) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def _ordered(text: str) -> str:
-    indices(text)
-    return text
-
-
-Order = Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_ordered)]
+Order = Annotated[str, Field(min_length=1, max_length=2000), accepted_by(indices)]
 WHOLE = ("train", "score")
 NOTHING: Mapping[str, str] = {}
 HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
 class OrderSchedule(SegmentSchedule):
-    """Orders of blocks. Parameters that no program reads yet are not updated."""
+    """A schedule of block orders. A parameter is not updated until an order uses it."""
 
     at: Annotated[tuple[tuple[Unit, Order], ...], Field(min_length=1, max_length=16)]
 
 
 class DecoderBlocks(Blocks):
-    """Blocks that may run in another `order`, and more than once: `0..5 3..5 6..10` runs blocks 3 to 5 twice. Runs of a
-    block share its parameters.
+    """Blocks that run in any `order`, also repeatedly: `0..5 3..5 6..10` runs blocks 3 to 5 twice. All runs of a block
+    share the same parameters.
 
     Attributes:
         order: the blocks in the order in which they run, or a schedule of orders. If unset, each block runs once.
@@ -103,31 +103,46 @@ class DecoderBlocks(Blocks):
         yield from super().problems_in(dim, layers)
 
 
+class PagedCache(StrictModel):
+    """The cache of texts of different lengths, which join and leave a batch: pages that a table of each text lists.
+
+    Attributes:
+        page: the number of positions of a page.
+    """
+
+    page: Annotated[int, Field(ge=1, le=4096)] = 64
+
+
 class Decoder(Architecture):
     """A causal language model: embed, blocks, norm, head.
 
     Attributes:
         vocab: the number of token ids.
         dim: the features of the residual stream.
-        context: the most tokens that the model is trained and used on at a time.
+        prefix: the number of first tokens of a sequence that may attend to each other, by a mask such as `j <= i or
+            j < prefix`. The loss and the score begin behind the prefix.
+        context: the maximum number of tokens of an input, in training and in use.
         init: the initialization of matrices.
         output_init: the initialization of matrices that write to the residual stream; `init` if unset.
-        embed: the steps from token ids to the first block's input.
+        embed: the steps that compute the input of the first block from token ids.
         blocks: the blocks.
-        norm: the norm after the last block.
-        head: the step to logits.
+        norm: the norm after the last block; null for none.
+        head: the computation of logits.
+        cache: the pages of the cache of generation. If unset, texts of a batch have one length, and a row each.
     """
 
     kind: Literal["decoder"]
     vocab: Annotated[int, Field(ge=2, le=2**24)]
     dim: Annotated[int, Field(gt=0, le=2**17)]
     context: Annotated[int, Field(gt=0, le=2**22)]
+    prefix: NonNegative = later(0)
     init: Init = Init(normal=0.02)
     output_init: Init | None = None
     embed: Annotated[tuple[AnyEmbed, ...], Field(min_length=1, max_length=16)]
     blocks: DecoderBlocks
-    norm: AnyNorm = Rms(kind="rms")
-    head: LogitHead = LogitHead()
+    norm: AnyNorm | None = Rms(kind="rms")
+    head: LogitHead = LogitHead.model_construct()
+    cache: PagedCache | None = later(None)
 
     @property
     def title(self) -> str:
@@ -161,19 +176,10 @@ class Decoder(Architecture):
         for i, step in enumerate(self.embed):
             yield from (problem.under("embed", i) for problem in step.problems_in(self.dim))
         yield from (problem.under("blocks") for problem in self.blocks.problems_in(self.dim))
-        last = self.norm.scale
-        if isinstance(last, str) and "layer" in variables(parse(last)):
-            hint = "use `layers`, the number of blocks"
-            yield Problem(
-                ("norm", "scale"),
-                "S216",
-                "the scale of the last norm reads `layer`, but this norm is outside the layers",
-                hint,
-            )
-        else:
-            yield from number_problem(last, ("norm", "scale"), 0, self.blocks.count)
+        if self.norm is not None:
+            yield from number_problem(self.norm.scale, ("norm", "scale"), None, self.blocks.count)
         for name in ("places", "shared"):
-            if getattr(self.norm, name) != type(self.norm).model_fields[name].default:
+            if self.norm is not None and getattr(self.norm, name) != type(self.norm).model_fields[name].default:
                 message = f"`{name}` is a field of the norm of blocks, not of the norm after the last one"
                 yield Problem(("norm", name), "S285", message, f"remove `{name}`")
         for (_, *at), mark in self.marks:
@@ -182,66 +188,95 @@ class Decoder(Architecture):
                 yield Problem(
                     tuple(at), "S249", message, "use the id that the tokenizer puts before a document, or remove bos"
                 )
-        problems: dict[tuple[Path, str], Problem] = {}
+        yield from self._problems_of_layers()
+
+    def _problems_of_layers(self) -> Iterator[Problem]:
+        """Yields the problems of the layers of blocks that depend on the kind of the model, each once."""
+        by_path: dict[tuple[Path, str], Problem] = {}
         for i, j, layer in self.blocks.all_layers:
-            for problem in layer.problems_of_context(self.context, True):
-                path = ("blocks", *self.blocks.source_of(("layers", j, *problem.path), i))
-                moved = Problem(path, problem.code, problem.message, problem.hint)
-                problems.setdefault((path, problem.code), moved)
-        yield from problems.values()
-        reading = {
-            self.blocks.source_of(("layers", j), i): layer
-            for i, j, layer in self.blocks.all_layers
-            if layer.reads_source
-        }
-        for place, layer in reading.items():
-            message = f"{layer.title} reads an encoder, but a model of kind decoder has none"
-            hint = "use `kind: encoder_decoder`, or `of: self`"
-            yield Problem(("blocks", *place), "S230", message, hint)
+            problems = list(layer.problems_of_context(self.dim, self.context, True, self.prefix))
+            if "reads_source" in layer.traits:
+                message = f"{layer.title} reads an encoder, but a model of kind decoder has none"
+                problems.append(Problem((), "S230", message, "use `kind: encoder_decoder`, or `of: self`"))
+            for problem in problems:
+                moved = problem.under("layers", j).moved(partial(self.blocks.source_of, layer=i)).under("blocks")
+                by_path.setdefault((moved.path, moved.code), moved)
+        yield from by_path.values()
+        if not by_path:
+            yield from self._prefix_problems()
+
+    @property
+    def unscored(self) -> int:
+        return max(0, self.prefix - 1)
+
+    def _prefix_problems(self) -> Iterator[Problem]:
+        """Yields a problem if the prefix is too long, or if no mask lets a token attend to a later one."""
+        if 2 * self.prefix > self.context:
+            message = f"a prefix of {self.prefix} tokens is more than half of the context of {self.context}"
+            yield Problem(("prefix",), "S279", message, f"use at most {self.context // 2}")
+        layers = (layer for _, _, layer in self.blocks.all_layers)
+        if self.prefix and not any(layer.sees_later(self.dim, self.context, self.prefix) for layer in layers):
+            message = f"the prefix is {self.prefix}, but no mask lets a token attend to a later one"
+            yield Problem(("prefix",), "S279", message, "set `mask: j <= i or j < prefix`, or remove prefix")
 
     @property
     def bounded(self) -> str:
-        steps = (step.title for step in self.embed if step.bounded)
-        return next(iter((*steps, *(layer.title for _, _, layer in self.blocks.all_layers if layer.bounded), "")))
+        parts = (*self.embed, *(layer for _, _, layer in self.blocks.all_layers))
+        return next((part.title for part in parts if "bounded" in part.traits), "")
 
     @property
     def losses(self) -> frozenset[str]:
         return frozenset(f"{layer.title}.{loss}" for _, _, layer in self.blocks.all_layers for loss in layer.losses)
 
-    def lower(self, name: str, dtype: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
-        return _Lowering(self, name, dtype, losses).run(halves)
+    def refuses_modules(self) -> Iterator[str]:
+        table = next((getattr(step, "dim", None) for step in self.embed if step.title == "token"), None)
+        yield from module_problems(self.blocks.every[-1], self.blocks.common, self.head, table in (None, self.dim))
+
+    def lower(self, name: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
+        return _Lowering(self, name, losses).run(halves)
+
+
+@dataclass(frozen=True)
+class _Trunk:
+    """The part of a program before the head.
+
+    Attributes:
+        features: the input of the head, [B, T, D].
+        stream: the residual stream behind the last block, [B, T, D].
+        state: the new caches, by name.
+        stack: the blocks.
+        context: the values that the blocks can read.
+    """
+
+    features: str
+    stream: str
+    state: Mapping[str, str]
+    stack: Stack
+    context: LoweringContext
 
 
 class _Lowering:
     """The lowering of one decoder, without schedules."""
 
-    def __init__(self, model: Decoder, name: str, dtype: str, losses: Sequence[LossTerm]) -> None:
+    def __init__(self, model: Decoder, name: str, losses: Sequence[LossTerm]) -> None:
         self.whole, self.name, self.losses = model, name, losses
         self.model, self.phase, self.title = model.after(1.0), "", ""
         model = self.model
         count = model.blocks.count
         out = model.output_init or model.init
-        names = SizeNames()
-        vocab, dim = names.size("V", model.vocab, "tokens", "V"), names.size("D", model.dim, "features", "D")
-        self.shape = Shape(dim, count, model.context, vocab, dtype, model.init, out, names=names)
-        self.functions = Functions(count)
-        embed_titles = [(f"embed.{step.title}", i) for i, step in enumerate(model.embed)]
-        self.places: dict[str, Path] = {title: ("model", "embed", i) for title, i in embed_titles}
-        self.places |= {"head": ("model", "head"), "norm": ("model", "norm")}
+        self.tables = tables = Tables(count)
+        vocab, dim = tables.size("V", model.vocab, "tokens"), tables.size("D", model.dim, "features")
+        self.shape = Shape(dim, tables, model.context, vocab, model.init, out, prefix=model.prefix)
+        tables.places |= {f"embed.{step.title}": ("model", "embed", i) for i, step in enumerate(model.embed)}
+        tables.places |= {"head": ("model", "head"), "norm": ("model", "norm")}
         for i, module in enumerate(model.blocks.between):
-            self.places[module.name] = ("model", "blocks", "between", i)
-        for layer in range(count):
-            for i, part in enumerate(model.blocks.layers):
-                self.places[f"blocks.{layer}.{part.title}"] = ("model", "blocks", "layers", i)
+            tables.places[module.name] = ("model", "blocks", "between", i)
+        tables.places |= {f"blocks.{name}": ("model", "blocks", *path) for name, path in model.blocks.places}
 
     def run(self, halves: bool) -> Programs:
-        programs: tuple[Graph, ...] = (
-            self.scored("train", "mean"),
-            self.scored("score", "none"),
-            self.cached("prefill", "T"),
-            self.cached("decode", 1),
-            *(self.halves() if halves else ()),
-        )
+        programs: tuple[Graph, ...] = (self.scored("train", "mean"), self.scored("score", "none"))
+        programs += (self.step(),) if self.model.cache is not None else self.prefill_and_decode()
+        programs += self.halves() if halves else ()
         phases: tuple[Phase, ...] = ()
         model, plain = self.model, tuple(range(self.model.blocks.count))
         titles, methods = {model.head: ""}, {model.blocks.every: ""}  # the names of parts that differ from the last
@@ -254,18 +289,9 @@ class _Lowering:
             phases += (Phase(until, *names),)
             programs += self.scored(names[0], "mean"), self.scored(names[1], "none")
         self.model, self.phase, self.title = model, "", ""
-        if refused := self.functions.refused:
-            hint = "change the number or formula"
-            raise LoweringError(tuple(Problem(self.place_of(init), "S221", refused[init], hint) for init in refused))
-        places = tuple(self.places.items())
-        params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
         before = tuple(name for phase in phases for name in (phase.train, phase.score))
         whole = (*WHOLE, *(HALVES if halves else ()), *before)
-        constants = tuple((name, *constant) for name, constant in self.functions.constants.items())
-        context = self.model.context
-        lowered = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
-        sizes = tuple((name, *size) for name, size in self.shape.names.values.items())
-        lowered = replace(lowered, sizes=sizes, layers=self.functions.layers)
+        lowered = self.tables.programs(self.name, programs, whole, model.context, model.place_of)
         return replace(lowered, phases=tuple(replace(phase, rests=_unread(lowered, phase)) for phase in phases))
 
     def scored(self, name: str, reduction: Literal["mean", "none"]) -> Graph:
@@ -273,109 +299,134 @@ class _Lowering:
 
         Args:
             name: the name of the program.
-            reduction: `mean` for training, with dropout and all terms of the loss, whose weights are further inputs,
-                f32[]; `none` for one value per token.
+            reduction: `mean` for training: dropout applies, and the result is the sum of all loss terms; their weights
+                are additional inputs, f32[]. `none` for one value per token.
         """
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
         learns = reduction == "mean"
         weights = declare_weights(b, self.losses) if learns else {}
-        x, _ = self.trunk(b, ids, "", learns, weights)
-        logits = self.head(b, x)
-        loss = add_loss(b, self.losses, logits, targets, learns)
-        return self.functions.program(b, {"loss": loss})
+        trunk = self.trunk(b, ids, "", learns, weights)
+        logits, ignore = self.head(b, trunk.features), None
+        if unscored := self.model.unscored:
+            targets, ignore = b.add("scored", IgnoreFirst(unscored, IGNORED), (targets,)), IGNORED
+        loss = add_loss(b, self.losses, logits, targets, learns, ignore)
+        for i, term in enumerate(self.losses if learns else ()):
+            if isinstance(term, ModuleAhead):
+                modules = Modules(term, i, trunk.stack, self.model.norm, self.model.head)
+                loss = modules.lower(b, trunk.stream, targets, trunk.context, loss, ignore)
+        return self.tables.program(b, {"loss": loss})
 
     def halves(self) -> tuple[Graph, Graph]:
-        """Returns `score` in two programs.
+        """Returns `score`, split into two programs.
 
-        `features`: ids i64[B, T] -> the input of the head, x [B, T, D]. `nats`: x and targets i64[B, T] ->
-        cross-entropy in nats, f32, one value per token. The loss in `nats` is outside the scope of the head, so it is
-        not fused: a fused loss of one value per token has no gradient.
+        `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
+        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head and therefore not
+        fused, because a fused loss of one value per token has no gradient.
         """
         b = Builder("features")
-        x, _ = self.trunk(b, b.input("ids", TensorType(("B", "T"), "i64")), "", False)
-        first, features = self.functions.program(b, {"x": x}), b.types[x]
+        x = self.trunk(b, b.input("ids", TensorType(("B", "T"), "i64")), "", False).features
+        first, features = self.tables.program(b, {"x": x}), b.types[x]
         b = Builder("nats")
         x, targets = b.input("x", features), b.input("targets", TensorType(("B", "T"), "i64"))
         if self.model.head.tied:
-            table = self.functions.params["embed.token"]
+            table = self.tables.params["embed.token"]
             b.param(table.name, TensorType(table.shape, table.dtype), table.init)
         logits = self.head(b, x)
         b.scope = ""
         nats = b.add("nats", CrossEntropy("none"), (logits, targets))
-        return first, self.functions.program(b, {"nats": nats})
+        return first, self.tables.program(b, {"nats": nats})
 
-    def cached(self, name: str, tokens: int | str) -> Graph:
-        """Returns the program ids i64[B, T] that follow `start` (i64[]) tokens in the caches -> logits f32[B, V] of the
-        last token, and the caches."""
-        b = Builder(name)
-        ids = b.input("ids", TensorType(("B", tokens), "i64"))
+    def step(self) -> Graph:
+        """Returns the program that extends texts in pages. Its inputs are ids i64[R, K], the number of tokens `starts`
+        i64[R] that the pages of each text hold, and the pages, `table` i64[R, N]. Its outputs are the logits f32[R, V]
+        of the last token of each text, and the new pages."""
+        b = Builder("step")
+        ids = b.input("ids", TensorType(("R", "K"), "i64"))
+        starts, table = b.input("starts", STARTS), b.input("table", TABLE)
+        packed = b.add("packed", PackTexts(), (ids,))
+        positions = b.add("positions", PackedPositions(), (ids, starts))
+        cache = self.model.cache
+        assert cache is not None
+        self.shape = replace(self.shape, page=cache.page)
+        self.require_pages(cache)
+        context = LoweringContext(packed, starts, positions=positions, table=table, extends=True)
+        trunk = self.layers(b, context, SharedValues({"positions": positions}))
+        self.shape = replace(self.shape, page=0)
+        logits = self.head(b, b.add("last", LastOfTexts(), (trunk.features, table)))
+        return self.tables.program(b, {"logits": logits, **trunk.state})
+
+    def require_pages(self, cache: PagedCache) -> None:
+        """Raises LoweringError if the model has a state between tokens other than pages of keys and values."""
+        blocks = self.model.blocks
+        states = dict(blocks.state(self.shape))
+        parts = {step.title: step.state(self.shape) for step in self.model.embed}
+        parts |= {value.name: value.state() for value in blocks.shared(self.shape)}
+        states |= {f"{part}.{key}": type for part, state in parts.items() for key, type in state.items()}
+        for name, type in states.items():
+            if type.shape[:2] != ("P", cache.page):
+                message = f"a cache in pages holds keys and values of tokens; {name} is another state"
+                hint = "remove `cache`, or the part of the model that has this state"
+                raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
+
+    def prefill_and_decode(self) -> tuple[Graph, Graph]:
+        """Returns the program that extends cached sequences, and the one for a single token. The inputs are ids
+        i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits f32[B, V] of the
+        last token, and the new caches."""
+        b = Builder("prefill")
+        ids = b.input("ids", TensorType(("B", "T"), "i64"))
         start = b.input("start", TensorType((), "i64"))
-        x, state = self.trunk(b, ids, start, False)
-        logits = self.head(b, b.add("last", Last(), (x,)))
-        return self.functions.program(b, {"logits": logits, **state})
+        trunk = self.trunk(b, ids, start, False)
+        logits = self.head(b, b.add("last", Last(), (trunk.features,)))
+        prefill = self.tables.program(b, {"logits": logits, **trunk.state})
+        return prefill, replace(retyped(prefill, _of_one_token), name="decode")
 
-    def trunk(
-        self, b: Builder, ids: str, start: str, training: bool, weights: Mapping[str, str] = NOTHING
-    ) -> tuple[str, Mapping[str, str]]:
+    def trunk(self, b: Builder, ids: str, start: str, training: bool, weights: Mapping[str, str] = NOTHING) -> "_Trunk":
         """Adds the embedding, blocks and last norm. With `start`, declares the caches as inputs.
 
         Args:
             b: the builder of the program.
             ids: the token ids, i64[B, T].
             start: the number of tokens in the caches, i64[]; empty for a whole sequence.
-            training: whether dropout applies.
+            training: whether to apply dropout.
             weights: the weights of the losses that layers state, f32[], by LAYER.LOSS.
-
-        Returns:
-            The features, [B, T, D], and the new caches by name.
         """
-        early = any(step.reads_positions for step in self.model.embed)
-        positions = self.positions(b, ids, start) if early else ""
-        x, new_state = self.embedded(b, Tokens(ids, start, positions))
-        wanted = self.model.blocks.shared(self.shape)
-        if not positions and (start or any(value.positional for value in wanted)):
-            positions = self.positions(b, ids, start)
-        shared: dict[str, str] = {}
-        for value in wanted:
-            keeps = {f"cache.shared.{value.name}.{key}": type for key, type in value.state().items()} if start else {}
-            cache = {key.rpartition(".")[2]: b.input(key, type) for key, type in keeps.items()}
-            refs = value.lower(b, Tokens(ids, start, positions, cache, x))
-            shared |= zip(value.refs, refs, strict=False)
-            new_state |= zip(keeps, refs[len(value.refs) :], strict=True)
-        caches = self.model.blocks.state(self.shape) if start else {}
+        context = LoweringContext(ids, start, training=training, extends=bool(start), weights=weights)
+        return self.layers(b, context, SharedValues())
+
+    def layers(self, b: Builder, context: LoweringContext, shared: SharedValues) -> "_Trunk":
+        """Adds the embedding, blocks and last norm to a program with the inputs in `context`; see `trunk`."""
+        if any("reads_positions" in step.traits for step in self.model.embed):
+            context = shared.with_positions(b, context)
+        x, new_state = self.embedded(b, context)
+        context = shared.with_shared(b, self.model.blocks, self.shape, replace(context, embedded=x))
+        caches = self.model.blocks.state(self.shape) if context.extends else {}
         cached = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
-        place: Path = ("model", "blocks")
-        site = CallSite("blocks", "block", place, self.places, self.functions)
-        stack = Stack(self.model.blocks, self.shape, site, self.phase)
-        context = LoweringContext(
-            positions, shared, cached, ids, training=training, extends=bool(start), weights=weights
-        )
-        x, state = stack.run(b, x, context)
-        state = new_state | {f"cache.{key}": ref for key, ref in state.items()}
-        return self.model.norm.lower(b, x, "norm", self.shape), state
+        site = CallSite("blocks", "block", ("model", "blocks"), self.phase)
+        stack = Stack(self.model.blocks, self.shape, site)
+        x, state = stack.run(b, x, replace(context, cache=cached))
+        state = new_state | shared.state | {f"cache.{key}": ref for key, ref in state.items()}
+        norm = self.model.norm
+        features = x if norm is None else norm.lower(b, x, "norm", self.shape)
+        return _Trunk(features, x, state, stack, context)
 
-    def positions(self, b: Builder, ids: str, start: str) -> str:
-        return b.add("positions", Positions(), (ids, start) if start else (ids,))
-
-    def embedded(self, b: Builder, tokens: Tokens) -> tuple[str, dict[str, str]]:
+    def embedded(self, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
         """Adds the embedding steps. Returns the first block's input, and the new state of the steps by name."""
-        x: str | None = None
-        state: dict[str, str] = {}
+        x, state = "", dict[str, str]()
         b.scope = "embed"
         for i, step in enumerate(self.model.embed):
-            kept = step.state(b.types[x].width if x is not None else self.shape.dim, self.shape) if tokens.start else {}
-            cache = {key: b.input(f"cache.embed.{step.title}.{key}", type) for key, type in kept.items()}
+            width = b.types[x].width if x else self.shape.dim
+            types = step.state(self.shape.of_width(width)) if context.extends else {}
+            cache = {key: b.input(f"cache.embed.{step.title}.{key}", type) for key, type in types.items()}
             try:
-                lowered = step.lower(b, x, replace(tokens, cache=cache), self.shape)
+                lowered = step.lower(b, x, self.shape, replace(context, cache=cache))
             except TypeRuleError as error:
                 hint = "make the widths equal; a step reads the output of the step before it"
                 raise LoweringError((Problem(("model", "embed", i), "S301", error.message, hint),)) from None
             state |= {f"cache.embed.{step.title}.{key}": ref for key, ref in lowered.state.items()}
             x = lowered.value
         b.scope = ""
-        assert x is not None
         return x, state
 
     def head(self, b: Builder, x: str) -> str:
@@ -387,23 +438,12 @@ class _Lowering:
             hint = f"make the widths equal; the model's dim is {self.model.dim}"
             raise LoweringError((Problem(("model", "head"), "S301", error.message, hint, related),)) from None
 
-    def place_of(self, init: Init) -> Path:
-        """Returns the spec path of an initialization."""
-        return ("model", *next((path for other, path in _inits(self.model) if other is init), ()))
+
+def _of_one_token(type: TensorType) -> TensorType:
+    """Returns the type of a value of T tokens for a single token."""
+    return type.with_shape(*(1 if dim == "T" else dim for dim in type.shape))
 
 
 def _unread(programs: Programs, phase: Phase) -> tuple[str, ...]:
     read = read_by(programs, phase.train)
     return tuple(param.name for param in programs.params if param.name not in read)
-
-
-def _inits(value: object, path: Path = ()) -> Iterator[tuple[Init, Path]]:
-    """Yields every initialization in a spec, with its path."""
-    if isinstance(value, Init):
-        yield value, path
-    elif isinstance(value, StrictModel):
-        for name in type(value).model_fields:
-            yield from _inits(getattr(value, name), (*path, name))
-    elif isinstance(value, tuple):
-        for i, item in enumerate(value):
-            yield from _inits(item, (*path, i))

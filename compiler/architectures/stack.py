@@ -1,43 +1,40 @@
 """The lowering of a stack of blocks: each run of a block is a call, and equal blocks share a function."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from specc.compiler.architectures.blocks import STREAM, Block, Blocks, index_values
+from specc.compiler.architectures.block import Block
+from specc.compiler.architectures.blocks import Between, Blocks, index_values
+from specc.compiler.architectures.circuit import STREAM, Streams
+from specc.compiler.architectures.scope import Scope
 from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
-from specc.compiler.blocks.wiring import IDS, Expressions, Learned, Wiring, add, parse_wiring, wrapped
-from specc.compiler.expr import Var, variables
+from specc.compiler.blocks.parts import Part
+from specc.compiler.blocks.wiring import IDS
 from specc.compiler.expr.index import formula_value
-from specc.compiler.ir.graph import Builder, Dim, TypeRuleError, output_ref, output_refs
+from specc.compiler.expr.wiring import OUTPUT, VALUE, EarlierValue
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import output_refs
+from specc.compiler.ir.types import Dim, TypeRuleError
 from specc.compiler.ops.region import Call, returned
-from specc.compiler.ops.sequence import Concat
-from specc.compiler.ops.shape import Split, SplitHeads
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem
+
+DEFAULT_WRITE = f"{STREAM} + y"
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The lowering of blocks in one program, at the paths 0, 1, ... under the site's.
-
-    `phase` is the name of the blocks' methods in a phase whose blocks differ from those at the end of the run.
-    """
+    """The lowering of blocks in one program, at the paths 0, 1, ... under the path of the site."""
 
     blocks: Blocks
     shape: Shape
     site: CallSite
-    phase: str = ""
-
-    @property
-    def runs(self) -> tuple[int, ...]:
-        """The index of the block of each run."""
-        return self.blocks.runs
 
     @cached_property
     def labels(self) -> Sequence[Mapping[str, str]]:
         """The input names of the shared values that each block reads, by ref. A label that occurs twice in a block is
-        prefixed with the computation's name."""
+        prefixed with the name of the computation."""
         labels: list[Mapping[str, str]] = []
         for i in range(self.blocks.count):
             shared = dict.fromkeys(self.blocks.shared_by(i, self.shape))
@@ -50,6 +47,18 @@ class Stack:
                 }
             )
         return labels
+
+    @cached_property
+    def shown(self) -> Sequence[tuple[str, ...]]:
+        """For each block, the titles of the attention layers whose values the block returns.
+
+        A layer is listed if an expression of some block reads its values with `value(...)`.
+        """
+        read = {v.layer for block in self.blocks.every for v in block.circuit.earlier if v.function == VALUE}
+        return [
+            tuple(layer.title for layer in block.layers if layer.title in read and layer.head_values(self.shape.dim))
+            for block in self.blocks.every
+        ]
 
     def run(self, b: Builder, x: str, context: LoweringContext) -> tuple[str, dict[str, str]]:
         """Adds one call per run of a block.
@@ -64,93 +73,86 @@ class Stack:
                 state.
 
         Returns:
-            The last block's value, and the new state by run, layer and key.
+            The output of the last block, and the new state by run, layer and key.
 
         Raises:
             LoweringError: if the shapes or dtypes in a block do not match.
         """
-        outer, b.scope = b.scope, self.site.at
-        embedded = x
-        streams: tuple[str, ...] = (STREAM,)
+        outer, runs = b.scope, self.blocks.runs
+        context = replace(context, embedded=x)
+        streams: Streams = (STREAM,)
         state: dict[str, str] = {}
-        outputs: list[str] = []
-        for run, i in enumerate(self.runs):
-            x = self._between(b, run, x, streams, outputs)
+        outputs: list[Mapping[str, str]] = []  # of each run: its output, and the values of layers by title
+        for run, i in enumerate(runs):
+            values = index_values(run, runs, self.blocks.count)
+
+            def source(read: Sequence[EarlierValue], values: Mapping[str, int] = values) -> Mapping[EarlierValue, str]:
+                return {value: outputs[formula_value(value.index, values)][value.layer] for value in read}
+
+            b.scope = ""
+            for module in self.blocks.modules:
+                number = module.number(run, runs, self.blocks.count)
+                if number is not None:
+                    x = self._between(b, module, number, x, source(module.circuit.earlier), streams)
+            b.scope = self.site.at
             block = self.blocks.block(i)
-            source = {
-                index: outputs[formula_value(index, index_values(run, self.runs, self.blocks.count))]
-                for index in block.outputs()
-            }
-            call = _BlockCall(self, b, i, block, streams, context)
-            x, new = call.add(x, embedded, source, run)
-            streams = block.streams_after(streams)
+            x, new, head_values = BlockCall(self, b, i, block, streams, context).add(
+                x, source(block.circuit.earlier), run
+            )
+            streams = block.circuit.streams_after(streams)
             state |= {f"{run}.{key}": ref for key, ref in new.items()}
-            outputs.append(x)
+            outputs.append({"": x, **head_values})
         b.scope = outer
         return x, state
 
-    def _between(self, outer: Builder, run: int, x: str, streams: tuple[str, ...], outputs: Sequence[str]) -> str:
-        """Adds the modules before a run, each as a separate call, and returns the stream after them.
+    def _between(
+        self, outer: Builder, module: Between, number: int, x: str, source: Mapping[EarlierValue, str], streams: Streams
+    ) -> str:
+        """Adds a module between runs as a call and returns the stream after it.
 
-        They are outside the blocks, because the same block may run with and without them.
+        It is outside the blocks, because the same block may run with and without it.
+
+        Args:
+            outer: the builder of the program.
+            module: the module.
+            number: the index of the module.
+            x: the stream.
+            source: the values of earlier runs that the module reads.
+            streams: the names of the streams.
         """
-        for spec in self.blocks.modules:
-            number = spec.number(run, self.runs, self.blocks.count)
-            if number is None:
-                continue
-            wirings = [parse_wiring(text) for text in texts_of(spec.read)]
-            labels = labels_of(tuple(dict.fromkeys(k for wiring in wirings for k in wiring.outputs.values())))
-            values = index_values(run, self.runs, self.blocks.count)
-            earlier = {label: outputs[formula_value(k, values)] for k, label in labels.items()}
-            b = Builder("")
-            for label, ref in ((STREAM, x), *earlier.items()):
-                b.input(label, outer.types[ref].with_shape("B", "T", outer.types[ref].width))
-            at = f"{spec.name}.{number}"
-            parts = split(b, STREAM, streams)
-            first, *others = parts.values()
-            known = {STREAM: first} if isinstance(spec.read, str) else parts
-            result = _Scope(b, self.shape, known, labels, spec.learn).wire(spec.read, "joined", f"{spec.name}_factor")
-            if isinstance(spec.read, str):
-                result = dict(zip(streams, (result[STREAM], *others), strict=True))
-            owner = spec.name.removesuffix("s")
-            names = (f"{owner}.forward",) if len(streams) == 1 else (f"{owner}.streams", f"{owner}.forward")
-            body = self.site.functions.intern(b, names, at, {"x": joined(b, result)})
-            outer.scope = ""
-            x = outer.add(at, Call(body.name, at, returned([outer.types[x]])), (x, *earlier.values()))
-            outer.scope = self.site.at
-        return x
+        b, labels = Builder(""), labels_of(module.circuit.earlier)
+        values = {STREAM: x, **{labels[value]: ref for value, ref in source.items()}}
+        for name, ref in values.items():
+            b.input(name, outer.types[ref].with_shape("B", "T", outer.types[ref].width))
+        scope = Scope(b, self.shape, {STREAM: STREAM}, module.learn, labels)
+        scope.split(streams)
+        parts = scope.streams
+        scope.streams = parts if isinstance(module.read, dict) else {STREAM: scope.value}
+        result = scope.wire(module.read, "joined", f"{module.name}_factor")
+        scope.streams = result if isinstance(module.read, dict) else {**parts, streams[0]: result[STREAM]}
+        at, owner = f"{module.name}.{number}", module.name.removesuffix("s")
+        names = (f"{owner}.forward",) if len(streams) == 1 else (f"{owner}.streams", f"{owner}.forward")
+        body = self.shape.tables.intern(b, names, at, {"x": scope.joined()})
+        return outer.add(at, Call(body.name, at, returned([outer.types[x]])), tuple(values.values()))
 
     def begin(self, b: Builder, context: LoweringContext) -> dict[str, str]:
-        """Adds the calls that compute every block's state before the first token. Returns the state by block, layer and
-        key."""
+        """Adds the calls that compute the state of every block before the first token. Returns the state by block,
+        layer and key."""
         state: dict[str, str] = {}
         outer, b.scope = b.scope, self.site.at
         for i, block in enumerate(self.blocks.every):
-            stored = block.state(self.shape)
-            if not stored:
-                continue
-            inner = Builder("")
-            memory = inner.input("memory", b.types[context.memory])
-            first: dict[str, str] = {}
-            for layer in block.layers:
-                inner.scope = layer.title
-                begun = layer.begin(inner, self.shape, replace(context, memory=memory))
-                first |= {f"{layer.title}.{key}": ref for key, ref in begun.items()}
-            outputs = {key.replace(".", "_"): first[key] for key in stored}
-            at = f"{self.site.at}.{i}"
-            body = self.site.functions.intern(inner, self.names(i, ("begin",), bool(block.outputs())), at, outputs)
-            call = Call(body.name, at, returned([inner.types[first[key]] for key in stored]))
-            node = b.add(str(i), call, (context.memory,))
-            state |= {f"{i}.{key}": output_ref(node, j) for j, key in enumerate(stored)}
+            names, at = self.names(i, ("begin",), bool(block.circuit.earlier)), f"{self.site.at}.{i}"
+            begun = begin_parts(b, [(layer, self.shape) for layer in block.layers], context, names, at, str(i))
+            state |= {f"{i}.{key}": ref for key, ref in begun.items()}
         b.scope = outer
         return state
 
     def names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:
         """Returns the candidate names of a function of block `i`. All functions of a block belong to one class.
 
-        The first function that is built selects the class: a class of the blocks before, or a new class.
+        The first function that is built selects the class: a class of an earlier block, or a new class.
         """
-        owners, at = self.site.functions.owners, self.site.at
+        owners, at = self.shape.tables.owners, self.site.at
         kind = f"skip_{self.site.owner}" if skips else self.site.owner
         before = [owner for place, owner in owners.items() if place.rpartition(".")[0] == at]
         known = owners.get(f"{at}.{i}")
@@ -159,305 +161,214 @@ class Stack:
 
 
 @dataclass
-class _BlockCall:
+class BlockCall:
     """One call of a block."""
 
     stack: Stack
     outer: Builder
     i: int
     block: Block
-    streams: tuple[str, ...]
+    streams: Streams
     context: LoweringContext
-    shape: Shape = field(init=False)
 
-    def __post_init__(self) -> None:
-        shape = self.stack.shape
-        self.shape = replace(shape, layer=self.i, values=self.block.values_width(shape.dim))
-
-    def add(self, x: str, embedded: str, source: Mapping[str, str], run: int) -> tuple[str, Mapping[str, str]]:
+    def add(
+        self, x: str, source: Mapping[EarlierValue, str], run: int
+    ) -> tuple[str, Mapping[str, str], Mapping[str, str]]:
         """Adds the call to the program.
 
         Args:
             x: the stream before the block; several streams are concatenated.
-            embedded: the input of the first block.
-            source: the values of the earlier runs that the block reads, by formula.
+            source: the values of earlier runs that the block reads.
             run: the index of the run.
 
         Returns:
-            The stream after the block, and its new state by layer and key.
+            The stream after the block, its new state by layer and key, and the attention values that it returns, by
+            layer.
         """
-        outer, context, site = self.outer, self.context, self.stack.site
-        caches = self.block.state(self.shape) if context.extends else {}
-        mixes = [block.reads_value("x0") for block in self.stack.blocks.every]
-        by_all, by_some = self._shared(True), self._shared(False)
-        before = {**({"x0": embedded} if all(mixes) else {}), **by_all, **self._source()}
-        later = {**by_some, **({"x0": embedded} if mixes[self.i] and not all(mixes) else {})}
+        stack, outer, context, block = self.stack, self.outer, self.context, self.block
+        shape = replace(stack.shape, layer=self.i)
+        caches = block.state(shape) if context.extends else {}
         labels = labels_of(tuple(source))
-        later |= {labels[index]: ref for index, ref in source.items()}
-        later |= {IDS: context.ids} if self.block.reads_value(IDS) else {}
+        before, later = self._values(source, labels)
         b = Builder("")
 
         def take(values: Mapping[str, str]) -> None:
             for name, ref in values.items():
                 type = outer.types[ref]
-                shape = type.shape if ref.startswith("@") else _tokens(type.shape, outer.types[x].shape[1])
-                b.input(name, type.with_shape(*shape))
+                dims = type.shape if ref.startswith("@") else _tokens(type.shape, outer.types[x].shape[1])
+                b.input(name, type.with_shape(*dims))
 
         take({STREAM: x, **before})
         b.origins[STREAM] = outer.origin(x)
         state = {key: b.input(key.replace(".", "_"), type) for key, type in caches.items()}
         take(later)
-        given = {**before, **later}
-        inside = replace(
-            context,
-            shared=self.stack.labels[self.i],
-            positions="positions" if "positions" in given else "",
-            memory="memory" if "memory" in given else "",
-            seen="seen" if "seen" in given else "",
-            weights={name: self._weight_label(name) for name in context.weights},
-        )
-        value, new = self._body(b, inside, state, labels)
-        outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in new.items()}}
+        inputs = {
+            name: name if name in {**before, **later} else "" for name in ("positions", "table", "memory", "seen")
+        }
+        weights = {name: _weight_label(name) for name in context.weights}
+        inside = replace(context, shared=stack.labels[self.i], weights=weights, **inputs)  # type: ignore[arg-type]
+        common = {name: name.replace(".", "_") for name in stack.blocks.common}
+
+        def shape_of(path: str) -> Shape:
+            return replace(shape, attention=tuple(block.sizes(shape.dim, path).items()))
+
+        learned = block.circuit.learned
+        scope = Scope(b, shape, {STREAM: STREAM}, learned, labels, common, norm=block.norm, shape_of=shape_of)
+        new = self.body(scope, inside, state)
+        outputs = {"x": scope.joined(), **{key.replace(".", "_"): ref for key, ref in new.items()}}
+        shown = {title: scope.head_values[title] for title in stack.shown[self.i]}
+        outputs |= {f"{title}_values": ref for title, ref in shown.items()}
         method = "extend" if context.extends else "forward"
         # a function that only scores gets another name if the training function has dropout or losses
         methods = (method,) if context.extends or context.training else (method, "score")
-        if phase := self.stack.phase:
+        if phase := stack.site.phase:
             methods = (phase,) if context.training else (phase, f"{phase}_score")
-        names = self.stack.names(self.i, methods, bool(source))
-        at = f"{site.at}.{self.i}"
-        body = site.functions.intern(b, names, at, outputs)
+        at = f"{stack.site.at}.{self.i}"
+        body = shape.tables.intern(b, stack.names(self.i, methods, bool(source)), at, outputs)
         args = (x, *before.values(), *(context.cache[f"{run}.{key}"] for key in caches), *later.values())
-        wide = outer.types[x].with_shape(*outer.types[x].shape[:-1], body.types[value].width)
+        tokens = outer.types[x].shape[:2]
+        wide = outer.types[x].with_shape(*tokens, b.types[outputs["x"]].width)
         scalars = tuple((name, number) for name, (number, _) in b.scalars.items())
         formulas = tuple((name, text) for name, (_, text) in b.scalars.items())
-        call = Call(body.name, at, returned([wide, *(caches[key] for key in new)]), scalars, formulas=formulas)
-        again = self.stack.runs[:run].count(self.i)
+        values = (wide.with_shape(*tokens, *b.types[ref].shape[2:]) for ref in shown.values())
+        further = (*(caches[key] for key in new), *values)
+        call = Call(body.name, at, returned([wide, *further]), scalars, formulas=formulas)
+        again = stack.blocks.runs[:run].count(self.i)
         node = outer.add(f"{self.i}.again{again}" if again else str(self.i), call, args)
-        return node, {key: f"{node}:{j}" for j, key in enumerate(new, 1)}
+        _, *refs = output_refs(node, 1 + len(further))
+        return node, dict(zip(new, refs, strict=False)), dict(zip(shown, refs[len(new) :], strict=True))
 
-    def _body(
-        self, b: Builder, context: LoweringContext, state: Mapping[str, str], outputs: Mapping[str, str]
-    ) -> tuple[str, Mapping[str, str]]:
-        """Adds the block to its function. Returns the stream after it and the new state by layer and key.
+    def body(self, scope: Scope, context: LoweringContext, state: Mapping[str, str]) -> Mapping[str, str]:
+        """Adds the block to its function. Returns the new state by layer and key.
 
         Args:
-            b: the builder of the function.
+            scope: the values of the function.
             context: the values that its layers can read.
             state: the inputs that hold the previous state, by layer and key.
-            outputs: the inputs that hold outputs of earlier runs, by formula.
         """
-        part: Path = ("read",)
+        block, b, part = self.block, scope.b, Path()
+        new: dict[str, str] = {}
+        normed: dict[str, str] = {}
         try:
-            common = {name: name.replace(".", "_") for name in self.stack.blocks.common}
-            learned = self.block.learned
-            scope = _Scope(b, self.shape, split(b, STREAM, self.streams), outputs, learned, common=common)
-            if self.block.read is not None:
-                b.scope = "read"
-                scope.streams = scope.wire(self.block.read, "x", "read_factor", self.stack.blocks.read)
-            new: dict[str, str] = {}
-            norm, normed = self.block.norm, dict[str, str]()
-            for j, layer in enumerate(self.block.layers):
+            scope.split(self.streams)
+            if block.read is not None:
+                part = ("read",)
+                scope.enter("read")
+                scope.streams = scope.wire(block.read, "x", "read_factor", self.stack.blocks.read)
+            for j, layer in enumerate(block.layers):
                 part = ("layers", j)
-                b.scope = layer.title
-                x = next(iter(scope.streams.values()))
-                if layer.read is not None:
-                    x = next(iter(scope.wire(layer.read, "read", f"{layer.title}_factor", title=layer.title).values()))
-                h = normed.get(x) or norm.lower_at("before", b, x, self.shape)
-                if norm.shared or norm.op.arity == 1:  # computed once
+                x = scope.input(layer)
+                h = normed.get(x) or scope.normalized("before", x)
+                if block.norm is None or block.norm.shared or block.norm.op.arity == 1:  # computed once
                     normed[x] = h
-                prefix = f"{layer.title}."
-                cache = {key.removeprefix(prefix): ref for key, ref in state.items() if key.startswith(prefix)}
-                scope.branches["h"] = h
-                wire = partial(scope.over_heads, title=layer.title)
-                lowered = layer.lower(b, h, self.shape, replace(context, cache=cache, wire=wire))
-                new |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
-                value = layer.with_losses(b, lowered, context)
-                y = layer.dropped(b, norm.lower_at("after", b, value, self.shape), context)
-                if self.block.write is not None:
-                    scope.branches[layer.title] = y
-                else:
-                    scope.branches["y"] = y
-                    scope.streams = scope.wire(
-                        layer.write or DEFAULT_WRITE, "x", f"{layer.title}_residual", title=layer.title
-                    )
-            if self.block.write is not None:
+                inside = replace(context, cache=below(f"{layer.title}.", state))
+                lowered = scope.add(layer, h, inside, None if block.write is not None else DEFAULT_WRITE)
+                new |= {f"{layer.title}.{key}": ref for key, ref in lowered.items()}
+            if block.write is not None:
                 part = ("write",)
-                b.scope = "write"
-                scope.streams = scope.wire(self.block.write, "x", "write_factor")
+                scope.enter("write")
+                scope.write(block.write, "write_factor", replaced=scope.values)
         except TypeRuleError as error:
             raise LoweringError((self._mismatch(error, part, b),)) from None
-        b.scope = ""
-        return joined(b, scope.streams), new
+        return new
 
-    def _shared(self, by_all: bool) -> dict[str, str]:
-        """Returns the shared values that the block reads, by input name: those that have a name in all blocks if
-        `by_all`, else those that have it in some."""
-        names = [labels.values() for labels in self.stack.labels]
-        return {
-            label: self.context.shared[ref]
-            for ref, label in self.stack.labels[self.i].items()
-            if all(label in others for others in names) == by_all
-        }
+    def _values(
+        self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
+    ) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Returns the values that the block reads, by input name: those that all blocks read, and those that only some
+        read.
 
-    def _source(self) -> dict[str, str]:
-        """Returns the values of an encoder that the blocks read, unless their state holds what they need of it, and the
-        positions of a sequence that is extended, by input name."""
+        The values of an encoder are among them, unless the state of the blocks holds what they need.
+        """
         context, blocks = self.context, self.stack.blocks
-        reads = any(layer.reads_source for _, _, layer in blocks.all_layers)
-        values = {"memory": context.memory} if reads and not context.extends else {}
-        values |= {"seen": context.seen} if reads or (blocks.reads_seen and not context.causal) else {}
-        values |= {self._weight_label(name): ref for name, ref in context.weights.items()}
-        return values | ({"positions": context.positions} if context.extends and context.positions else {})
-
-    def _weight_label(self, loss: str) -> str:
-        return f"{loss.replace('.', '_')}_weight"
+        names = [by_ref.values() for by_ref in self.stack.labels]
+        shared = {label: context.shared[ref] for ref, label in self.stack.labels[self.i].items()}
+        by_all = {label: ref for label, ref in shared.items() if all(label in others for others in names)}
+        mixes = [block.reads_value("x0") for block in blocks.every]
+        x0 = {"x0": context.embedded} if mixes[self.i] else {}
+        before, traits = {**(x0 if all(mixes) else {}), **by_all}, blocks.traits
+        before |= {"memory": context.memory} if "reads_source" in traits and not context.extends else {}
+        before |= (
+            {"seen": context.seen}
+            if "reads_source" in traits or ("reads_seen" in traits and not context.causal)
+            else {}
+        )
+        before |= {_weight_label(name): ref for name, ref in context.weights.items()}
+        before |= {"positions": context.positions} if context.extends and context.positions else {}
+        before |= {"table": context.table} if context.table else {}
+        later = {label: ref for label, ref in shared.items() if label not in by_all}
+        later |= {} if all(mixes) else x0
+        later |= {labels[value]: ref for value, ref in source.items()}
+        return before, later | ({IDS: context.ids} if self.block.reads_value(IDS) else {})
 
     def _mismatch(self, error: TypeRuleError, part: Path, b: Builder) -> Problem:
         """Returns the problem for a type error in a part of the block, with both nodes and both spec paths."""
-        site = self.stack.site
+        site, places = self.stack.site, self.stack.shape.tables.places
         origin = b.origins[STREAM]
         node = error.message.partition(" ")[0]
         message = error.message.replace(node, f"{site.at}.{self.i}.{node}", 1)
-        related = ((f"{origin} is computed here", site.places[origin]),) if origin in site.places else ()
-        hint = f"make the widths equal; the model's dim is {self.shape.dim}"
+        related = ((f"{origin} is computed here", places[origin]),) if origin in places and not error.hint else ()
+        hint = error.hint or f"make the widths equal; the model's dim is {self.stack.shape.dim}"
         return Problem((*site.place, *self.stack.blocks.source_of(part, self.i)), "S301", message, hint, related)
 
 
-BRANCH = "branch"  # the name of y in generated code, where y is the output of a function
-DEFAULT_WRITE = f"{STREAM} + y"
+def begin_parts(
+    b: Builder,
+    parts: Sequence[tuple[Part, Shape]],
+    context: LoweringContext,
+    names: Sequence[str],
+    at: str,
+    name: str,
+) -> dict[str, str]:
+    """Adds the call that computes the state of parts before the first token. Returns the state by part and key.
 
-
-@dataclass
-class _Scope:
-    """The values that expressions of one function can read.
-
-    Attributes:
-        b: the builder of the function.
-        shape: the shape dims of the model.
-        streams: the residual streams, by name.
-        outputs: the inputs that hold outputs of earlier runs, by formula.
-        learned: the learned values, by path.
-        common: the inputs that hold learned values of all blocks, by name.
-        branches: the values of layers, by title; `y` and `h` are those of the last one.
-        added: the learned values that were added, by path and by the value that each reads.
+    Args:
+        b: the builder of the program.
+        parts: the parts, with the shape dims of each.
+        context: the values that the parts can read.
+        names: the candidate names of the function.
+        at: the path prefix of its parameters.
+        name: the prefix of the name of the call.
     """
-
-    b: Builder
-    shape: Shape
-    streams: Mapping[str, str]
-    outputs: Mapping[str, str]
-    learned: Mapping[str, Learned]
-    common: Mapping[str, str] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
-    added: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def wire(
-        self, value: Expressions, name: str, prefix: str, base: Expressions | None = None, title: str = ""
-    ) -> Mapping[str, str]:
-        """Adds the expression of each stream and returns the new streams, by name.
-
-        Args:
-            value: one expression, or one per stream.
-            name: the name of the node, for a single expression; else nodes are named after their streams.
-            prefix: the name of numbers that depend on the layer.
-            base: the expression that `value` changes. Where `value` is `base` of a changed stream, the changed stream
-                is a node of its own, so that blocks with and without the change share the rest.
-            title: the layer whose learned values have short names.
-        """
-        if isinstance(value, dict):
-            return {stream: self._add(parse_wiring(text), stream, prefix, title) for stream, text in value.items()}
-        wiring = parse_wiring(value)
-        if isinstance(base, str) and base != value:
-            outside = parse_wiring(base)
-            inner = wrapped(outside.expr, wiring.expr, STREAM)
-            if inner is not None and not isinstance(inner, Var):
-                changed = self._add(replace(wiring, expr=inner), f"{name}.changed", prefix, title)
-                return {STREAM: self._add(outside, name, prefix, title, {STREAM: changed})}
-        return {STREAM: self._add(wiring, name, prefix, title)}
-
-    def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
-        """Adds an expression over `values` [B, T, H, C] and returns its value.
-
-        Other values, [B, T, H C] or [B, T, H], are split into heads, [B, T, H, C] or [B, T, H, 1], and so are learned
-        numbers [H C] or [H].
-        """
-        return self._add(parse_wiring(text), name, f"{title}_factor", title, values, heads)
-
-    def _add(
-        self,
-        wiring: Wiring,
-        name: str,
-        prefix: str,
-        title: str,
-        replaced: Mapping[str, str] | None = None,
-        heads: int = 0,
-    ) -> str:
-        """Adds an expression as the node `name`. `replaced` are values that it reads instead of those of the scope."""
-        given = {**self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common, **(replaced or {})}
-        values: dict[str, tuple[str, str]] = {}
-        used = set(variables(wiring.expr))
-        for variable, written in wiring.names.items():
-            path = f"{title}.{written}" if f"{title}.{written}" in self.learned else written
-            if path in self.learned and (variable in used or self.learned[path].of is None):
-                values[variable] = self._learned(path, title), path
-            elif variable in used:
-                values[variable] = given[written], BRANCH if written == "y" and not heads else written
-        values |= {variable: (self.outputs[k], self.outputs[k]) for variable, k in wiring.outputs.items()}
-        if heads:
-            values = {variable: (self._split(ref, label, heads), label) for variable, (ref, label) in values.items()}
-        return add(self.b, name, wiring.expr, values, prefix, self.shape)
-
-    def _learned(self, path: str, title: str) -> str:
-        """Returns a learned value, and adds it if it is read for the first time."""
-        spec, value = self.learned[path], ""
-        outer, self.b.scope = self.b.scope, ""
-        if spec.reads is not None:
-            value = self._add(spec.reads, f"{path}.of", f"{path}_factor".replace(".", "_"), title)
-        if (path, value) not in self.added:
-            self.added[path, value] = spec.declare(self.b, path, self.shape, value)
-        self.b.scope = outer
-        return self.added[path, value]
-
-    def _split(self, ref: str, label: str, heads: int) -> str:
-        """Adds the split of features into heads, [..., H C] to [..., H, C]. A single number is the same in all
-        heads."""
-        type = self.b.types[ref]
-        if len(type.shape) not in (1, 3) or type.shape == (1,):
-            return ref
-        name = f"{label}.heads".removeprefix(f"{self.b.scope}.")
-        return self.b.add(name, SplitHeads(heads if type.width != 1 else 1), (ref,))
+    inner, state = Builder(""), dict[str, str]()
+    memory = inner.input("memory", b.types[context.memory])
+    for part, shape in parts:
+        inner.scope = part.title
+        begun = part.begin(inner, shape, replace(context, memory=memory, initial={}))
+        state |= {f"{part.title}.{key}": begun[key] for key in part.state(shape)}
+    computed = {key: ref for key, ref in state.items() if ref != memory}
+    state = dict.fromkeys(state, context.memory)
+    if computed:
+        outputs = {key.replace(".", "_"): ref for key, ref in computed.items()}
+        body = parts[0][1].tables.intern(inner, names, at, outputs)
+        types = returned([inner.types[ref] for ref in outputs.values()])
+        call = Call(body.name, at, types, labels=tuple(outputs))
+        state |= zip(computed, output_refs(b.add(name, call, (context.memory,)), len(computed)), strict=True)
+    return state
 
 
-def texts_of(value: Expressions) -> tuple[str, ...]:
-    return tuple(value.values()) if isinstance(value, dict) else (value,)
+def labels_of(values: Sequence[EarlierValue]) -> Mapping[EarlierValue, str]:
+    """Returns the input name of each value of an earlier run."""
+    labels: dict[EarlierValue, str] = {}
+    for value in values:
+        name = "skip" if value.function == OUTPUT else f"{value.layer}_skip"
+        known = sum(label.rstrip("0123456789") == name for label in labels.values())
+        labels[value] = f"{name}{known + 1}" if known else name
+    return labels
 
 
-def labels_of(indices: Sequence[str]) -> Mapping[str, str]:
-    """Returns the input name of each output of an earlier run, by its formula."""
-    return {index: "skip" if i == 0 else f"skip{i + 1}" for i, index in enumerate(indices)}
+def below(prefix: str, values: Mapping[str, str]) -> dict[str, str]:
+    """Returns the values whose names begin with `prefix`, without it."""
+    return {key.removeprefix(prefix): ref for key, ref in values.items() if key.startswith(prefix)}
 
 
-def split(b: Builder, x: str, streams: tuple[str, ...]) -> Mapping[str, str]:
-    """Adds the split of x [B, T, n D] into n streams [B, T, D], by name."""
-    if len(streams) == 1:
-        return {streams[0]: x}
-    node = b.add("streams.split", Split(streams), (x,))
-    return dict(zip(streams, output_refs(node, len(streams)), strict=True))
-
-
-def joined(b: Builder, streams: Mapping[str, str]) -> str:
-    """Adds the concatenation of streams, if there are several, and returns it."""
-    outer, b.scope = b.scope, ""
-    first, *rest = streams.values()
-    for i, ref in enumerate(rest):
-        first = b.add("streams.joined" if i == 0 else f"streams.joined{i + 1}", Concat(), (first, ref))
-    b.scope = outer
-    return first
+def _weight_label(loss: str) -> str:
+    return f"{loss.replace('.', '_')}_weight"
 
 
 def _tokens(shape: Sequence[Dim], length: Dim) -> Iterator[Dim]:
-    """Yields the dims of a shape as a function declares it: `length`, the number of tokens of any sequence,
-    becomes T."""
+    """Yields the dims of a shape as a function declares them: `length`, the number of tokens of any sequence, becomes
+    T."""
     first = 1 if shape[:1] == ("B",) else 0
     for i, dim in enumerate(shape):
         yield "T" if dim == length and (i == first or isinstance(dim, str)) else dim

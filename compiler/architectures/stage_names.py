@@ -3,17 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from specc.compiler.architectures.blocks_stage import BlocksStage, norm_name
-from specc.compiler.architectures.time_loop import spans, step_name
+from specc.compiler.architectures.stages import loops, owner_of
 from specc.compiler.blocks.parts import Part
 from specc.compiler.strict import Problem
 
 LOOP = "a loop over time"
-
-
-def owner_of(side: str, stage: Part) -> str:
-    """Returns the base name of the class that holds the functions of a stage."""
-    return f"{side}_{stage.title}".removesuffix("s")
 
 
 def collisions(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
@@ -37,20 +31,19 @@ def collisions(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
 
 
 def _attributes(stages: Sequence[Part]) -> Iterator[tuple[int, str, str]]:
-    """Yields the names of a side other than the titles of its stages. Each entry is the index of the stage that the
-    name belongs to, a description, and the name."""
-    for number, (first, _) in enumerate(spans(stages)):
-        yield first, LOOP, step_name(number)
+    """Yields the names in a side that are not titles of stages. Each entry is the index of a stage, a description, and
+    a name."""
+    for name, first, _ in loops(stages):
+        yield first, LOOP, name
     for i, stage in enumerate(stages):
-        if isinstance(stage, BlocksStage):
-            yield i, f"the norm after {stage.title}", norm_name(stage.title)
+        yield from ((i, description, name) for name, description in stage.further_modules.items())
 
 
 def _classes(side: str, stages: Sequence[Part]) -> Iterator[tuple[int, str, str]]:
     """Yields the base names of classes. Each entry is the index of the first stage of the class, a description, and the
     name."""
-    for number, (first, _) in enumerate(spans(stages)):
-        yield first, LOOP, f"{side}_{step_name(number)}"
+    for name, first, _ in loops(stages):
+        yield first, LOOP, f"{side}_{name}"
     for i, stage in enumerate(stages):
-        if isinstance(stage, BlocksStage):
+        if "functions" in stage.traits:
             yield i, stage.title, owner_of(side, stage)

@@ -1,12 +1,13 @@
-"""Additive attention to the source. The query is the state of the decoder."""
+"""Additive attention to the source, with the state of the decoder as the query."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
-from specc.compiler.blocks.parts import Stage
-from specc.compiler.ir.graph import Builder, TensorType
+from specc.compiler.blocks.parts import Stage, Trait
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.additive import Additive
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.sequence import AsStep
@@ -16,8 +17,8 @@ from specc.compiler.strict import Name, Positive, Problem
 class AdditiveStage(Stage):
     """The mean of the encoder's values, weighted by the softmax of scores (Bahdanau, Cho and Bengio, 2015).
 
-    With the last h of the recurrent stage `query`, the score of a position is relu(w . [h; value] + b). With `form:
-    tanh` it is w . tanh(W h + U value + b), for `width` features.
+    Let h be the last h of the recurrent stage `query`. The score of a position is relu(w . [h; value] + b). With `form:
+    tanh`, the score is w . tanh(W h + U value + b), where the argument of tanh has `width` features.
 
     Attributes:
         query: the name of the recurrent stage that gives the query h.
@@ -31,8 +32,8 @@ class AdditiveStage(Stage):
     width: Positive = 1
 
     @property
-    def reads_source(self) -> bool:
-        return True
+    def traits(self) -> frozenset[Trait]:
+        return frozenset({"reads_source"})
 
     @property
     def query_stage(self) -> str | None:
@@ -57,7 +58,7 @@ class AdditiveStage(Stage):
         return {"keys": keys, "values": context.memory}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        h = b.add("h", AsStep(), (context.start["h"],))
+        h = b.add("h", AsStep(), (context.initial["h"],))
         weight = b.param("query", shape.activation(self.width, b.types[h].width), shape.matrix_init)
         query = b.add("query", Linear(), (h, weight))
         scale = []

@@ -3,10 +3,11 @@
 from collections.abc import Collection
 
 from specc.compiler.blocks.context import Shape
-from specc.compiler.blocks.init import Init, constant
-from specc.compiler.ir.graph import Builder, Dim
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import Dim
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.programs.init import Init, constant
 
 
 def affine(
@@ -17,12 +18,12 @@ def affine(
     Args:
         b: the builder of the function or program.
         x: the input, [..., K].
-        name: the name of the parameter W and of the product's node. The bias is `name`_bias [N], from 0; the node of
-            the sum is `name`.biased.
+        name: the name of the parameter W and of the product's node. The bias is the parameter `name`_bias [N], which
+            starts at 0. The node of the sum is `name`.biased.
         size: the dims [N, K] of W.
         shape: the shape dims of the model.
         init: the initialization of W.
-        bias: whether to add a bias, or the names of the matrices that have one.
+        bias: whether to add a bias, or the names of the matrices that have a bias.
     """
     weight = b.param(name, shape.activation(*size), init)
     product = b.add(name, Linear(), (x, weight))

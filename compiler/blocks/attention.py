@@ -1,169 +1,126 @@
 """Self-attention and cross-attention: grouped queries, rotary positions, normalized q and k, any score and mask."""
 
-from collections.abc import Callable, Iterator, Mapping
-from math import isclose
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
-from specc.compiler.blocks.document_mask import Documents
-from specc.compiler.blocks.init import constant, formula, value_of
-from specc.compiler.blocks.parts import WEIGHTLESS, Layer, NormWeight, normalized
-from specc.compiler.blocks.previous import TokenId
+from specc.compiler.blocks.norm import norm_op
+from specc.compiler.blocks.parts import WEIGHTLESS, NormWeight, Trait, normalized
+from specc.compiler.blocks.pool import Pool
 from specc.compiler.blocks.rope import RopeSpec, RopeTable
-from specc.compiler.blocks.wiring import WiringText, number, parse_wiring
-from specc.compiler.expr import Const, ExprError, parse, substitute, variables
-from specc.compiler.expr.interval import atoms
-from specc.compiler.expr.mask import CAUSAL, bound_mask, parse_mask, window_of
-from specc.compiler.expr.score import PLAIN, bound_score, parse_score
-from specc.compiler.expr.values import Read
-from specc.compiler.ir.graph import Builder, TensorType
-from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.blocks.score_and_mask import ScoreAndMask
+from specc.compiler.blocks.wiring import WiringText
+from specc.compiler.expr import ExprError
+from specc.compiler.expr.mask import bound_mask
+from specc.compiler.expr.wiring import parse_wiring
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.attention import SdpaSeen
 from specc.compiler.ops.exclusive import Exclusive
-from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
-from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
-from specc.compiler.schedule import SegmentSchedule, points_of
-from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, Unit, later
+from specc.compiler.programs.init import constant
+from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
 
 class QkNorm(StrictModel):
     """The norms of q and k, each with its parameters.
 
     Attributes:
-        kind: RMSNorm, or LayerNorm without a bias.
+        kind: RMSNorm or LayerNorm.
         weight: a learned factor of each feature, as in the norms of blocks.
-        over: the features of a norm: those of each `head`, with weights that all heads share, or those of `all` heads.
-        after_rope: whether the norm follows the rotary positions. If false, it is before them.
+        bias: whether to add a learned number per feature, which starts at 0.
+        over: the features that one norm covers. `head`: one head; all heads share the weights. `all`: all heads.
+        after_rope: whether the norm follows the rotary positions. If false, the norm precedes them.
         gain: the initial value of one learned factor per head, which scales q; no factor if unset.
         eps: the epsilon added to the mean square or variance.
     """
 
     kind: Literal["rms", "layer"] = later("rms")
     weight: NormWeight = later(WEIGHTLESS)
+    bias: bool = later(False)
     over: Literal["head", "all"] = later("head")
     after_rope: bool = later(False)
     gain: PositiveFloat | None = None
     eps: PositiveFloat = 1e-6
 
     def lower(self, b: Builder, x: str, name: str) -> str:
-        """Adds the norm of `x`, which is q or k by its `name`, and returns the result."""
-        weighted = self.weight != WEIGHTLESS
-        op = RmsNorm(self.eps, weighted) if self.kind == "rms" else LayerNorm(self.eps, weighted, bias=False)
-        return normalized(b, x, f"{name}.norm", op, self.weight, f"{name}_norm")
+        """Adds the norm of `x` and returns the result. `name` is `q` or `k`."""
+        op = norm_op(self.kind, self.eps, self.weight, self.bias)
+        return normalized(b, x, f"{name}.norm", op, self.weight, self.bias, f"{name}_norm")
 
 
 class Exclude(StrictModel):
-    """Exclusive self-attention (XSA, arXiv 2603.09078): removes from each head's output its component along the token's
-    own value."""
+    """Exclusive self-attention (XSA, arXiv 2603.09078): subtracts from the output of each head the projection onto the
+    value of the token itself."""
 
 
 Biases = Annotated[tuple[Literal["q", "k", "v", "out"], ...], Field(min_length=1, max_length=4)]
 
 
-def _mask(text: str) -> str:
-    parse_mask(text)  # ExprError is a ValueError
-    return text
-
-
-MaskText = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_mask)]
-
-
-class MaskSchedule(SegmentSchedule):
-    """A mask that changes during training."""
-
-    at: Annotated[tuple[tuple[Unit, MaskText], ...], Field(min_length=1, max_length=16)]
-
-
-ScoreText = Annotated[str, Field(min_length=1, max_length=500)]
-
-
-class Attention(Layer):
+class Attention(ScoreAndMask):
     """softmax(q k^T / sqrt(C)) v in several heads (Ainslie et al., 2023).
 
     Attributes:
-        heads: the query heads.
-        kv_heads: the key and value heads; as many as `heads` if unset.
-        head_dim: the features C of a head; the model's divided by `heads` if unset.
+        kv_heads: the number of key heads, which equals the number of value heads; `heads` if unset.
+        head_dim: the features C of a head; if unset, the features of the model divided by `heads`.
         rope: rotary positions.
         qk_norm: the normalization of q and k.
-        score: the score of a query and a key, an expression of `s`, their scaled product. It may read the positions `i`
-            of the query and `j` of the key, the head `h`, `heads`, `context`, `slope(h)` (the slopes of ALiBi, Press et
-            al., 2022), elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`, and `bucket` (the buckets
-            of distances of T5, Raffel et al., 2020).
-        mask: the condition under which a query attends to a key, over `i`, `j` and `h`, such as `j <= i and i - j <
-            512`. `document(i) == document(j)` holds within a document. It may change by a schedule.
-        scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`;
-            `1/sqrt(head_dim)` if unset.
-        sinks: whether each head has a learned logit that adds to the denominator of the softmax alone.
         of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
             `encoder`: it attends to the source.
-        bias: whether the four matrices have a bias, or those that have one.
-        v: the values, an expression of the projected `v` of each head. If it does not read `v`, there is no projection.
-        y: the output, an expression of the attended `y` of each head.
+        bias: whether the four matrices have a bias, or the list of the matrices that have a bias.
+        q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
+        k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.
+        v: the values: an expression of the projected `v` of each head. If the expression does not read `v`, there is no
+            projection. `value(k)` stands for the values of the layer of the same name in run k, behind its expression
+            `v` (value residual, Zhou et al. 2024, arXiv 2410.17897).
         exclude: exclusive self-attention.
-        bos: the id that starts a document, for `document` in the mask.
+        pool: keys and values of whole blocks of earlier tokens, beside those of the tokens that the mask lets through.
     """
 
-    inner: ClassVar[tuple[str, ...]] = ("v", "y")
+    inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "y")
+    over_values: ClassVar[tuple[str, ...]] = ("v",)
 
     kind: Literal["attention"]
-    heads: Positive
     kv_heads: Positive | None = None
     head_dim: Positive | None = None
     rope: RopeSpec | None = None
     qk_norm: QkNorm | None = None
-    score: ScoreText = later(PLAIN)
-    mask: MaskText | MaskSchedule = later(CAUSAL)
-    scale: Annotated[float | str, formula("head_dim", "layer", "layers")] | None = later(None)
-    sinks: bool = later(False)
     of: Literal["self", "encoder"] = "self"
     bias: bool | Biases = False
+    q: WiringText | None = later(None)
+    k: WiringText | None = later(None)
     v: WiringText | None = later(None)
-    y: WiringText | None = later(None)
     exclude: Exclude | None = later(None)
-    bos: TokenId | None = later(None)
+    pool: Pool | None = later(None)
 
     @property
-    def masks(self) -> tuple[str, ...]:
-        """The masks of a run, in order."""
-        return tuple(mask for _, mask in points_of(self.mask))
-
-    @property
-    def reads_source(self) -> bool:
-        return self.of == "encoder"
-
-    @property
-    def in_place(self) -> bool:
-        return not self.reads_source
-
-    @property
-    def reads_seen(self) -> bool:
-        return True
+    def traits(self) -> frozenset[Trait]:
+        return frozenset({"reads_seen", "reads_source" if self.of == "encoder" else "in_place"})
 
     def size(self, dim: int) -> int:
         """Returns the number of channels of a head."""
         return self.head_dim or dim // self.heads
 
-    def values_width(self, dim: int) -> int | None:
-        return (self.kv_heads or self.heads) * self.size(dim)
+    def sizes(self, dim: int) -> Mapping[str, int]:
+        groups, size = self.kv_heads or self.heads, self.size(dim)
+        return {"heads": self.heads, "kv_heads": groups, "head_dim": size, "values": groups * size}
+
+    def head_values(self, dim: int) -> tuple[int, int] | None:
+        return None if self.reads_source else (self.kv_heads or self.heads, self.size(dim))
 
     def _channels(self, shape: Shape) -> int:
         return shape.size("C", int(self.size(shape.dim)), "channels of a head", self.title)
 
-    def _queries(self, shape: Shape) -> int:
-        """Returns the number of query heads."""
-        return shape.size("H", self.heads, "heads", self.title)
-
     def _groups(self, shape: Shape) -> int:
         """Returns the number of key and value heads."""
         if self.kv_heads in (None, self.heads):
-            return self._queries(shape)
+            return self.queries(shape)
         assert self.kv_heads is not None
         return shape.size("G", self.kv_heads, "heads of keys and values", self.title)
 
@@ -178,107 +135,63 @@ class Attention(Layer):
             yield Problem(("kv_heads",), "S211", message, hint, related=(("the query heads", ("heads",)),))
         if self.rope is not None:
             yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(dim)))
-        yield from self._expression_problems()
-        for name in ("rope", "v", "exclude", "bos"):
+        yield from self.expression_problems()
+        for name in ("rope", "k", "v", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
+        for name in ("q", "k"):
+            text: str | None = getattr(self, name)
+            if text is not None and name not in parse_wiring(text).names.values():
+                message = f"the expression does not read `{name}`, which it replaces"
+                yield Problem((name,), "S246", message, f"for example `{name} * factor`")
         if self.qk_norm is not None and self.qk_norm.after_rope and self.qk_norm.over == "all":
-            message = "the norm of q and k is over all heads, but rotary positions are of single heads"
+            message = "the norm of q and k covers all heads and cannot follow the rotation of single heads"
             hint = "remove after_rope, or use `over: head`"
             yield Problem(("qk_norm", "after_rope"), "S285", message, hint)
 
-    def _expression_problems(self) -> Iterator[Problem]:
-        """Yields the problems of the score and the mask that do not depend on the context."""
-        documents = any("document" in mask for mask in self.masks)
-        if documents and self.bos is None:
-            message = "the mask reads documents, but no id starts a document"
-            yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
-        if self.bos is not None and not documents and not self.reads_source:
-            message = f"bos is {self.bos}, but the mask reads no documents"
-            hint = f"add it to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
-            yield Problem(("bos",), "S272", message, hint)
-        dims = {name: len(shape) for name, shape in self.tables(1).items()}
-        try:
-            expr = parse_score(self.score, dims)
-        except ExprError as error:
-            yield Problem(("score",), "S271", error.message, error.hint or "write an expression of s")
+    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
+        if self.pool is None:
+            yield from super().problems_of_context(dim, context, causal, prefix)
             return
-        for name in dims:
-            if name not in {part.table for part in atoms(expr) if isinstance(part, Read)}:
-                message = f"the score does not read the table {name}"
-                yield Problem(("learn", name), "S247", message, f"read an element of {name} in `score`, or remove it")
-
-    def problems_of_context(self, context: int, causal: bool) -> Iterator[Problem]:
         if not causal or self.reads_source:
-            for name, default in (("score", PLAIN), ("mask", CAUSAL), ("scale", None), ("sinks", False)):
-                if getattr(self, name) != default:
-                    message = f"{name} is for attention to earlier tokens; this attends to a whole source"
-                    yield Problem((name,), "S275", message, f"remove {name}")
-            return
-        try:
-            masks = [bound_mask(mask, self.heads, context) for mask in self.masks]
-        except ExprError as error:
-            yield Problem(("mask",), "S276", error.message, error.hint or "write a simpler mask")
-            return
-        try:
-            for mask in masks:
-                bound_score(self.score, tuple(self.tables(context).items()), mask, self.heads, context)
-        except ExprError as error:
-            yield Problem(("score",), "S271", error.message, error.hint or "write a simpler score")
+            message = "pool is for attention to earlier tokens; this attends to a whole source"
+            yield Problem(("pool",), "S275", message, "remove pool")
+        problems = list(self.model_copy(update={"pool": None}).problems_of_context(dim, context, causal, prefix))
+        problems += [problem.under("pool") for problem in self.pool.problems_in(context, self.masks)]
+        for mask in self.masks if causal and not problems else ():
+            try:
+                bound = bound_mask(mask, self.heads, context, prefix, self.bound_sizes(dim))
+                self.visible(bound, context, prefix)
+            except ExprError as error:
+                path = ("pool",) if self.pool.mask is None else ("pool", "mask")
+                problems.append(
+                    Problem(path, "S276", error.message, error.hint or "write a simpler mask", offset=error.column)
+                )
+        yield from problems or super().problems_of_context(dim, context, causal, prefix)
 
-    def tables(self, context: int) -> Mapping[str, tuple[int, ...]]:
-        """Returns the shapes of the learned tables of the score, by name, in a model of `context` tokens."""
-        sizes = {"heads": self.heads, "context": context}
-        learned = {name: value.dims(sizes) for name, value in self.learn.items()}
-        return {name: shape for name, shape in learned.items() if shape is not None}
+    def visible(self, mask: str, context: int, prefix: int) -> str:
+        if self.pool is None:
+            return mask
+        return f"({mask}) or ({self.pool.bound(mask, self.heads, context, prefix)})"
 
-    @property
-    def own_values(self) -> tuple[str, ...]:
-        return tuple(self.tables(1))
-
-    def _expressions(self, shape: Shape) -> ScoreFields:
-        """Returns the settings of attention in a model of this shape."""
-        heads, tables = self.heads, self.tables(shape.context)
-        mask = bound_mask(self.masks[-1], heads, shape.context)
-        score = bound_score(self.score, tuple(tables.items()), mask, heads, shape.context)
-        scale = None if self.scale is None or self._layered else self._scale(shape)
-        usual = scale is not None and isclose(scale, self.size(shape.dim) ** -0.5, rel_tol=1e-12)
-        return ScoreFields(score, mask, None if usual else scale, tuple(tables), self.sinks)
-
-    @property
-    def _layered(self) -> bool:
-        """Whether the scale depends on the layer. q is then scaled, so that layers share their code."""
-        return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
-
-    def _scale(self, shape: Shape) -> float:
-        assert self.scale is not None
-        values = {"head_dim": self.size(shape.dim), "layer": shape.layer, "layers": shape.layers}
-        return value_of(self.scale, **{name: float(value) for name, value in values.items()})
-
-    def _ring(self, shape: Shape) -> tuple[int, int] | None:
-        """Returns the numbers of first and of last positions that the cache keeps; None if it keeps all."""
-        if self.reads_source or not isinstance(shape.kept, str):
-            return None
-        fields = self._expressions(shape)
-        return window_of(fields.mask, self.heads, shape.context)
+    def ring(self, shape: Shape) -> tuple[int, int] | None:
+        ring = super().ring(shape)
+        return ring if ring is None or self.pool is None else (ring[0], max(ring[1], self.pool.block))
 
     def _rope(self, shape: Shape) -> RopeTable | None:
         return None if self.rope is None else self.rope.table(self.size(shape.dim), shape.context)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        tables = (self._rope(shape), self._documents)
+        tables = (self._rope(shape), self.documents)
         return tuple(table for table in tables if table is not None)
 
-    @property
-    def _documents(self) -> Documents | None:
-        return None if self.bos is None else Documents(f"documents{self.bos}", ("starts",), mark=self.bos)
-
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        ring = self._ring(shape)
-        positions = "S" if self.reads_source else shape.kept if ring is None else sum(ring)
-        rows = shape.activation("B", positions, self._groups(shape), self._channels(shape))
-        return {"k": rows, "v": rows}
+        ring = self.ring(shape)
+        positions = "S" if self.reads_source else shape.cache_length if ring is None else sum(ring)
+        rows = shape.cached(positions, self._groups(shape), self._channels(shape))
+        pooled = {} if self.pool is None else self.pool.state(rows, shape.context)
+        return {"k": rows, "v": rows, **pooled}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         if self.reads_source:
@@ -289,87 +202,82 @@ class Attention(Layer):
         return {name: b.add(f"{name}.cache", empty, (context.memory,)) for name in ("k", "v")}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        q = self._heads(b, x, "q", self._queries(shape), shape)
+        q = self._heads(b, x, "q", self.queries(shape), shape)
         if self.reads_source:
-            kept = context.cache or self._keys(b, context.memory, shape, context)
+            cache = context.cache or self._keys(b, context.memory, shape, context)
             q = self._gained(b, self._positioned(b, q, "q", context, shape), shape)
-            attended = b.add("y", SdpaSeen(), (q, kept["k"], kept["v"], context.seen))
+            attended = b.add("y", SdpaSeen(), (q, cache["k"], cache["v"], context.seen))
             return Lowered(self._out(b, attended, shape, context))
         keys = self._keys(b, x, shape, context, q)
-        q, k, v = self._scaled(b, self._gained(b, keys["q"], shape), shape), keys["k"], keys["v"]
+        q, k, v = self.scaled(b, self._gained(b, keys["q"], shape), shape), keys["k"], keys["v"]
         if not context.causal:
             attended = b.add("y", SdpaSeen(), (q, k, v, context.seen))
-            return Lowered(self._out(b, self._excluded(b, attended, v), shape, context))
-        form = self._expressions(shape)
-        further = tuple(self._further(b, form, shape, context))
-        state: dict[str, str] = {}
-        if context.cache:
-            ring = self._ring(shape)
-            read = {"k": k, "v": v}
-            for name, value in read.items() if ring is not None else ():
-                read[name] = b.add(f"{name}.kept", RingKeys(), (context.cache[name], value))
-            for name, value in (("k", k), ("v", v)):
-                written = (context.cache[name], value, context.positions)
-                state[name] = b.add(f"{name}.cache", CacheWrite(ring), written)
-            read = state if ring is None else read
-            op = SdpaCached(form.score, form.mask, form.scale, form.tables, form.sinks, ring)
-            attended = b.add("y", op, (q, read["k"], read["v"], context.positions, *further))
+            return Lowered(self._out(b, self._excluded(b, attended, v), shape, context), head_values=v)
+        read, state = self.cached(b, {"k": k, "v": v}, shape, context)
+        if self.pool is None:
+            attended = self.attend(b, q, read["k"], read["v"], shape, context, self.score_fields(shape))
         else:
-            whole = Sdpa(form.score, form.mask, form.scale, form.tables, form.sinks)
-            attended = b.add("y", whole, (q, k, v, *further))
-        return Lowered(self._out(b, self._excluded(b, attended, v), shape, context), state)
+            attended, pooled = self._pooled(b, self.pool, q, read, shape, context)
+            state = {**state, **pooled}
+        return Lowered(self._out(b, self._excluded(b, attended, v), shape, context), state, head_values=v)
 
-    def _further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
-        """Yields the further inputs of attention: the starts of documents, the sinks, and the tables."""
-        if form.documents:
-            assert self._documents is not None
-            yield context.shared[self._documents.name]
-        if self.sinks:
-            yield b.param("sinks", shape.activation(self._queries(shape)), constant(0.0))
-        sizes = {"heads": self._queries(shape), "context": shape.context}
-        for name in form.tables:
-            yield self.learn[name].declare(b, name, shape, sizes=sizes)
+    def _pooled(
+        self, b: Builder, pool: Pool, q: str, rows: Mapping[str, str], shape: Shape, context: LoweringContext
+    ) -> tuple[str, Mapping[str, str]]:
+        """Adds attention to pooled blocks and to single tokens. Returns the node and the new state of the blocks.
+
+        Args:
+            b: the builder of the function.
+            pool: the pooling.
+            q: the queries, [B, T, H, C].
+            rows: the keys `k` and values `v` to attend to, [B, S, G, C].
+            shape: the shape dims of the model.
+            context: the other values that the layer can read.
+        """
+        fields = self.score_fields(shape)
+        mask = pool.bound(fields.mask, self.heads, shape.context, shape.prefix)
+        latents = pool.latents(b, self._groups(shape), self._channels(shape), shape)
+        others = tuple(self.further(b, fields, shape, context))
+        if not context.cache:
+            return b.add("y", pool.op(fields, mask), (q, *rows.values(), *others, *latents)), {}
+        ring = self.ring(shape)
+        state = pool.write(b, rows, latents, context, ring)
+        inputs = (q, *rows.values(), context.positions, *state.values(), *others)
+        return b.add("y", pool.cached_op(fields, mask, ring), inputs), state
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
-        """Adds k and v of `x`, and the norm and rotary positions of `q` if it is given. Returns them by name."""
+        """Adds k and v of `x`. If `q` is given, adds the norm and rotary positions of q. Returns the values by name."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
-        v = self._wired("v", lambda: self._heads(b, x, "v", groups, shape), groups, context)
+        v = self.wired("v", lambda: self._heads(b, x, "v", groups, shape), groups, context)
         queries = {"q": self._positioned(b, q, "q", context, shape)} if q else {}
         return queries | {"k": self._positioned(b, k, "k", context, shape), "v": v}
-
-    def _scaled(self, b: Builder, q: str, shape: Shape) -> str:
-        """Returns q with the factor that replaces 1 / sqrt(C), if the scale depends on the layer."""
-        if not self._layered:
-            return q
-        formula = substitute(parse(str(self.scale)), {"head_dim": Const(self.size(shape.dim))})
-        text, numbers = number(b, f"({formula}) * sqrt({self.size(shape.dim)})", "attention_scale", shape)
-        return b.add("q.scaled", Pointwise((f"q * {text}",), ("q", *numbers)), (q, *numbers.values()))
 
     def _gained(self, b: Builder, q: str, shape: Shape) -> str:
         if self.qk_norm is None or self.qk_norm.gain is None:
             return q
-        gain = b.param("q_gain", shape.activation(self._queries(shape), 1), constant(self.qk_norm.gain))
+        gain = b.param("q_gain", shape.activation(self.queries(shape), 1), constant(self.qk_norm.gain))
         return b.add("q.gain", Pointwise(("q * gain",), ("q", "gain")), (q, gain))
 
     def _out(self, b: Builder, attended: str, shape: Shape, context: LoweringContext) -> str:
-        attended = self._wired("y", lambda: attended, self._queries(shape), context)
+        attended = self.wired("y", lambda: attended, self.queries(shape), context)
         merged = b.add("y.merged", MergeHeads(), (attended,))
-        size = (shape.dim, self._queries(shape) * self._channels(shape))
+        size = (shape.dim, self.queries(shape) * self._channels(shape))
         return affine(b, merged, "out", size, shape, shape.output_init, self.bias)
 
     def _heads(self, b: Builder, x: str, name: str, heads: int, shape: Shape) -> str:
         features = b.types[x].width if self.reads_source and name != "q" else shape.dim
         size = (heads * self._channels(shape), features)
-        made = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
+        projection = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
         if self.qk_norm is not None and self.qk_norm.over == "all" and name != "v":
-            made = self.qk_norm.lower(b, made, name)
-        return b.add(f"{name}.heads", SplitHeads(heads), (made,))
+            projection = self.qk_norm.lower(b, projection, name)
+        return b.add(f"{name}.heads", SplitHeads(heads), (projection,))
 
     def _positioned(self, b: Builder, x: str, name: str, context: LoweringContext, shape: Shape) -> str:
         norm = self.qk_norm if self.qk_norm is not None and self.qk_norm.over == "head" else None
         if norm is not None and not norm.after_rope:
             x = norm.lower(b, x, name)
+        x = self.wired(name, lambda: x, self.queries(shape) if name == "q" else self._groups(shape), context)
         rope = self._rope(shape)
         if rope is not None and self.rope is not None:
             op = Rope(self.rope.pairs == "neighbors")
@@ -378,11 +286,3 @@ class Attention(Layer):
 
     def _excluded(self, b: Builder, y: str, v: str) -> str:
         return y if self.exclude is None else b.add("y.exclusive", Exclusive(), (y, v))
-
-    def _wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
-        """Returns the expression `v` or `y` of the value [B, T, H, C] that `plain` adds, or that value."""
-        text: str | None = getattr(self, name)
-        if text is None or context.wire is None:
-            return plain()
-        reads = name in parse_wiring(text).names.values()
-        return context.wire(text, f"{name}.wired", {name: plain()} if reads else {}, heads)

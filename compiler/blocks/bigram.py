@@ -5,29 +5,30 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specc.compiler.blocks.context import Lowered, Shape, Tokens
-from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Embed
 from specc.compiler.blocks.previous import TokenId, previous
-from specc.compiler.ir.graph import Builder, Dim, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding
+from specc.compiler.programs.init import Init, constant
 from specc.compiler.strict import Positive
 
 
 class Bigram(Embed):
     """BigramHash: x + scale * P E[bucket], for a table E, a matrix P, and a learned number.
 
-    The bucket is a hash of a token and the token before it. A first token has the last bucket.
+    The bucket is a hash of the token and the previous token. The first token has the last bucket.
 
     Attributes:
         buckets: the rows of E.
         dim: the columns of E.
         scale: the initial value of the learned number.
         init: the initialization of E.
-        bos: the id that starts a document. A token with that id also counts as a first token.
+        bos: the id that starts a document. Each token with that id counts as a first token.
     """
 
     kind: Literal["bigram"]
@@ -37,15 +38,14 @@ class Bigram(Embed):
     init: Init = constant(0.0)
     bos: TokenId | None = None
 
-    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
         return {"previous": TensorType(("B", 1), "i64")}
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        assert x is not None
-        before, state = previous(b, tokens.ids, "bigram", tokens, self.bos, fill=-1)
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        before, state = previous(b, context.ids, "bigram", context, self.bos, fill=-1)
         buckets = shape.size("BUCKETS", self.buckets, "pairs of tokens")
         dim = shape.size("BIGRAM", self.dim, "features of a pair")
-        bucket = b.add("bigram.bucket", BigramHash(buckets), (tokens.ids, before))
+        bucket = b.add("bigram.bucket", BigramHash(buckets), (context.ids, before))
         table = b.param("bigram.table", shape.activation(buckets, dim), self.init)
         rows = b.add("bigram.rows", Embedding(), (bucket, table))
         weight = b.param("bigram.project", shape.activation(b.types[x].width, dim), shape.matrix_init)

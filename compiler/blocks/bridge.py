@@ -6,23 +6,24 @@ from typing import Literal
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.parts import Bridge
-from specc.compiler.ir.graph import Builder, TypeRuleError
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TypeRuleError
 
 
 class ConcatBridge(Bridge):
-    """Returns the last h and c of all directions, concatenated and otherwise unchanged."""
+    """Concatenates the last h of all directions, and the last c of all directions."""
 
     kind: Literal["concat"]
 
     def lower(self, b: Builder, h: str, c: str, width: int, shape: Shape) -> Mapping[str, str]:
         if b.types[h].width != width:
-            given = b.types[h].width
-            raise TypeRuleError(f"the bridge gives {given} features, but the decoder's state has {width}")
+            features = b.types[h].width
+            raise TypeRuleError(f"the bridge returns {features} features, but the decoder's state has {width}")
         return {"h": h, "c": c}
 
 
 class LinearBridge(Bridge):
-    """Applies one matrix with bias to the last h of all directions, and another to c."""
+    """Applies one matrix with bias to the concatenated last h of all directions, and another to the last c."""
 
     kind: Literal["linear"]
 

@@ -1,11 +1,15 @@
-"""The document mask: the position at which the document of each token starts, shared by all layers that read it."""
+"""The document mask: attention only within a document. Mask expressions are in compiler/expr/mask.py.
+
+All layers share the input of the mask: the position at which the document of each token starts.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specc.compiler.blocks.context import Shared, Tokens
-from specc.compiler.ir.graph import Builder, TensorType
-from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
+from specc.compiler.blocks.context import LoweringContext, Shared
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.documents import DocumentStarts, DocumentStartsCached
 from specc.compiler.ops.previous import KeepLast
 
 
@@ -18,9 +22,9 @@ class Documents(Shared):
     def state(self) -> Mapping[str, TensorType]:
         return {"start": TensorType(("B", 1), "i64")}
 
-    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
-        if not tokens.start:
-            return (b.add(self.name, DocumentStarts(self.mark), (tokens.ids,)),)
-        cached = tokens.cache["start"]
-        starts = b.add(self.name, DocumentStartsKept(self.mark), (tokens.ids, cached, tokens.start))
+    def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
+        if not context.start:
+            return (b.add(self.name, DocumentStarts(self.mark), (context.ids,)),)
+        cached = context.cache["start"]
+        starts = b.add(self.name, DocumentStartsCached(self.mark), (context.ids, cached, context.start))
         return starts, b.add(f"{self.name}.last", KeepLast(), (cached, starts))

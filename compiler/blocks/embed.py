@@ -1,16 +1,17 @@
 """The token embedding of one side of an encoder-decoder."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
-from specc.compiler.blocks.init import Init
-from specc.compiler.blocks.parts import Stage
-from specc.compiler.ir.graph import Builder
+from specc.compiler.blocks.parts import Stage, Trait
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import COMPUTE
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Sinusoid
 from specc.compiler.ops.shape import Embedding
+from specc.compiler.programs.init import Init
 from specc.compiler.strict import Positive
 
 
@@ -19,12 +20,10 @@ class EmbedStage(Stage):
 
     Attributes:
         dim: the features D.
-        positions: position features that are added: from a learned table [context, D], or sinusoidal.
+        positions: position features to add: from a learned table [context, D], or sinusoidal.
         dropout: the probability that a feature is dropped in training.
-        init: the initialization of the table; the model's if unset.
+        init: the initialization of the table; if unset, the model's `init`.
     """
-
-    starts: ClassVar[bool] = True
 
     kind: Literal["embed"]
     dim: Positive
@@ -33,8 +32,8 @@ class EmbedStage(Stage):
     init: Init | None = None
 
     @property
-    def reads_positions(self) -> bool:
-        return self.positions is not None
+    def traits(self) -> frozenset[Trait]:
+        return frozenset({"starts"} if self.positions is None else {"starts", "reads_positions"})
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         init, dim = self.init or shape.matrix_init, shape.size("D", self.dim, "features", b.scope.replace(".", "_"))
@@ -44,7 +43,7 @@ class EmbedStage(Stage):
             rows = b.param("positions", shape.activation(shape.context, dim), init)
             place = b.add("place", Embedding(), (context.positions, rows))
         elif self.positions == "sinusoidal":
-            place = b.add("place", Sinusoid(self.dim, shape.dtype), (context.positions,))
+            place = b.add("place", Sinusoid(self.dim, COMPUTE), (context.positions,))
         if self.positions is not None:
             y = b.add("x", Pointwise(("x + place",), ("x", "place")), (y, place))
         return Lowered(y)

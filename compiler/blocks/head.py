@@ -5,12 +5,12 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.context import Shape
-from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.parts import Head
 from specc.compiler.expr import parse, variables
-from specc.compiler.ir.graph import Builder
+from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.programs.init import Init, constant
 from specc.compiler.schedule import SegmentSchedule, last
 from specc.compiler.strict import Unit
 
@@ -29,7 +29,7 @@ LogitExpression = Annotated[str, Field(min_length=1, max_length=500), AfterValid
 
 
 class CapSchedule(SegmentSchedule):
-    """A limit of logits that changes during training."""
+    """A softcap that changes during training."""
 
     at: Annotated[tuple[tuple[Unit, Cap | LogitExpression], ...], Field(min_length=1, max_length=16)]
 
@@ -39,10 +39,10 @@ class LogitHead(Head):
 
     Attributes:
         tied: whether the matrix is the token table itself (Press and Wolf, 2017).
-        softcap: limits logits z to softcap * tanh(z / softcap), which is within +-softcap; or an expression of z, such
-            as `30 * sigmoid(z / 7.5)`, or `z / 8` for a scale. Either may change by a schedule.
+        softcap: a number that limits the logits z to softcap * tanh(z / softcap); or an expression of z, such as `30 *
+            sigmoid(z / 7.5)`, or `z / 8` for a scale. Both may have a schedule.
         bias: whether a learned vector is added to the logits.
-        init: the initialization of the matrix; the model's if unset.
+        init: the initialization of the matrix; if unset, the model's `init`.
     """
 
     tied: bool = True

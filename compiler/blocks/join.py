@@ -6,14 +6,14 @@ from pydantic import Field
 
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Stage
-from specc.compiler.ir.graph import Builder
+from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.strict import Name
 
 
 class ConcatStage(Stage):
-    """Concatenates the features of its input and of the earlier stage `beside`, in that order.
+    """Concatenates the features of the input and of the earlier stage `beside`, in that order.
 
     Attributes:
         beside: the name of the earlier stage.

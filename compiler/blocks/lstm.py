@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
-from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.parts import Stage
-from specc.compiler.ir.graph import Builder, TensorType
+from specc.compiler.blocks.parts import Stage, Trait
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.recurrent import GATES, Lstm, LstmCell
 from specc.compiler.ops.sequence import AsStep, Repeat, Reversed, Zeros
+from specc.compiler.programs.init import Init, constant
 from specc.compiler.strict import Positive
 
 SPREAD = Init(uniform="2/sqrt(fan_out)")  # 1 / sqrt(hidden), as the rows are four times the hidden size
@@ -21,15 +22,13 @@ class LstmStage(Stage):
     """One layer of long short-term memory (Hochreiter and Schmidhuber, 1997).
 
     Attributes:
-        hidden: the features H in each direction.
-        directions: the directions in which tokens are read. The features of both are concatenated.
-        biases: the bias vectors in each direction: 1, or 2 as in most libraries.
+        hidden: the number of features H in each direction.
+        directions: the directions in which tokens are read. With both directions, the features are concatenated.
+        biases: the number of bias vectors in each direction: 1, or 2 as in most libraries.
         gates: the order of the input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
         dropout: the probability that a feature of the output is dropped in training.
         init: the initialization of the matrices; uniform within 1 / sqrt(`hidden`) if unset.
     """
-
-    recurrent: ClassVar[bool] = True
 
     kind: Literal["lstm"]
     hidden: Positive
@@ -41,20 +40,20 @@ class LstmStage(Stage):
 
     @property
     def width(self) -> int:
-        """The number of features of its value and of its state."""
+        """The number of features of the output, which is also that of the state."""
         return self.hidden * (2 if self.directions == "both" else 1)
 
     @property
-    def reads_future(self) -> bool:
-        return self.directions != "forward"
+    def traits(self) -> frozenset[Trait]:
+        return frozenset({"recurrent"} if self.directions == "forward" else {"recurrent", "reads_future"})
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         state = shape.activation("B", self.width)
         return {"h": state, "c": state}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        if context.start:
-            return context.start
+        if context.initial:
+            return context.initial
         return {name: b.add(f"{name}.zero", Zeros((self.width,)), (context.memory,)) for name in ("h", "c")}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
@@ -86,13 +85,14 @@ class LstmStage(Stage):
 
 
 class RepeatStage(Stage):
-    """Repeats the encoder's last h at every position. A decoder that starts with this stage reads no tokens, so it
-    writes all tokens of a line at once (non-autoregressive)."""
-
-    starts: ClassVar[bool] = True
-    reads_final: ClassVar[bool] = True
+    """Repeats the encoder's last h at every position. A decoder that starts with this stage reads no tokens. It is
+    non-autoregressive: it writes all tokens of a line at once."""
 
     kind: Literal["repeat"]
+
+    @property
+    def traits(self) -> frozenset[Trait]:
+        return frozenset({"starts", "reads_final"})
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         return {"h": shape.activation("B", shape.dim)}

@@ -1,6 +1,6 @@
-"""The dense feed-forward layer, with any activation of the pointwise language."""
+"""The dense feed-forward layer, with any activation of the pointwise language, and the fields of all such layers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -9,11 +9,13 @@ from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Layer
 from specc.compiler.expr import parse, variables
-from specc.compiler.ir.graph import Builder
+from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import Name, Positive, PositiveFloat, Problem, StrictModel, later
 
-OPERANDS = ("x", "gate")
+SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, and the products that they are
+OPERANDS = tuple(SOURCES)
+_RATIO = ("the ratio", ("ratio",))
 
 
 def _activation(text: str) -> str:
@@ -26,32 +28,32 @@ Expression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(
 
 
 class NamedActivation(StrictModel):
-    """An activation with an explicit name for its kernels, for activations that would otherwise have the same name.
+    """An activation with an explicit kernel name, for a model in which two activations would have the same name.
 
     Attributes:
         expr: the expression, in `x` and `gate`.
-        name: the name in the files and symbols of its kernels.
+        name: the name in the files and symbols of the kernels.
     """
 
     expr: Expression
     name: Name
 
 
-class Mlp(Layer):
-    """down(act(up(x))), or down(act(up(x), gate(x))) if the activation reads `gate` (Shazeer, 2020).
+class FeedForward(Layer):
+    """The fields of layers that compute down(act(up(x))), or down(act(up(x), gate(x))) if the activation reads `gate`
+    (Shazeer, 2020).
 
     Attributes:
-        ratio: the inner features as a multiple of the model's. Exactly one of `ratio` and `hidden` is set.
-        hidden: the inner features.
-        act: the activation: an expression in `x` and `gate`, or one with a name.
-        bias: whether the matrices have a bias, or those that have one.
+        ratio: the number of inner features divided by the number of features of the model. Exactly one of `ratio` and
+            `hidden` is set.
+        hidden: the number of inner features.
+        act: the activation: an expression in `x` and `gate`, or an expression with a name.
     """
 
-    kind: Literal["mlp"]
+    kind: str
     ratio: PositiveFloat | None = None
     hidden: Positive | None = None
     act: Expression | NamedActivation
-    bias: bool | Annotated[tuple[Literal["up", "gate", "down"], ...], Field(min_length=1, max_length=3)] = later(False)
 
     @property
     def expression(self) -> str:
@@ -63,9 +65,9 @@ class Mlp(Layer):
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.ratio is not None and self.hidden is not None:
             hint = "remove one of the two; each sets the width"
-            yield Problem(("hidden",), "S214", "mlp has both ratio and hidden", hint, (("the ratio", ("ratio",)),))
+            yield Problem(("hidden",), "S214", f"{self.kind} has both ratio and hidden", hint, (_RATIO,))
         elif self.ratio is None and self.hidden is None:
-            yield Problem((), "S214", "mlp needs exactly one of ratio and hidden", "e.g. `ratio: 4`")
+            yield Problem((), "S214", f"{self.kind} needs exactly one of ratio and hidden", "e.g. `ratio: 4`")
         elif self.ratio is not None and dim * self.ratio != round(dim * self.ratio):
             message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is not a whole number"
             yield Problem(("ratio",), "S215", message, "choose another ratio, or set hidden")
@@ -74,15 +76,35 @@ class Mlp(Layer):
             message = f"a width of {self.width(dim):,} is more than 1,048,576"
             yield Problem((key,), "S215", message, f"choose a smaller {key}")
 
-    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        width = shape.size("E", int(self.width(shape.dim)), "features inside the MLP", self.title)
+    def activated(self, b: Builder, product: Callable[[str], str]) -> str:
+        """Adds the activation of the products that it reads, and returns it.
+
+        Args:
+            b: the builder of the function.
+            product: adds the product `up` or `gate` of the layer's input, [..., E], and returns it.
+        """
         read = variables(parse(self.expression))
         operands = tuple(operand for operand in OPERANDS if operand in read)
-        sources = {"x": "up", "gate": "gate"}
-        values = []
-        for operand in operands:
-            name = sources[operand]
-            values.append(affine(b, x, name, (width, shape.dim), shape, shape.matrix_init, self.bias))
+        values = [product(SOURCES[operand]) for operand in operands]
         label = "" if isinstance(self.act, str) else self.act.name
-        act = b.add("act", Pointwise((self.expression,), operands, title=label), values)
+        return b.add("act", Pointwise((self.expression,), operands, title=label), values)
+
+
+class Mlp(FeedForward):
+    """down(act(up(x))), or down(act(up(x), gate(x))) if the activation reads `gate` (Shazeer, 2020).
+
+    Attributes:
+        bias: whether the matrices have a bias, or the list of the matrices that have a bias.
+    """
+
+    kind: Literal["mlp"]
+    bias: bool | Annotated[tuple[Literal["up", "gate", "down"], ...], Field(min_length=1, max_length=3)] = later(False)
+
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        width = shape.size("E", int(self.width(shape.dim)), "features inside the MLP", self.title)
+
+        def product(name: str) -> str:
+            return affine(b, x, name, (width, shape.dim), shape, shape.matrix_init, self.bias)
+
+        act = self.activated(b, product)
         return Lowered(affine(b, act, "down", (shape.dim, width), shape, shape.output_init, self.bias))

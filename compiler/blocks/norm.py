@@ -1,11 +1,17 @@
-"""The norms of a model's layers and of its last value."""
+"""RMSNorm and LayerNorm."""
 
 from typing import Literal
 
 from specc.compiler.blocks.parts import WEIGHTLESS, Norm, NormWeight
-from specc.compiler.ir.graph import Op
+from specc.compiler.ir.op import Op
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.strict import PositiveFloat, later
+
+
+def norm_op(kind: Literal["rms", "layer"], eps: float, weight: str, bias: bool) -> Op:
+    """Returns the op of RMSNorm or LayerNorm with the learned values that the op itself has."""
+    weighted = weight != WEIGHTLESS
+    return RmsNorm(eps, weighted) if kind == "rms" else LayerNorm(eps, weighted, bias)
 
 
 class Rms(Norm):
@@ -20,7 +26,7 @@ class Rms(Norm):
 
     @property
     def op(self) -> Op:
-        return RmsNorm(self.eps, self.weight != WEIGHTLESS)
+        return norm_op(self.kind, self.eps, self.weight, self.bias)
 
 
 class Layer(Norm):
@@ -28,7 +34,6 @@ class Layer(Norm):
 
     Attributes:
         eps: the epsilon added to the variance.
-        bias: whether a learned number per feature is added, from 0.
     """
 
     kind: Literal["layer"]
@@ -38,4 +43,4 @@ class Layer(Norm):
 
     @property
     def op(self) -> Op:
-        return LayerNorm(self.eps, self.weight != WEIGHTLESS, self.bias)
+        return norm_op(self.kind, self.eps, self.weight, self.bias)

@@ -1,4 +1,4 @@
-"""The base classes of the parts of a model, and the properties and methods that each part implements."""
+"""The base classes of the parts of a model."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -6,23 +6,27 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
-from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared, Tokens
-from specc.compiler.blocks.init import LayerFormula, constant
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
 from specc.compiler.blocks.wiring import Expressions, Learned, WiringText, number
 from specc.compiler.expr import Var, parse, variables
 from specc.compiler.expr import number as compute
-from specc.compiler.ir.graph import Builder, Dim, Op, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.loss import AttachLoss, MeanSquare
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import LearnedName, PartName, Problem, StrictModel, later
+from specc.compiler.programs.init import LayerFormula, constant
+from specc.compiler.strict import LearnedName, PartName, Path, Problem, StrictModel, later
 
-PLACES = {"before": ("h", "norm"), "after": ("normed", "after")}  # names of nodes, prefixes of parameters
+# The name of the node of a norm in each place, and the prefix of the names of its parameters.
+PLACES = {"before": ("h", "norm"), "after": ("normed", "after"), "stream": ("x.norm", "stream")}
+Place = Literal["before", "after", "stream"]
 WEIGHTLESS = "none"  # the weight of a norm without one
 
 
 def _starts(text: str) -> float:
-    """Returns the number, 0 or 1, for which a weight is 1."""
+    """Returns the initial value of `w`: 0 or 1, whichever makes the weight 1."""
     expr = parse(text, ("w",))
     for start in (1.0, 0.0):
         if "w" in variables(expr) and compute(expr, w=start) == 1.0:
@@ -43,220 +47,196 @@ class Norm(StrictModel):
     """Normalizes [..., D].
 
     Attributes:
-        weight: a learned factor of each feature, as an expression of a parameter `w`, such as `w` or `1 + w`; `none`
-            for no weight. `w` starts at 1 or 0, where the factor is 1.
-        scale: a factor of the result, which may depend on the layer, counted from 0.
-        places: where the norms of a block are: `before` each layer, `after` it, or both. A norm after a layer reads
-            its value, before the value is written.
+        weight: a learned factor of each feature: an expression of a parameter `w`, such as `w` or `1 + w`; `none` for
+            no weight. `w` starts at the value, 0 or 1, that makes the factor 1.
+        bias: whether to add a learned number per feature, which starts at 0.
+        scale: a factor of the result. It may depend on `layer`, which is counted from 0.
+        places: where the norms of a block are: `before` each layer, `after` it, or on the `stream`. A norm after a
+            layer normalizes the output of the layer, before `write`. A norm of the stream normalizes the result of
+            each `write` (post-LN).
         shared: whether layers that read the same value share the weights of the norm before them.
     """
 
     weight: NormWeight = later(WEIGHTLESS)
+    bias: bool = later(False)
     scale: LayerFormula | None = None
-    places: Annotated[tuple[Literal["before", "after"], ...], Field(min_length=1, max_length=2)] = later(("before",))
+    places: Annotated[tuple[Place, ...], Field(min_length=1, max_length=3)] = later(("before",))
     shared: bool = later(False)
 
     @property
     def op(self) -> Op:
-        """The op of the norm. Its inputs are the value, then the weight and the bias that the norm has."""
+        """The op of the norm. The inputs of the op are the value, then the weight and the bias, if the norm has
+        them."""
         raise TypeError(f"{type(self).__name__} must override `op`")
 
     def lower(self, b: Builder, x: str, name: str, shape: Shape, learned: str = "norm") -> str:
-        """Adds the norm of `x` as the node `name`, with its scale, and returns the result.
+        """Adds the norm of `x`, multiplies it by the scale, and returns the result.
 
         Args:
             b: the builder of the function.
             x: the input, [..., D].
             name: the name of the node. The scaled result is `name`.scaled.
             shape: the shape dims of the model.
-            learned: the prefix of the names of its parameters.
+            learned: the prefix of the parameter names.
         """
-        normed = normalized(b, x, name, self.op, self.weight, learned)
+        normed = normalized(b, x, name, self.op, self.weight, self.bias, learned)
         if self.scale is None:
             return normed
         text, numbers = number(b, self.scale, "norm_scale", shape)
         return b.add(f"{name}.scaled", Pointwise((f"x * {text}",), ("x", *numbers)), (normed, *numbers.values()))
 
-    def lower_at(self, place: Literal["before", "after"], b: Builder, x: str, shape: Shape) -> str:
-        """Adds the norm of `x` before or after a layer, if there is one, and returns the result."""
+    def lower_at(self, place: Place, b: Builder, x: str, shape: Shape) -> str:
+        """Adds the norm of `x` in a place of a block, if there is one, and returns the result."""
         name, learned = PLACES[place]
         return self.lower(b, x, name, shape, learned) if place in self.places else x
 
     @property
     def of_no_layer(self) -> Self:
-        """This norm for use outside the blocks: without `scale` if the scale depends on the layer."""
+        """This norm for use outside the blocks: without `scale` if `scale` depends on the layer."""
         return self.model_copy(update={"scale": None}) if _by_layer(self.scale) else self
 
 
-def normalized(b: Builder, x: str, name: str, op: Op, weight: str, learned: str) -> str:
+def normalized(b: Builder, x: str, name: str, op: Op, weight: str, bias: bool, learned: str) -> str:
     """Adds a norm and returns its result.
 
     Args:
         b: the builder of the function.
         x: the input, [..., D].
         name: the name of the node.
-        op: the op. Its inputs are the value, then a weight and a bias if it has them.
+        op: the op. Its inputs are the value, then the weight and the bias, if the norm has them.
         weight: the weight, an expression of a learned `w` [D], or `none`.
-        learned: the prefix of the names of the parameters: `learned`_weight and `learned`_bias.
+        bias: whether to add a learned vector [D]. The sum is a node of its own if the op has no input for it.
+        learned: the prefix of the parameter names `learned`_weight and `learned`_bias.
     """
     features, inputs = TensorType((b.types[x].width,), b.types[x].dtype), [x]
     if weight != WEIGHTLESS:
         inputs.append(b.param(f"{learned}_weight", features, constant(_starts(weight))))
         if parse(weight) != Var("w"):
             inputs[1] = b.add(f"{name}.weight", Pointwise((weight,), ("w",)), (inputs[1],))
+    if not bias:
+        return b.add(name, op, inputs)
+    vector = b.param(f"{learned}_bias", features, constant(0.0))
     if op.arity > len(inputs):
-        inputs.append(b.param(f"{learned}_bias", features, constant(0.0)))
-    return b.add(name, op, inputs)
+        return b.add(name, op, (*inputs, vector))
+    return b.add(f"{name}.biased", Pointwise(("x + bias",), ("x", "bias")), (b.add(name, op, inputs), vector))
 
 
 def _by_layer(value: float | str | None) -> bool:
     return isinstance(value, str) and "layer" in variables(parse(value))
 
 
-class Embed(StrictModel):
-    """One step of the computation from token ids to the first block's input."""
-
-    # The step has learned values for each position, as many as the context. Longer texts cannot be scored.
-    bounded: ClassVar[bool] = False
-
-    @property
-    def title(self) -> str:
-        """The name of the step in node names: its kind."""
-        return str(getattr(self, "kind", ""))
-
-    @property
-    def mark(self) -> int | None:
-        """The id that starts a document, if the step reads nothing across document boundaries; None otherwise."""
-        return getattr(self, "bos", None)
-
-    @property
-    def reads_positions(self) -> bool:
-        """True if the step reads the positions of its tokens."""
-        return False
-
-    def problems_in(self, dim: int) -> Iterator[Problem]:
-        """Yields the problems of the step in a model of `dim` features. Paths are relative to the step."""
-        yield from ()
-
-    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the state that the step stores between tokens, by key, for an input of `features`
-        features."""
-        return {}
-
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        """Adds the step and returns its value and new state.
-
-        Args:
-            b: the builder of the program.
-            x: the output of the previous step, [B, T, features]; None for the first step.
-            tokens: the token inputs. `tokens.cache` is the step's own state.
-            shape: the shape dims of the model.
-        """
-        raise TypeError(f"{type(self).__name__} must override `lower`")
+Trait = Literal[
+    "starts",  # reads only tokens or the encoder, and no earlier value
+    "recurrent",  # stores h and c between tokens, and can start from those of another part
+    "reads_final",  # reads the last h of a recurrent encoder
+    "reads_source",  # reads the output of an encoder
+    "reads_seen",  # needs, in an encoder, the mask of the positions that hold tokens
+    "reads_positions",  # `lower` reads the positions of tokens; shared computations and cache writes do not count
+    "reads_future",  # the output at a token depends on later tokens, which a decoder does not allow
+    "in_place",  # writes its state in place, at the positions of the input tokens
+    "bounded",  # has learned values for each position of the context, so that longer texts cannot be scored
+    "functions",  # consists of several functions, which is not possible in a loop over time
+]
 
 
 class Part(StrictModel):
-    """One computation on a value [B, T, D].
+    """One computation on a value [B, T, D]."""
 
-    Attributes:
-        name: the name of the part in paths of nodes and parameters; its kind if unset.
-    """
-
-    # The part reads only tokens or the encoder, and no earlier value.
-    starts: ClassVar[bool] = False
-    # The part stores h and c between tokens, and can start from those of another part.
-    recurrent: ClassVar[bool] = False
-    # The part reads the last h of a recurrent encoder.
-    reads_final: ClassVar[bool] = False
-    # The part has learned values for each position, as many as the context. Longer texts cannot be scored.
-    bounded: ClassVar[bool] = False
-
-    name: PartName | None = None
+    # The fields that are expressions over values of heads, and may read those of earlier blocks.
+    over_values: ClassVar[tuple[str, ...]] = ()
 
     @property
     def title(self) -> str:
-        return self.name or str(getattr(self, "kind", ""))
+        """The name of the part in node names: its `name`, or its kind."""
+        return getattr(self, "name", None) or str(getattr(self, "kind", ""))
 
     @property
     def mark(self) -> int | None:
-        """The id that starts a document, if the part reads nothing across document boundaries; None otherwise."""
+        """The id that starts a document, if the part separates documents; None otherwise."""
         return getattr(self, "bos", None)
 
     @property
-    def reads_source(self) -> bool:
-        """True if the part reads the output of an encoder."""
-        return False
+    def traits(self) -> frozenset[Trait]:
+        """The properties of the part that concern the parts around it; see `Trait`."""
+        return frozenset()
 
-    def values_width(self, dim: int) -> int | None:
-        """Returns the number of features of the values that the part attends to; None without attention.
+    @property
+    def blocks(self) -> int:
+        """The number of blocks in the part."""
+        return 0
 
-        Args:
-            dim: the number of features of the model.
-        """
+    @property
+    def further_modules(self) -> Mapping[str, str]:
+        """The modules that the part adds beside its module in generated code: a description of each, by name."""
+        return {}
+
+    @property
+    def places(self) -> Iterator[tuple[str, Path]]:
+        """Yields the parts inside this part: the name among its nodes, and the spec path."""
+        yield from ()
+
+    def sizes(self, dim: int) -> Mapping[str, int]:
+        """Returns the sizes of attention in a model of `dim` features, by name; empty without attention."""
+        return {}
+
+    def head_values(self, dim: int) -> tuple[int, int] | None:
+        """Returns the number of heads, and of channels of each, of the attention values that later blocks may read, in
+        a model of `dim` features; None if there are none."""
         return None
 
     @property
-    def in_place(self) -> bool:
-        """True if the part writes its state in place, at the positions of its tokens."""
-        return False
-
-    @property
-    def reads_seen(self) -> bool:
-        """True if the part, in an encoder, needs the mask of positions that hold tokens."""
-        return False
-
-    @property
-    def reads_positions(self) -> bool:
-        """True if the part itself reads the positions of its tokens, apart from its shared values and cache writes."""
-        return False
-
-    @property
-    def reads_future(self) -> bool:
-        """True if a token's value depends on later tokens. Such a part is not allowed in a decoder."""
-        return False
-
-    @property
     def reads(self) -> str | None:
-        """The title of an earlier part whose value it reads in addition to its input; None if there is none."""
+        """The title of the earlier part whose output this part reads in addition to its input; None if it reads only
+        its input."""
         return None
 
     @property
     def query_stage(self) -> str | None:
-        """The title of a later recurrent part whose last h it attends with; None if there is none. All parts from this
-        part to that part then form a loop over time."""
+        """The title of the later recurrent part whose last h is the query of this part; None without such a query. All
+        parts from this part to the recurrent part form a loop over time."""
         return None
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        """Yields the problems of this part in a model of `dim` features, in one of `layers` blocks. Paths are relative
+        """Yields the problems of this part in a model of `dim` features and `layers` blocks. Paths are relative to the
+        part."""
+        yield from ()
+
+    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
+        """Yields the problems of this part in a model of `dim` features and `context` tokens. `causal` states whether a
+        token attends only to itself and earlier tokens, or else within the first `prefix` tokens. Paths are relative to
+        the part."""
+        yield from ()
+
+    def problems_of_layer(self, dim: int, layer: int, layers: int) -> Iterator[Problem]:
+        """Yields the problems of the part in block `layer` of `layers` in a model of `dim` features. Paths are relative
         to the part."""
         yield from ()
 
-    def problems_of_context(self, context: int, causal: bool) -> Iterator[Problem]:
-        """Yields the problems of this part in a model of `context` tokens. `causal` states whether a token reads only
-        itself and earlier ones. Paths are relative to the part."""
-        yield from ()
+    def sees_later(self, dim: int, context: int, prefix: int) -> bool:
+        """Returns whether a token of the prefix attends to a later token, in a model of `dim` features and `context`
+        tokens."""
+        return False
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        """Returns the computations that it shares with other parts."""
+        """Returns the computations that this part shares with other parts."""
         return ()
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """Returns the types of the state that the part stores between tokens, by key, with one row per row of the
-        input."""
+        """Returns the types of the state that the part stores between tokens, by key. The first dim is the batch B."""
         return {}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        """Adds the state before the first token, for a model with an encoder, and returns it by key. Keys that are not
-        returned start at 0."""
+        """Adds the state before the first token, in a model with an encoder. Returns the state by key. A state whose
+        key is not returned starts at 0."""
         return {}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        """Adds the part and returns its value and new state.
+        """Adds the part. Returns the output and the new state of the part.
 
         Args:
             b: the builder of the function or program.
-            x: the input, [B, T, D].
-            shape: the shape dims of the model, with D features.
+            x: the input, [B, T, D]; empty for a part that `starts`.
+            shape: the shape dims of the model, with D features. For a part of `embed`, the features of the model.
             context: the other values that the part can read.
 
         Raises:
@@ -264,53 +244,32 @@ class Part(StrictModel):
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")
 
-    def dropped(self, b: Builder, y: str, context: LoweringContext) -> str:
-        """Returns `y`, the part's value. In training, drops each element with probability `dropout`, if the part has
-        that field."""
-        share = getattr(self, "dropout", 0.0)
-        return b.add("dropped", Dropout(share), (y,)) if context.training and share else y
+    @property
+    def learned(self) -> Mapping[str, Learned]:
+        """The learned values that expressions of the part read, by name."""
+        return {}
 
-
-class Stage(Part):
-    """A part whose value replaces its input and may have another number of features. It may read the values of earlier
-    parts."""
-
-
-class Layer(Part):
-    """One residual branch of a block.
-
-    The branch reads the norm of a value of the block, and gives a value `y`. Expressions are as in the block.
-
-    Attributes:
-        learn: learned values, by name.
-        read: the value whose norm the layer reads. If unset, the first residual stream.
-        write: the residual stream after the layer. If unset, `x + y`.
-        dropout: the probability with which each element of `y` is dropped in training.
-    """
-
-    # The fields that are expressions over values of the layer itself, which have the name of the field.
-    inner: ClassVar[tuple[str, ...]] = ()
-
-    learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
-    read: WiringText | None = later(None)
-    write: Expressions | None = later(None)
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-
-    def __hash__(self) -> int:  # mappings have no hash
-        return hash(self.model_dump_json())
+    @property
+    def wirings(self) -> Mapping[str, Expressions]:
+        """The expressions of the part over named values, by field: `read`, those over its inner values, `write`."""
+        return {}
 
     @property
     def own_values(self) -> tuple[str, ...]:
-        """The learned values that the layer itself reads, and not its wiring."""
+        """The learned values that the computation of the part reads, not its expressions."""
         return ()
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The losses that the layer can state. `activation` is the mean square of its value."""
-        return ("activation",)
+        """The losses that the part can state."""
+        return ()
 
     def with_losses(self, b: Builder, lowered: Lowered, context: LoweringContext) -> str:
-        """Returns the layer's value, with the gradients of those stated losses that have a weight in `context`."""
+        """Attaches the losses of the part to its output. Returns the output.
+
+        A loss is attached if `context` has a weight for it. The backward pass then adds the gradient of the weighted
+        loss to the gradient of the output.
+        """
         y, stated = lowered.value, dict(lowered.losses)
         if f"{self.title}.activation" in context.weights:
             stated["activation"] = b.add("activation", MeanSquare(), (y,))
@@ -319,12 +278,77 @@ class Layer(Part):
                 y = b.add(f"{name}_loss", AttachLoss(), (y, loss, weight))
         return y
 
+    def dropped(self, b: Builder, y: str, context: LoweringContext) -> str:
+        """Returns `y`, the output of the part. In training, drops each element of `y` with the probability in the field
+        `dropout`, if the part has that field."""
+        share = getattr(self, "dropout", 0.0)
+        return b.add("dropped", Dropout(share), (y,)) if context.training and share else y
+
+
+class Embed(Part):
+    """One step of the computation from token ids to the first block's input."""
+
+
+class Wired(Part):
+    """A part that reads and writes named values by expressions.
+
+    Attributes:
+        name: the name of the part in paths of nodes and parameters; its kind if unset.
+        learn: learned values, by name.
+        read: the input of the part, before the norm. If unset, the first residual stream of a block, or the output of
+            the stage before.
+        write: the residual stream after a layer of a block, or the output of a stage. If unset, `x + y` in blocks, and
+            `y` elsewhere.
+    """
+
+    # The fields that are expressions over values of the part itself, which have the name of the field.
+    inner: ClassVar[tuple[str, ...]] = ()
+
+    name: PartName | None = None
+    learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
+    read: WiringText | None = later(None)
+    write: Expressions | None = later(None)
+
+    def __hash__(self) -> int:  # mappings have no hash
+        return hash((type(self), self.title))
+
+    @property
+    def learned(self) -> Mapping[str, Learned]:
+        return self.learn
+
+    @property
+    def wirings(self) -> Mapping[str, Expressions]:
+        values = {name: getattr(self, name) for name in ("read", *self.inner, "write")}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Stage(Wired):
+    """A part whose output replaces its input and may have another number of features."""
+
+
+class Layer(Wired):
+    """One residual branch of a block.
+
+    The branch computes an output `y` from a normalized value of the block. Expressions read the same values as those of
+    the block.
+
+    Attributes:
+        dropout: the probability with which each element of `y` is dropped in training.
+    """
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The losses that the layer can state. `activation` is the mean square of its output."""
+        return ("activation",)
+
 
 class Bridge(StrictModel):
     """Computes the initial h and c of the decoder from the last h and c of the encoder, [B, D]."""
 
     def lower(self, b: Builder, h: str, c: str, width: int, shape: Shape) -> Mapping[str, str]:
-        """Adds the initial state of the decoder and returns it as `h` and `c`, each [B, width].
+        """Adds the initial state of the decoder. Returns `h` and `c`, each [B, width].
 
         Args:
             b: the builder of the program.
@@ -350,6 +374,6 @@ class Head(StrictModel):
             x: the last block's output, [..., D].
             shape: the shape dims of the model.
             embedding: the reference of the token table's parameter, [V, D].
-            title: the name of the function that bounds logits in kernel names, if it is not that of the function.
+            title: the name of the softcap in kernel names, if it differs from the name of the function.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")

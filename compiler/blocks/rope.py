@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from specc.compiler.blocks.context import Shared, Tokens
-from specc.compiler.blocks.init import formula, value_of
+from specc.compiler.blocks.context import LoweringContext, Shared
 from specc.compiler.expr import ExprError, number, parse, variables
-from specc.compiler.ir.graph import Builder, output_refs
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import output_refs
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import RopeAngles, RotaryAngles, RotaryFrequencies, RotaryPairs
+from specc.compiler.programs.init import formula, value_of
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
 READS = ("f", "pair")  # the names that an expression of frequencies may read
@@ -29,11 +30,12 @@ Frequency = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_
 
 
 class Scaling(StrictModel):
-    """Slow pairs turn `factor` times slower, and fast pairs as before. Pairs in between are a linear blend of the two.
+    """Frequency scaling: slow pairs rotate `factor` times slower, and fast pairs are unchanged. Pairs in between are a
+    linear blend of both.
 
     Attributes:
         factor: the divisor of slow frequencies.
-        trained: the number of tokens that the model was trained on before.
+        trained: the context length before the scaling.
         low: the turns over `trained` tokens up to which a pair is slow.
         high: the turns over `trained` tokens from which a pair is fast.
     """
@@ -45,16 +47,16 @@ class Scaling(StrictModel):
 
     @property
     def multiplier(self) -> float:
-        """The factor of rotated queries and keys."""
+        """The factor that rotated queries and keys are multiplied by."""
         return 1.0
 
     def share(self, dims: int, base: float) -> str:
-        """Returns the share of each frequency that stays as it is, an expression of `f` and `pair`."""
+        """Returns the unscaled share of each frequency, an expression of `f` and `pair`."""
         raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:
         if self.low >= self.high:
-            message = f"high is {self.high:g}, which is not more than low, {self.low:g}"
+            message = f"high is {self.high:g}, but must be more than low, {self.low:g}"
             yield Problem(("high",), "S270", message, "use a larger number of turns", (("low", ("low",)),))
 
 
@@ -78,8 +80,8 @@ class Yarn(Scaling):
 
     Attributes:
         high: the turns over `trained` tokens from which a pair is fast.
-        whole: whether the first and last pair of the blend are rounded outward to whole pairs.
-        magnitude: the factor of rotated queries and keys, a number or a formula of `factor`.
+        whole: whether the bounds of the blend are rounded outward to whole pairs.
+        magnitude: the factor that rotated queries and keys are multiplied by: a number or a formula of `factor`.
     """
 
     kind: Literal["yarn"]
@@ -103,9 +105,10 @@ class Yarn(Scaling):
 class RopeSpec(StrictModel):
     """Rotary positions (Su et al., 2021). Pair i of R pairs of channels turns by base ** (-i / R) radians per token.
 
-    With `trained`, a longer context uses a larger base: base * (context / trained) ** (dims / (dims - 2)). The slowest
-    pair then turns as far over the whole context as it turns over `trained` tokens with `base` (NTK-aware scaling). The
-    context is always that of the model, not the length of a program's input, so cached keys stay valid as a text grows.
+    With `trained`, a longer context uses a larger base: base * (context / trained) ** (dims / (dims - 2)). The rotation
+    of the slowest pair over the whole context then equals its rotation over `trained` tokens with `base` (NTK-aware
+    scaling). The context is always that of the model, not the length of the input, so cached keys stay valid when a
+    text grows.
 
     Attributes:
         dims: how many of the first channels of each head are rotated; all if unset.
@@ -114,8 +117,8 @@ class RopeSpec(StrictModel):
         pairs: the channels of pair i. `halves`: i and R + i. `neighbors`: 2 i and 2 i + 1.
         turn: the direction. `forward`: a pair (a, b) at angle t becomes (a cos t - b sin t, b cos t + a sin t), as in
             the models of Hugging Face Transformers. `backward`: by the opposite angle.
-        scaling: other frequencies: an expression of the frequency `f` and the index `pair`, such as `f / 8`, or one of
-            the published kinds.
+        scaling: scaled frequencies: an expression of the frequency `f` and the index `pair`, such as `f / 8`; or a
+            published kind.
     """
 
     dims: Annotated[int, Field(gt=0, le=4096)] | None = None
@@ -133,14 +136,14 @@ class RopeSpec(StrictModel):
         return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
 
     def formula(self, size: int, context: int) -> str | None:
-        """Returns the formula of the base of these angles; None if the base is the spec's own."""
+        """Returns the formula of the raised base; None if the base is not raised."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return None
         return f"{self.base:g} * ({context} / {self.trained}) ** ({dims} / {dims - 2})"
 
     def table(self, size: int, context: int) -> "RopeTable":
-        """Returns the angles that the layers with equal rotations share."""
+        """Returns the table of angles. Layers with equal rotations share it."""
         angles = self.angles(size, context)
         # the name holds every setting of the angles, so only layers with equal rotations share a table
         name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
@@ -152,7 +155,7 @@ class RopeSpec(StrictModel):
         return RopeTable(name, angles.output_labels, positional=True, angles=angles, formula=formula, spec=self)
 
     def problems_in(self, size: int) -> Iterator[Problem]:
-        """Yields the problems for heads of `size` channels. Paths are relative to the rotary positions."""
+        """Yields the problems for heads of `size` channels. Paths are relative to the field `rope`."""
         dims, place = self.dims or size, ("dims",) if self.dims else ()
         if dims > size:
             hint = f"use at most {size}, or remove dims to rotate all"
@@ -167,7 +170,7 @@ class RopeSpec(StrictModel):
             yield from self._scaling_problems(dims)
 
     def _scaling_problems(self, dims: int) -> Iterator[Problem]:
-        """Yields the problem of scaled frequencies of `dims` rotated channels that have no value."""
+        """Yields a problem if a scaled frequency has no value. `dims` is the number of rotated channels."""
         scaling = self.scaling
         if isinstance(scaling, Scaling) and any(scaling.problems()):
             return
@@ -190,11 +193,11 @@ class RopeTable(Shared):
     formula: str | None = field(default=None, compare=False)  # the name holds every setting
     spec: RopeSpec | None = field(default=None, compare=False)
 
-    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
+    def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
         assert self.angles is not None and self.spec is not None
         if self.formula is not None:
             b.constant("rope_base", self.angles.base, self.formula)
-        positions, scaling, magnitude = tokens.positions, self.spec.scaling, 1.0
+        positions, scaling, magnitude = context.positions, self.spec.scaling, 1.0
         if self.spec.turn == "forward":  # the ops turn backward
             positions = b.add(f"{self.name}.positions", Pointwise(("-positions",), ("positions",)), (positions,))
         if scaling is None:

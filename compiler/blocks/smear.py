@@ -3,19 +3,21 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from specc.compiler.blocks.context import Lowered, Shape, Tokens
-from specc.compiler.blocks.init import constant
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Embed
 from specc.compiler.blocks.previous import TokenId, previous
-from specc.compiler.ir.graph import Builder, Dim, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import FirstFeatures
+from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive
 
 
 class Smear(Embed):
-    """(1 - g) x + g p, for the previous token's value p and the sigmoid g of a learned number per feature, from 0.
+    """(1 - g) x + g p, where p is the value of the previous token. g is the sigmoid of a learned number per feature,
+    which starts at 0.
 
     p is 0 at the first token.
 
@@ -26,19 +28,18 @@ class Smear(Embed):
     kind: Literal["smear"]
     bos: TokenId | None = None
 
-    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
-        return {"previous": shape.activation("B", 1, features)}
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        return {"previous": shape.activation("B", 1, shape.dim)}
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        assert x is not None
-        before, state = previous(b, x, "smear", tokens, self.bos)
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        before, state = previous(b, x, "smear", context, self.bos)
         gate = b.param("smear.gate", shape.activation(b.types[x].width), constant(0.0))
         mixed = Pointwise(("x + sigmoid(gate) * (previous - x)",), ("x", "previous", "gate"))
         return Lowered(b.add("smear", mixed, (x, before, gate)), state)
 
 
 class SmearByToken(Embed):
-    """x + scale * sigmoid(w . x[:features]) p, for the previous token's value p (after modded-nanogpt).
+    """x + scale * sigmoid(w . x[:features]) p, where p is the value of the previous token (after modded-nanogpt).
 
     `scale` is one learned number. Both `scale` and w start at 0. p is 0 at the first token.
 
@@ -51,13 +52,12 @@ class SmearByToken(Embed):
     features: Positive = 12
     bos: TokenId | None = None
 
-    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
-        return {"previous": shape.activation("B", 1, features)}
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        return {"previous": shape.activation("B", 1, shape.dim)}
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        assert x is not None
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         title = "smear_by_token"
-        before, state = previous(b, x, title, tokens, self.bos)
+        before, state = previous(b, x, title, context, self.bos)
         read = b.add(f"{title}.read", FirstFeatures(self.features), (x,))
         weight = b.param(f"{title}.gate", shape.activation(1, self.features), constant(0.0))
         gate = b.add(f"{title}.gate", Linear(), (read, weight))

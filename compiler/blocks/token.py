@@ -1,69 +1,67 @@
 """The token table and the embedding steps that may follow it."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from specc.compiler.blocks.context import Lowered, Shape, Tokens
-from specc.compiler.blocks.init import Init, formula, stated, value_of
-from specc.compiler.blocks.parts import Embed
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
+from specc.compiler.blocks.norm import norm_op
+from specc.compiler.blocks.parts import WEIGHTLESS, Embed, NormWeight, Trait, normalized
 from specc.compiler.expr import ExprError
-from specc.compiler.ir.graph import Builder, TensorType
+from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding
-from specc.compiler.strict import Positive, PositiveFloat, Problem
+from specc.compiler.programs.init import Init, formula, stated, value_of
+from specc.compiler.strict import Positive, PositiveFloat, Problem, later
 
 
 class Token(Embed):
     """Looks up a learned row of features for each id in a table [V, dim].
 
     Attributes:
-        dim: the features of the table; the model's if unset.
-        init: the initialization of the table; the model's if unset.
+        dim: the features of the table; if unset, the features of the model.
+        init: the initialization of the table; if unset, the model's `init`.
     """
 
     kind: Literal["token"]
     dim: Positive | None = None
     init: Init | None = None
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         dim = shape.dim if self.dim is None else shape.size("EMBED", self.dim, "features of the token table")
-        table = TensorType((shape.vocab, dim), shape.dtype)
-        rows = (tokens.ids, b.param("token", table, self.init or shape.matrix_init))
+        table = shape.activation(shape.vocab, dim)
+        rows = (context.ids, b.param("token", table, self.init or shape.matrix_init))
         return Lowered(b.add("token", Embedding(), rows))
 
 
 class Project(Embed):
-    """Maps the features so far to the model's features by a matrix. With a smaller `dim` of the table, this is
-    factorized embedding (Lan et al., 2020)."""
+    """Multiplies by a matrix that maps the current features to the features of the model. With a token table of smaller
+    `dim`, this is factorized embedding (Lan et al., 2020)."""
 
     kind: Literal["project"]
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        assert x is not None
-        weight = TensorType((shape.dim, b.types[x].width), shape.dtype)
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        weight = shape.activation(shape.dim, b.types[x].width)
         return Lowered(b.add("project", Linear(), (x, b.param("project", weight, shape.matrix_init))))
 
 
 class EmbedScale(Embed):
-    """Multiplies the features so far by a number.
+    """Multiplies the current features by a number.
 
     Attributes:
-        by: the number, or a formula of `dim`, the features of the model, such as `sqrt(dim)`.
+        by: the number, or a formula of `dim` (the features of the model) such as `sqrt(dim)`.
     """
 
     kind: Literal["scale"]
     by: Annotated[float | str, formula("dim")]
 
-    def problems_in(self, dim: int) -> Iterator[Problem]:
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         try:
             value_of(self.by, dim=float(dim))
         except ExprError as error:
             yield Problem(("by",), "S216", error.message, "change the formula, e.g. to `sqrt(dim)`")
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        assert x is not None
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         value = b.constant(
             "embed_scale", value_of(self.by, dim=float(shape.dim)), stated(self.by, dim=float(shape.dim))
         )
@@ -74,43 +72,46 @@ class EmbedPositions(Embed):
     """Adds a learned row of features for each position, from a table [context, features] (Vaswani et al., 2017).
 
     Attributes:
-        init: the initialization of the table; the model's if unset.
+        init: the initialization of the table; if unset, the model's `init`.
     """
-
-    bounded: ClassVar[bool] = True
 
     kind: Literal["positions"]
     init: Init | None = None
 
     @property
-    def reads_positions(self) -> bool:
-        return True
+    def traits(self) -> frozenset[Trait]:
+        return frozenset({"bounded", "reads_positions"})
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        assert x is not None
-        table = TensorType((shape.context, b.types[x].width), shape.dtype)
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        table = shape.activation(shape.context, b.types[x].width)
         rows = b.param("positions", table, self.init or shape.matrix_init)
-        place = b.add("place", Embedding(), (tokens.positions, rows))
+        place = b.add("place", Embedding(), (context.positions, rows))
         return Lowered(b.add("positions", Pointwise(("x + place",), ("x", "place")), (x, place)))
 
 
 class EmbedNorm(Embed):
-    """RMSNorm, without a weight, of the features so far.
+    """Normalizes the current features.
 
     Attributes:
-        eps: the epsilon added to the mean square.
+        norm: RMSNorm or LayerNorm.
+        weight: a learned factor of each feature, as in the norms of blocks.
+        bias: whether a learned number per feature is added, from 0.
+        eps: the epsilon added to the mean square or variance.
     """
 
     kind: Literal["norm"]
+    norm: Literal["rms", "layer"] = later("rms")
+    weight: NormWeight = later(WEIGHTLESS)
+    bias: bool = later(False)
     eps: PositiveFloat = 1e-6
 
-    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        assert x is not None
-        return Lowered(b.add("norm", RmsNorm(self.eps), (x,)))
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        op = norm_op(self.norm, self.eps, self.weight, self.bias)
+        return Lowered(normalized(b, x, "norm", op, self.weight, self.bias, "norm"))
 
 
 def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
-    """Yields a problem if the token table is not the first step, or if a kind of step occurs twice."""
+    """Yields a problem if the token table is not the first step, or if two steps are of the same kind."""
     kinds: dict[type[Embed], int] = {}
     for i, step in enumerate(steps):
         if (first := kinds.setdefault(type(step), i)) != i and not isinstance(step, Token):

@@ -8,19 +8,8 @@ from .name import name_of
 from .parse import parse, reread
 from .primitives import PRIMITIVES
 from .simplify import simplify
-from .spell import cuda_functions, cuda_text, decided, torch_text, triton_text
-from .values import (
-    Binary,
-    Call,
-    Compare,
-    Const,
-    Expr,
-    ExprError,
-    Neg,
-    Var,
-    substitute,
-    variables,
-)
+from .spell import cuda_functions, cuda_text, cute_text, decided, torch_text, triton_text
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, substitute, variables
 
 __all__ = [
     "KEEPS",
@@ -37,6 +26,7 @@ __all__ = [
     "Var",
     "cuda_functions",
     "cuda_text",
+    "cute_text",
     "decided",
     "derive",
     "homogeneous_degree",

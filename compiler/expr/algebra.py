@@ -2,12 +2,12 @@
 
 A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
-Rational arithmetic is exact where floats round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float represents the
-decimal number that it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the
-input. `key` compares expressions independently of order.
+Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float stands for the decimal number that
+it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the input. Expressions
+with equal `key` differ only in the order of terms and factors.
 
 A quotient by a sum (`is_quotient`) is one factor, which no rule splits: a / b * c is not rewritten as a * c / b, nor a
-/ b / b as a / b ** 2, because the product or power may overflow although the quotients have moderate size.
+/ b / b as a / b ** 2, because a * c or b ** 2 may overflow although the quotients do not.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -170,7 +170,7 @@ def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
 def rank(factor: Factor) -> int:
     """Returns the sort key of a factor in a product: variables, quotients, functions, sums.
 
-    Factors of equal rank stay in order of first appearance. A quotient precedes factors that may be as large as its
+    Factors of equal rank stay in order of first appearance. A quotient precedes factors that may be as large as the
     divisor, so that intermediate products stay small.
     """
     base, _ = factor

@@ -61,7 +61,7 @@ class Backward:
         saves: extra outputs of the forward: (name, expression over the variables of f).
         value: y, as an expression over the variables of f and the saved names.
         grads: (variable, gradient), as expressions over `d` (the gradient of y), `y`, the saved names and `needs`.
-        needs: the variables of f that the backward reads, which must be in memory then.
+        needs: the variables of f that the backward reads. They must be in memory during the backward.
         strategy: linear, output, derivative, inputs or recomputed.
     """
 
@@ -78,11 +78,12 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
 
     Args:
         expr: the expression of y.
-        wrt: the variables to differentiate by. They are accumulators and not in memory; all other variables are.
-        keep: the values to save if some must be saved: the derivatives, or the variables of `wrt` that they read.
+        wrt: the variables to differentiate by. They are accumulators. All other variables are in memory.
+        keep: the kind of values to save, if any are saved: the derivatives, or the variables of `wrt` that the
+            derivatives read.
 
     Raises:
-        ExprError: if `expr` uses the name d, y or that of a saved value, or if `wrt` has duplicates.
+        ExprError: if `expr` uses the name d, y, or the name of a saved value, or if `wrt` has duplicates.
     """
     if len(set(wrt)) < len(wrt):
         raise ExprError(f"{', '.join(wrt)} repeats a name")
@@ -124,7 +125,7 @@ def _times_d(slope: Expr) -> Expr:
 
 
 def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
-    """Returns the gradients as functions of y, or None if there are none that tolerate rounding of y."""
+    """Returns the gradients as functions of y; None if no such functions tolerate rounding of y."""
     coefficient, factors = split(_with_leaky_relu(simplify(expr)))
     if len(factors) != 1:
         return None
@@ -192,7 +193,7 @@ def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
 
 
 def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: dict[str, Expr]) -> Expr:
-    """Returns the cheapest expression of f, given that its saved values are computed too and may be reused."""
+    """Returns the cheapest expression of f. It may reuse the saved values, which are computed anyway."""
     by_key = {key(slope): Var(name) for name, slope in saves.items() if not isinstance(slope, Var)}
 
     def reuse(part: Expr) -> Expr:
@@ -222,7 +223,7 @@ def _singular(slope: Expr, name: str) -> bool:
 
 
 def _cost(exprs: Iterable[Expr]) -> int:
-    """Returns the instruction count of all of `exprs` together. Equal subexpressions count once."""
+    """Returns the total instruction count of `exprs`. Equal subexpressions count once."""
     seen: set[Expr] = set()
     waiting = list(exprs)
     while waiting:

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from fractions import Fraction
+from functools import lru_cache
 from math import isclose
 
 from .algebra import addends, exponent_of, is_sum, key, settle
@@ -30,6 +31,7 @@ SAMPLES = (-71.0, -3.3, -0.83, -0.0197, 0.0231, 0.71, 4.1, 67.0)  # no common fu
 TERMS = 64  # maximum number of terms of an expanded product
 
 
+@lru_cache(maxsize=1 << 14)
 def derive(expr: Expr, var: str) -> Expr:
     """Returns the simplified derivative by `var`.
 
@@ -88,7 +90,8 @@ def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) ->
 
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
-    """Returns the k with x f'(x) == k f(x) for all x (Euler), or None if there is none or if there are too many cases.
+    """Returns the k with x f'(x) == k f(x) for all x (Euler). Returns None if there is no such k, or if there are too
+    many cases.
 
     f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so that f(x) = f'(x) x / 2. The zero function has degree 0.
     """
@@ -115,7 +118,8 @@ def homogeneous_degree(expr: Expr, var: str) -> float | None:
 
 
 def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
-    """Returns True if x f'(x) / f(x) is the same at a few sample points. If not, no case distinction is necessary."""
+    """Returns True if x f'(x) / f(x) is the same at a few sample points. If the ratio differs, no case distinction is
+    necessary."""
     ratios = []
     for x in SAMPLES:
         at = {name: 0.37 + 0.11 * i for i, name in enumerate(variables(expr))} | {var: x}
@@ -127,7 +131,7 @@ def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
 
 
 def _as_where(expr: Expr) -> Expr:
-    """Rewrites abs, min and max as where. relu and leaky_relu are left as they are, because `assume` handles them."""
+    """Rewrites abs, min and max as where. relu and leaky_relu are not rewritten, because `assume` handles them."""
     expr = rebuild(expr, _as_where)
     match expr:
         case Call("abs", (u,)):

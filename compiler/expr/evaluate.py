@@ -65,9 +65,9 @@ def number(expr: Expr, /, **values: float) -> float:
 def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
     """Evaluates with Torch operations. Differentiable, with Torch's subgradients.
 
-    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`, else of the
-    first tensor, else float64 on the CPU. With float64 values the result is thus a float64 reference, even if integer
-    tensors are among the values.
+    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`. Without one,
+    they have those of the first tensor. Without tensors, they are float64 on the CPU. With float64 values the result is
+    thus a float64 reference, even if integer tensors are among the values.
     """
     import torch
     from torch.nn import functional as F

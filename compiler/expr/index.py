@@ -35,7 +35,7 @@ def formula_value(text: str, values: Mapping[str, int]) -> int:
     """Returns the value of a formula of whole numbers with + - * // % and the names in `values`.
 
     Raises:
-        ExprError: if the text is no such formula, divides by 0, or exceeds 2^31.
+        ExprError: if the text is not a formula, divides by 0, or exceeds 2^31.
     """
     return _number(_parsed(text), values)
 
@@ -44,7 +44,7 @@ def condition_holds(text: str, values: Mapping[str, int]) -> bool:
     """Returns whether a condition holds: comparisons of formulas, joined by `and`, `or` and `not`.
 
     Raises:
-        ExprError: if the text is no such condition, divides by 0, or exceeds 2^31.
+        ExprError: if the text is not a condition, divides by 0, or exceeds 2^31.
     """
     return _truth(_parsed(text), values)
 
@@ -62,7 +62,8 @@ def _parsed(text: str) -> ast.expr:
         return ast.parse(text.strip() and text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError) as error:
         column = max(0, (getattr(error, "offset", None) or 1) - 1)
-        raise ExprError("this is not a formula", column, "for example `layer % 6 == 5`") from None
+        hint = "for example `layers - 1`, or the condition `layer % 6 == 5`"
+        raise ExprError("this is not a formula", column, hint) from None
 
 
 def _number(node: ast.expr, values: Mapping[str, int]) -> int:
@@ -103,7 +104,7 @@ def _truth(node: ast.expr, values: Mapping[str, int]) -> bool:
 
 
 def _known(values: Collection[str]) -> str:
-    return f"it may read {', '.join(values)}" if values else "it may read no name"
+    return f"the names are {', '.join(values)}" if values else "it may read no name"
 
 
 def _refuse(node: ast.expr, message: str, hint: str) -> NoReturn:

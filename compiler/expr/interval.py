@@ -1,9 +1,9 @@
 """Interval analysis of whole-number expressions and conditions over boxes of positions.
 
-A box holds the pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and
-d0 <= i - j <= d1, of heads h0 <= h <= h1, where the documents of the queries start between start0 and start1. The
-analysis is symbolic: bounds are expressions over these variables. Compiled, they classify the tiles of a kernel;
-evaluated box by box, they prove that a condition never holds, or give a pair for which it does.
+A box is a set of pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and d0 <= i -
+j <= d1, for the heads h0 <= h <= h1. The documents of the queries start between start0 and start1. The analysis is
+symbolic: bounds are expressions over these variables. Kernels use the compiled expressions to classify tiles. A search
+over boxes uses them to prove that a condition never holds, or to give a pair for which it holds.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class Undecided(ExprError):
 
 
 def bounds(expr: Expr) -> Interval:
-    """Returns expressions of a lower and an upper bound of a whole-number expression over a box.
+    """Returns expressions for a lower and an upper bound of a whole-number expression over a box.
 
     A linear expression has exact bounds unless it depends on i + j in a box that limits i - j.
     """
@@ -54,7 +54,7 @@ def bounds(expr: Expr) -> Interval:
 
 
 def over_tile(expr: Expr) -> Expr:
-    """Returns `expr`, over the variables of a box, for a box that does not limit i - j further."""
+    """Returns `expr` without the variables d0 and d1, for a box that does not limit i - j."""
     ends = {"d0": Var("i0") - Var("j1"), "d1": Var("i1") - Var("j0")}
     return _reduced(substitute(expr, ends))
 
@@ -112,8 +112,8 @@ def _plain_bounds(terms: Sequence[tuple[Fraction, Any]]) -> Interval:
 
 
 def _pairs(rest: Mapping[Expr, Fraction]) -> Iterator[tuple[Expr, Expr, Interval]]:
-    """Yields terms of opposite signs that belong together, a and b, with bounds of a - b: i and j, whose difference is
-    limited, and two quotients by one divisor, whose difference is about that of the dividends."""
+    """Yields pairs of terms a and b with opposite signs, with bounds of a - b. A pair is i and j, whose difference has
+    bounds, or two quotients with the same divisor, whose difference follows from the dividends."""
     for a in list(rest):
         for b in list(rest):
             if rest[a] * rest[b] >= 0:
@@ -184,18 +184,12 @@ def _smallest(*values: Expr) -> Expr:
     return reduce(lambda a, b: a if a == b else Call("min", (a, b)), map(simplify, values))
 
 
-def along_diagonal(expr: Expr) -> Expr | None:
-    """Returns a whole-number expression that depends on i and j only through i - j as one of `d` and h; None if it
-    depends on them in another way."""
-    shifted = simplify(substitute(expr, {"i": Var("j") + Var("d")}))
-    return None if {"i", "j"} & set(variables(shifted)) else shifted
-
-
 def truth(condition: Expr) -> tuple[Expr, Expr]:
-    """Returns two conditions over a box: that `condition` may hold for some element, and that it holds for all.
+    """Returns two conditions over a box: that `condition` may hold for some element, and that it holds for all
+    elements.
 
-    The analysis is sound, not exact: where the first is false the condition holds nowhere, and where the second is true
-    it holds everywhere.
+    The analysis is sound, but not exact. If the first condition is false, `condition` holds nowhere. If the second is
+    true, it holds everywhere.
     """
     some, every = _truth(condition)
     return _reduced(some), _reduced(every)
@@ -223,7 +217,7 @@ def _truth(condition: Expr) -> tuple[Expr, Expr]:
 
 
 def negation(condition: Expr) -> Expr:
-    """Returns the opposite of a condition, without `not` where comparisons allow it."""
+    """Returns the negation of a condition. Comparisons are inverted instead of prefixed with `not`."""
     match condition:
         case Compare(op, a, b):
             return Compare(NEGATED[op], a, b)
@@ -235,7 +229,7 @@ def negation(condition: Expr) -> Expr:
 
 
 def _reduced(expr: Expr) -> Expr:
-    """Simplifies a condition or a number: evaluates comparisons of constants, and drops parts that change nothing."""
+    """Simplifies a condition or a number: evaluates comparisons of constants, and removes redundant parts."""
     match expr:
         case Compare(op, a, b):
             difference = simplify(a - b)
@@ -325,7 +319,8 @@ class Box:
         return Box(i0, i1, j0, j1, d0, d1, self.h0, self.h1)
 
     def halves(self, sides: Collection[str]) -> "tuple[Box, Box]":
-        """Splits the longest of some sides, or i - j at 0 if it has both signs. Smaller numbers are first."""
+        """Splits the longest of the given sides. Splits i - j at 0 if it has both signs. The half with smaller numbers
+        is first."""
         signs = "d" in sides and self.d0 < 0 <= self.d1
         side = "d" if signs else max(sides, key=lambda name: (self.length(name), name))
         low, high = f"{side}0", f"{side}1"
@@ -340,8 +335,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A comparison of a condition, compiled: whether it may hold in a box, whether it holds in all of it, and the sides
-    of the box that decide."""
+    """A compiled comparison: whether it may hold in a box, whether it holds in the whole box, and the sides of the box
+    that it depends on."""
 
     some: Callable[..., int]
     every: Callable[..., int]
@@ -371,8 +366,8 @@ class Search:
         return Search(some, every, tuple(map(Question.of, comparisons)))
 
     def parts(self, box: Box) -> tuple[Box, ...]:
-        """Returns the tight boxes that a box consists of and in which the condition may hold. A box in which it holds
-        everywhere stays whole."""
+        """Splits a box into tight boxes, and returns those in which the condition may hold. A box in which the
+        condition holds everywhere is not split."""
         values = box.values
         if self.every(*values):
             return (box,)
@@ -383,10 +378,10 @@ class Search:
 
 
 def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> tuple[int, int, int] | None:
-    """Returns i, j and h below `positions` and `heads` for which a condition over them holds; None if there are none.
+    """Returns i, j < `positions` and h < `heads` for which a condition holds; None if the condition never holds.
 
     Raises:
-        Undecided: if neither is established after `work` boxes.
+        Undecided: if `work` boxes do not suffice for either result.
     """
     search = Search.of(condition)
     waiting = [box] if (box := Box.all(positions, heads)) and search.some(*box.values) else []
@@ -401,17 +396,17 @@ def example(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -
     raise Undecided(f"no proof within {work:,} boxes of positions")
 
 
-def largest_distance(condition: Expr, positions: int, heads: int = 1, work: int = WORK) -> int | None:
+def largest_distance(condition: Expr, positions: int, heads: int = 1) -> int | None:
     """Returns the largest i - j for which a condition holds, for positions and heads as in `example`; None if it never
     holds.
 
     Raises:
-        Undecided: if it is not found after `work` boxes.
+        Undecided: if WORK boxes do not suffice.
     """
     search = Search.of(condition)
     box = Box.all(positions, heads)
     waiting = [(-box.d1, 0, box)] if search.some(*box.values) else []
-    for count in range(1, work):
+    for count in range(1, WORK):
         if not waiting:
             return None
         _, _, box = heappop(waiting)
@@ -420,11 +415,11 @@ def largest_distance(condition: Expr, positions: int, heads: int = 1, work: int 
             return box.d1
         for place, part in enumerate(parts):
             heappush(waiting, (-part.d1, -2 * count - place, part))
-    raise Undecided(f"no proof within {work:,} boxes of positions")
+    raise Undecided(f"no proof within {WORK:,} boxes of positions")
 
 
 def atoms(expr: Expr) -> Iterator[Expr]:
-    """Yields the parts of an expression, itself included."""
+    """Yields all subexpressions of an expression, including the expression itself."""
     yield expr
     for part in children(expr):
         yield from atoms(part)

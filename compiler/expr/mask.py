@@ -1,20 +1,42 @@
-"""Masks of attention: the condition under which a query attends to a key, as an expression over their positions."""
+"""Mask expressions of attention: conditions over positions that state whether a query attends to a key.
 
+compiler/blocks/document_mask.py has the mask that keeps attention within documents.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from .interval import WORK, Undecided, atoms, example, largest_distance, negation, over_tile, python_function, truth
-from .parse import Positions, parse, reread
+from .parse import Positions, alternatives, parse, reread
 from .simplify import simplify
-from .values import ALWAYS, NEVER, Call, Compare, Const, Expr, ExprError, Logic, Var, rebuild, substitute, variables
+from .values import (
+    ALWAYS,
+    NEVER,
+    Binary,
+    Call,
+    Compare,
+    Const,
+    Expr,
+    ExprError,
+    Logic,
+    Var,
+    rebuild,
+    substitute,
+    variables,
+)
 
 CAUSAL = "j <= i"
 FARTHEST = 1 << 20  # positions below this are covered by proofs
 NEAREST = 4096  # fewest positions that proofs cover
-NUMBERS = ("heads", "context")  # numbers of the model that an expression may read
+SIZES = ("dim", "kv_heads", "head_dim", "values")
+NUMBERS = ("heads", "context", "prefix", *SIZES)  # numbers of the model and the layer that an expression may read
+Sizes = tuple[tuple[str, int], ...]
 POSITIONS = ("i", "j", "h")
 LANGUAGE = Positions((*POSITIONS, *NUMBERS), condition=True)
 SAME = Compare("==", Call("document", (Var("i"),)), Call("document", (Var("j"),)))
+EARLIER = Compare("<=", Var("j"), Var("i"))
+LATER = Compare(">", Var("j"), Var("i"))
 LEAF = 8  # tiles of at most this many positions are counted pair by pair
 
 
@@ -22,41 +44,152 @@ def parse_mask(text: str) -> Expr:
     """Parses a mask.
 
     Raises:
-        ExprError: if the text is not a condition over whole numbers i, j, h, `heads` and `context`.
+        ExprError: if the text is not a condition over whole numbers i, j, h and NUMBERS.
     """
     return parse(text, (*POSITIONS, *NUMBERS), LANGUAGE)
 
 
 @lru_cache(maxsize=256)
-def bound_mask(text: str, heads: int, context: int) -> str:
-    """Returns the canonical text of a mask with the numbers of the model. Masks that equal the causal one are `j <= i`.
+def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Sizes = ()) -> str:
+    """Returns the canonical text of a mask, with the numbers of the model substituted. A mask that equals the causal
+    mask becomes `j <= i`.
+
+    Args:
+        text: the mask.
+        heads: the number of query heads.
+        context: the number of tokens of a sequence.
+        prefix: the number of first tokens that may attend to each other.
+        sizes: the values of the names SIZES.
 
     Raises:
-        ExprError: if the text is no mask, if the mask lets a query attend to a later key, which the message states, or
-            if no proof is found that it does not.
+        ExprError: if the text is not a mask, if the mask lets a query attend to a later key outside of the prefix, or
+            if it cannot be proved that it does not. The message states the query and the key.
     """
-    numbers = {"heads": Const(heads), "context": Const(context)}
-    condition = simplify(substitute(parse_mask(text), numbers))
-    refuse_later_keys(condition, heads, context)
+    numbers = numbers_of(heads, context, prefix, sizes)
+    condition = simplify(with_numbers(parse_mask(text), numbers))
+    _refuse_later_keys(text, condition, numbers, heads, context)
+    if prefix and sees_later(str(condition), heads):
+        if with_documents(condition, ALWAYS) != condition:
+            message = "a mask of documents lets a query attend to a later key, whose document is not known there"
+            raise ExprError(message, hint=f"add the condition j <= i: `{CAUSAL} and ...`")
+        return str(condition)
     hidden = Logic("and", (Compare("<=", Var("j"), Var("i")), negation(condition)))
-    return CAUSAL if _found(hidden, heads, context) is None else str(condition)
+    return CAUSAL if _example(hidden, heads, context) is None else str(condition)
 
 
-def refuse_later_keys(condition: Expr, heads: int, context: int) -> None:
-    """Raises ExprError, with a pair of positions, if a mask lets a query attend to a later key."""
-    pair = _found(Logic("and", (condition, Compare(">", Var("j"), Var("i")))), heads, context)
+def of_tokens(condition: Expr, block: int) -> Expr:
+    """Returns a mask of blocks, whose j is the first position of a block, as a mask of the tokens j of each block."""
+    return substitute(condition, {"j": Binary("//", Var("j"), Const(block)) * block})
+
+
+BLOCKS = Positions((*LANGUAGE.whole, "block"), condition=True)
+
+
+@lru_cache(maxsize=256)
+def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: int, prefix: int = 0) -> str:
+    """Returns the canonical text of the mask of pooled blocks of keys, with the numbers of the model substituted.
+
+    Args:
+        text: the mask, over the position `i` of the query, the first position `j` of the block, the head `h` and the
+            number of tokens `block`. If None: a block is visible once it is whole, if the mask of single tokens hides
+            the first of them.
+        mask: the mask of single tokens.
+        block: the number of tokens of a block.
+        heads: the number of query heads.
+        context: the number of tokens of a sequence.
+        prefix: the number of first tokens that may attend to each other.
+
+    Raises:
+        ExprError: if the text is not a mask, if the mask lets a query attend to a block with a later token, or to no
+            block, or if that cannot be proved. The message states the query and the token.
+    """
+    whole = Compare("<=", Var("j") + (block - 1), Var("i"))
+    condition: Expr = NEVER
+    numbers = {"heads": heads, "context": context, "prefix": prefix, "block": block}
+    constants = {name: Const(number) for name, number in numbers.items()}
+    if text is None:
+        tokens = substitute(parse_mask(mask), constants)
+        parts = tokens.parts if isinstance(tokens, Logic) and tokens.op == "and" else (tokens,)
+        hidden = tuple(negation(with_documents(part, ALWAYS)) for part in parts if part not in (SAME, EARLIER))
+        outside = hidden if len(hidden) == 1 else (Logic("or", hidden),)
+        documents = (SAME,) if "document" in mask else ()
+        if hidden:
+            condition = Logic("and", (whole, *outside, *documents))
+    else:
+        condition = with_numbers(parse(text, BLOCKS.whole, BLOCKS), constants)
+    condition = simplify(condition)
+    visible = False
+    for same in dict.fromkeys((ALWAYS, NEVER)):
+        of_block = of_tokens(with_documents(condition, same), block)
+        pair = _example(Logic("and", (of_block, LATER)), heads, context)
+        if pair is not None:
+            i, j, h = pair
+            where = f" in head {h}" if "h" in variables(condition) else ""
+            message = f"the mask of blocks is not causal: the query at i = {i} attends to the block of token {j}{where}"
+            raise ExprError(message, hint="add the condition that the block is whole: `j + block <= i + 1 and ...`")
+        visible = visible or _example(of_block, heads, context) is not None
+    if not visible:
+        message = "no query attends to a pooled block"
+        raise ExprError(message, hint="narrow the mask of single tokens: `mask: j <= i and i // 64 - j // 64 < 4`")
+    return str(condition)
+
+
+def numbers_of(heads: int, context: int, prefix: int, sizes: Sizes) -> Mapping[str, Const]:
+    """Returns the values of NUMBERS, by name. Those that are not in `sizes` have none."""
+    known = {**dict(sizes), "heads": heads, "context": context, "prefix": prefix}
+    return {name: Const(known[name]) for name in NUMBERS if name in known}
+
+
+def with_numbers(expr: Expr, numbers: Mapping[str, Const]) -> Expr:
+    """Returns the expression with the values of its numbers. Raises ExprError if one has no value."""
+    bound = substitute(expr, numbers)
+    if unknown := [name for name in variables(bound) if name in NUMBERS]:
+        raise ExprError(f"{unknown[0]} has no value in this layer", hint=f"choose from {', '.join(sorted(numbers))}")
+    return bound
+
+
+def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const], heads: int, context: int) -> None:
+    """Raises ExprError if a mask lets a query attend to a later key outside of the prefix.
+
+    Args:
+        text: the mask as written.
+        condition: the mask with the numbers of the model.
+        numbers: these numbers.
+        heads: the number of query heads.
+        context: the number of tokens of a sequence.
+
+    Raises:
+        ExprError: with a pair of positions, and the column of the alternative of an `or` that holds for it.
+    """
+    prefix = numbers["prefix"]
+    pair = _example(Logic("and", (condition, LATER, Compare(">=", Var("j"), prefix))), heads, context)
     if pair is not None:
         i, j, h = pair
         where = f" in head {h}" if "h" in variables(condition) else ""
-        raise ExprError(
-            f"the mask is not causal: the query at i = {i} attends to the key at j = {j}{where}",
-            hint=f"add the condition j <= i: `{CAUSAL} and ...`",
+        where += f", outside the prefix of {prefix}" if prefix.value else ""
+        message = f"the mask is not causal: the query at i = {i} attends to the key at j = {j}{where}"
+        column = next(
+            (
+                column
+                for part, column in alternatives(text, LANGUAGE)
+                for same in (ALWAYS, NEVER)
+                if python_function(with_documents(simplify(substitute(part, numbers)), same), POSITIONS)(*pair)
+            ),
+            0,
         )
+        raise ExprError(message, column, f"add the condition j <= i: `{CAUSAL} and ...`")
+
+
+@lru_cache(maxsize=256)
+def sees_later(text: str, heads: int) -> bool:
+    """Returns whether a canonical mask lets a query attend to a later key, in a prefix."""
+    return text != CAUSAL and _example(Logic("and", (reread(text, LANGUAGE), LATER)), heads, NEAREST) is not None
 
 
 @lru_cache(maxsize=256)
 def sees_itself(text: str) -> bool:
-    """Returns whether under a canonical mask each query is proved to attend to the key at its own position."""
+    """Returns whether it is proved that each query attends to the key at the position of the query, under a canonical
+    mask."""
     condition = with_documents(reread(text, LANGUAGE), ALWAYS)
     hidden = substitute(negation(condition), {"j": Var("i")})
     try:
@@ -65,7 +198,7 @@ def sees_itself(text: str) -> bool:
         return False
 
 
-def _found(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
+def _example(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
     """Returns i, j and h for which a condition holds, for some documents; None if there are none."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)
@@ -79,7 +212,7 @@ def _found(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | 
 
 
 def with_documents(condition: Expr, same: Expr) -> Expr:
-    """Returns a condition with `same` for the condition that both positions lie in one document."""
+    """Returns a condition in which `same` replaces the condition that both positions are in the same document."""
     if isinstance(condition, Compare):
         opposite = Compare("!=", SAME.a, SAME.b)
         return same if condition == SAME else negation(same) if condition == opposite else condition
@@ -91,9 +224,10 @@ class Mask:
     """A causal mask.
 
     Attributes:
-        text: its canonical text.
+        text: the canonical text.
         condition: the condition over i, j, h and, if it reads documents, `start`: the position at which the document of
-            the query starts. For keys up to the query's position, document(i) == document(j) is j >= start.
+            the query starts. For keys up to the query's position, document(i) == document(j) is equivalent to j >=
+            start.
         heads: the number of query heads.
     """
 
@@ -121,7 +255,7 @@ class Mask:
     def any(self) -> Expr:
         """The condition that a tile may have a pair that is not masked.
 
-        Tiles have the inclusive bounds i0 and i1, j0 and j1, and the document starts start0 and start1 of i0 and i1.
+        The inclusive bounds of a tile are i0 and i1, j0 and j1. The documents of i0 and i1 start at start0 and start1.
         """
         return self._over_tile(0)
 
@@ -135,20 +269,25 @@ class Mask:
         return over_tile(substitute(truth(self.condition)[which], heads))
 
     def pairs(self, tokens: int) -> int:
-        """Returns the number of unmasked pairs of a query and a key of a sequence of one document, averaged over heads.
+        """Returns the number of unmasked query-key pairs in a sequence of one document, averaged over heads.
 
-        The number is exact for masks that depend only on i - j, and up to 4,096 tokens. For others, tiles that are
-        masked in part are sampled.
+        The number is exact for masks that depend only on i - j, and for up to 4,096 tokens. In other cases, partly
+        masked tiles are sampled.
         """
-        return _count(self.text, self.heads, tokens)
+        return _count(with_documents(reread(self.text, LANGUAGE), ALWAYS), self.heads, tokens)
+
+    def block_pairs(self, block: int, tokens: int) -> int:
+        """Returns the number of pairs of a query and a block, for a mask of blocks; see `pairs`."""
+        condition = with_documents(reread(self.text, LANGUAGE), ALWAYS)
+        return _count(of_tokens(condition, block), self.heads, tokens) // block
 
 
 @lru_cache(maxsize=256)
 def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
     """Returns numbers (first, window) such that queries attend only to keys j < first and i - j < window.
 
-    The window is the smallest for the smallest number of first keys. Returns None if both together are more than three
-    quarters of `context`.
+    `first` is as small as possible, and then `window`. Returns None if first + window exceeds three quarters of
+    `context`.
     """
     condition = with_documents(reread(text, LANGUAGE), ALWAYS)
     numbers = {int(part.value) for part in atoms(condition) if isinstance(part, Const) and 0 < part.value < context}
@@ -166,8 +305,7 @@ def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=1024)
-def _count(text: str, heads: int, tokens: int) -> int:
-    condition = with_documents(reread(text, LANGUAGE), ALWAYS)
+def _count(condition: Expr, heads: int, tokens: int) -> int:
     shifted = simplify(substitute(condition, {"i": Var("j") + Var("d")}))
     if set(variables(shifted)) == {"d"}:
         allows = python_function(shifted, ("d",))

@@ -5,7 +5,7 @@ Python evaluates nothing.
 
 import ast
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -39,9 +39,9 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """What an expression over positions of tokens may contain beyond the pointwise language.
+    """The additional forms of an expression over token positions.
 
-    It may compute with whole numbers (// and %, `bucket`) and read elements of tables.
+    Such an expression may contain arithmetic of whole numbers (//, % and `bucket`) and elements of tables.
 
     Attributes:
         whole: the variables that are whole numbers.
@@ -58,8 +58,8 @@ def parse(text: str, variables: Collection[str] | None = None, positions: Positi
     """Parses one expression.
 
     `variables` are the allowed variable names; None allows any identifier that is not a function name. With
-    `positions`, the text may also have the forms that it describes. Raises ExprError, with the column and a hint, if
-    the text is outside the language, too long or too deeply nested, or if it has a constant that is not finite.
+    `positions`, the additional forms are allowed. Raises ExprError, with the column and a hint, if the text is outside
+    the language, too long or too deeply nested, or if it has a constant that is not finite.
     """
     return _written(text, None if variables is None else frozenset(variables), positions)
 
@@ -73,7 +73,7 @@ def _written(text: str, variables: Collection[str] | None, positions: Positions 
 def reread(text: str, positions: Positions | None = None) -> Expr:
     """Parses text that this package printed.
 
-    Its limits are wider, because derivatives exceed those for written text.
+    The limits of length and depth are larger, because derivatives are longer than written expressions.
     """
     return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT, positions)
 
@@ -86,6 +86,36 @@ def _parse(
     largest_exponent: float,
     positions: Positions | None,
 ) -> Expr:
+    tree = _tree(text, longest, deepest)
+    reader = _Reader(variables, deepest, largest_exponent, positions)
+    if positions is not None and positions.condition:
+        return reader.truth(tree, 1)
+    return reader.read(tree, 1)[0]
+
+
+def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple[int, ...]]]:
+    """Yields the reads of tables in a text that `parse` accepts, each with the columns of its indices."""
+    reader = _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
+    for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
+        if isinstance(node, ast.Subscript):
+            read, _ = reader.read(node, 1)
+            assert isinstance(read, Read)
+            yield read, tuple(map(_column, _indices(node.slice)))
+
+
+def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
+    """Yields the operands of the outermost `or` of a condition that `parse` accepts, each with its column.
+
+    A condition that is no `or` is yielded whole.
+    """
+    tree, reader = _tree(text, LONGEST, DEEPEST), _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
+    is_or = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or)
+    for node in tree.values if is_or else [tree]:  # type: ignore[attr-defined]
+        yield reader.truth(node, 1), _column(node) if is_or else 0
+
+
+def _tree(text: str, longest: int, deepest: int) -> ast.expr:
+    """Returns Python's tree of a text. Columns are one higher than in the text."""
     if len(text) > longest:
         raise ExprError(
             f"the expression has {len(text)} characters; it may have at most {longest}", longest, "split it"
@@ -96,16 +126,12 @@ def _parse(
         with warnings.catch_warnings():
             # Python warns about `1if`, which the allowlist rejects. The parentheses permit leading blanks.
             warnings.simplefilter("ignore")
-            tree = ast.parse(f"({text})", mode="eval")
+            return ast.parse(f"({text})", mode="eval").body
     except SyntaxError as error:
         column = min(max((error.offset or 2) - 2, 0), len(text))
         raise ExprError(f"not an expression: {error.msg}", column) from None
     except (ValueError, MemoryError, RecursionError):
-        raise ExprError("not an expression that Python can read") from None
-    reader = _Reader(variables, deepest, largest_exponent, positions)
-    if positions is not None and positions.condition:
-        return reader.truth(tree.body, 1)
-    return reader.read(tree.body, 1)[0]
+        raise ExprError("this is not an expression") from None
 
 
 def _scan(text: str, deepest: int) -> None:
@@ -133,7 +159,8 @@ def _scan(text: str, deepest: int) -> None:
 
 
 class _Reader:
-    """Converts `ast` nodes to expressions. Each result comes with its value if it has no variables, else None."""
+    """Converts `ast` nodes to expressions. Each result is a pair of the expression and its value; the value is None if
+    the expression has variables."""
 
     def __init__(
         self,
@@ -183,11 +210,7 @@ class _Reader:
                 fail("and, or, not and if are not part of the language", node, "nest where(x > 0, a, b)")
             case ast.Tuple():
                 fail("a comma is only valid between the arguments of a function", node)
-        fail(
-            f"{describe(node)} is not part of the language",
-            node,
-            "use numbers, names, + - * / ** and functions",
-        )
+        fail(f"{describe(node)} is not part of the language", node, "use numbers, names, + - * / ** and functions")
 
     def name(self, name: str, node: ast.expr) -> Expr:
         if name in self.functions:
@@ -196,11 +219,7 @@ class _Reader:
             fail(f"{name} is a table", node, f"read an element of it, for example {name}[h, i - j]")
         if self.variables is not None and name not in self.variables:
             known = sorted(self.variables)
-            fail(
-                f"unknown variable {name}",
-                node,
-                suggest(name, known) or f"choose from {', '.join(known) or 'none'}",
-            )
+            fail(f"unknown variable {name}", node, suggest(name, known) or f"choose from {', '.join(known) or 'none'}")
         return Var(name)
 
     def call(
@@ -262,9 +281,13 @@ class _Reader:
         if name not in known:
             hint = suggest(name, known) or "declare it: `learn: {bias: {shape: [heads, 32], init: 0}}`"
             fail(f"unknown table {name}", node, hint)
-        parts = index.elts if isinstance(index, ast.Tuple) else [index]
+        parts = _indices(index)
         if known[name] not in (0, len(parts)):
-            fail(f"{name} has {known[name]} dims; it is read with {len(parts)}", node, "give one index for each dim")
+            fail(
+                f"{name} has {known[name]} dims; this element has {len(parts)} indices",
+                node,
+                "give one index for each dim",
+            )
         return Read(name, tuple(self.whole(part, depth + 1) for part in parts))
 
     def check_positional(self, name: str, args: tuple[Expr, ...], nodes: list[ast.expr]) -> None:
@@ -330,7 +353,7 @@ def _document_of(node: ast.expr) -> str | None:
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:
-    """Evaluates an operation on constants in floats, whose size is bounded, unlike that of Python integers."""
+    """Evaluates an operation on constants in floats. Python integers are avoided, because their size is unbounded."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
@@ -341,7 +364,7 @@ def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float |
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    close = get_close_matches(name, [other for other in known if len(other) > 1], n=1, cutoff=0.62)
     return f"did you mean {close[0]}?" if close else ""
 
 
@@ -353,4 +376,12 @@ def describe(node: ast.expr) -> str:
 
 
 def fail(message: str, node: ast.expr, hint: str = "") -> NoReturn:
-    raise ExprError(message, max(node.col_offset - 1, 0), hint)
+    raise ExprError(message, _column(node), hint)
+
+
+def _column(node: ast.expr) -> int:
+    return max(node.col_offset - 1, 0)
+
+
+def _indices(index: ast.expr) -> list[ast.expr]:
+    return index.elts if isinstance(index, ast.Tuple) else [index]

@@ -12,7 +12,7 @@ ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": 
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """Returns the truth of `question`, given that `known` has the value `truth`, or None if that is not sufficient."""
+    """Returns the truth of `question` if `known` has the value `truth`; None if this does not determine it."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):
         return None
@@ -25,8 +25,8 @@ def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
 def decided(factor: Factor, condition: Compare, short: bool) -> bool:
     """Returns True if the outcome of the condition simplifies this factor.
 
-    That is a where with an arm per outcome, a relu or leaky_relu of the compared operand or, if `short`, the operand
-    itself.
+    Such a factor is a where with this condition, a relu or leaky_relu of the compared operand or, if `short`, the
+    operand itself.
     """
     base, exponent = factor
     if exponent.denominator != 1:

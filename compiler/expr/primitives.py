@@ -10,8 +10,8 @@ from dataclasses import KW_ONLY, dataclass, field
 class Primitive:
     """A function of the language.
 
-    `derivative`, `definition`, `triton` and `cuda` may be expressions of the language over `x`, the first argument, and
-    `s`, the second. If a function has a `derivative`, its arguments after the first are constants.
+    `derivative`, `definition`, `triton`, `cuda` and `cute` may be expressions of the language over `x`, the first
+    argument, and `s`, the second. If a function has a `derivative`, its arguments after the first are constants.
 
     Attributes:
         example: a call with the right number of arguments, which error messages show.
@@ -22,11 +22,13 @@ class Primitive:
         torch: the Torch function, of the module `torch` or `F` (torch.nn.functional).
         torch_keywords: the keyword arguments of the Torch function.
         sign: the sign of the values, ">= 0" or "> 0" (except for underflow); empty if it varies.
-        definition: the function in terms of others, for languages that lack it.
+        definition: an equivalent expression of other functions, for languages that lack the function.
         triton: the source text of a call on fp32 tensors, with {} for each argument, or an expression. The default is
             `definition`. NaN stays NaN.
-        cuda: as `triton`, for CUDA C++ on floats.
-        cuda_helpers: the source text of the device functions that `cuda` calls, by name. Each follows those it calls.
+        cuda: the same as `triton`, for CUDA C++ on floats.
+        cute: the same as `triton`, for the CuTe DSL on fp32 vectors.
+        cuda_helpers: the source text of the device functions that `cuda` calls, by name. Each function comes after the
+            functions that it calls.
     """
 
     example: str
@@ -40,6 +42,7 @@ class Primitive:
     definition: str = ""
     triton: str = ""
     cuda: str = ""
+    cute: str = ""
     cuda_helpers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -78,6 +81,7 @@ PRIMITIVES = {
             "0.5 * (1 + erf(0.7071067811865476 * x)) + 0.3989422804014327 * x * exp(-0.5 * x ** 2)", "F.gelu",
             triton="0.5 * x * (1 + erf(0.7071067811865476 * x))",
             cuda="x * (0.5 + 0.5 * erf(0.7071067811865476 * x))",
+            cute="0.5 * x * (1 + erf(0.7071067811865476 * x))",
         ),
         # 0.5 (1 + tanh(z)) is sigmoid(2 z), and 1.5957... is 2 sqrt(2 / pi)
         Primitive(
@@ -93,27 +97,38 @@ PRIMITIVES = {
             definition="x * sigmoid(x)",
         ),
         Primitive(
-            "tanh(x)", 8, math.tanh, "1 - tanh(x) ** 2", "torch.tanh", triton="2 * sigmoid(2 * x) - 1", cuda="tanhf({})"
+            "tanh(x)", 8, math.tanh, "1 - tanh(x) ** 2", "torch.tanh",
+            triton="2 * sigmoid(2 * x) - 1", cuda="tanhf({})", cute="cute.math.tanh({}, fastmath=True)",
         ),
-        Primitive("cos(x)", 4, math.cos, "-sin(x)", "torch.cos", triton="tl.cos({})", cuda="cosf({})"),
-        Primitive("sin(x)", 4, math.sin, "cos(x)", "torch.sin", triton="tl.sin({})", cuda="sinf({})"),
-        Primitive("log(x)", 4, math.log, "1 / x", "torch.log", triton="tl.log({})", cuda="logf({})"),
         Primitive(
-            "sqrt(x)", 4, math.sqrt, "0.5 / sqrt(x)", "torch.sqrt", sign=">= 0", triton="tl.sqrt({})", cuda="sqrtf({})"
+            "cos(x)", 4, math.cos, "-sin(x)", "torch.cos",
+            triton="tl.cos({})", cuda="cosf({})", cute="cute.math.cos({})",
+        ),
+        Primitive(
+            "sin(x)", 4, math.sin, "cos(x)", "torch.sin",
+            triton="tl.sin({})", cuda="sinf({})", cute="cute.math.sin({})",
+        ),
+        Primitive(
+            "log(x)", 4, math.log, "1 / x", "torch.log",
+            triton="tl.log({})", cuda="logf({})", cute="cute.math.log({})",
+        ),
+        Primitive(
+            "sqrt(x)", 4, math.sqrt, "0.5 / sqrt(x)", "torch.sqrt", sign=">= 0",
+            triton="tl.sqrt({})", cuda="sqrtf({})", cute="cute.math.sqrt({})",
         ),
         Primitive(
             "abs(x)", 1, abs, "where(x > 0, 1, where(x < 0, -1, 0))", "torch.abs", sign=">= 0",
-            triton="tl.abs({})", cuda="fabsf({})",
+            triton="tl.abs({})", cuda="fabsf({})", cute="where(x < 0, -x, x)",
         ),
         Primitive(
-            "max(a, b)", 1, max, "", "torch.maximum", cuda="larger({}, {})",
+            "max(a, b)", 1, max, "", "torch.maximum", cuda="larger({}, {})", cute="larger({}, {})",
             triton="tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",  # the default drops a NaN operand
             cuda_helpers={"larger": """\
 // The larger of two numbers, NaN where one is; fmaxf would drop it.
 __device__ inline float larger(float a, float b) { return a < b || b != b ? b : a; }"""},
         ),
         Primitive(
-            "min(a, b)", 1, min, "", "torch.minimum", cuda="smaller({}, {})",
+            "min(a, b)", 1, min, "", "torch.minimum", cuda="smaller({}, {})", cute="smaller({}, {})",
             triton="tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
             cuda_helpers={"smaller": """\
 // The smaller of two numbers, NaN where one is.
@@ -122,11 +137,11 @@ __device__ inline float smaller(float a, float b) { return a > b || b != b ? b :
         # In CUDA C++, where is an operator, which the printer parenthesizes.
         Primitive(
             "where(x > 0, a, b)", 1, lambda condition, a, b: a if condition else b, "", "torch.where",
-            triton="tl.where({}, {}, {})",
+            triton="tl.where({}, {}, {})", cute="cute.where({}, {}, {})",
         ),
         Primitive(
             "sigmoid(x)", 8, _sigmoid, "sigmoid(x) * (1 - sigmoid(x))", "torch.sigmoid", sign="> 0",
-            triton="tl.sigmoid({})", cuda="quick_sigmoid({})",
+            triton="tl.sigmoid({})", cuda="quick_sigmoid({})", cute="1 / (1 + exp(-x))",
             cuda_helpers={"quick_sigmoid": """\
 // 1 / (1 + exp(-x)) within 4 ulp, without the branch of an exactly rounded division.
 __device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }"""},
@@ -135,17 +150,18 @@ __device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + 
         # the slope of gelu use the same s, so that the compiler shares one erf and one exp between them.
         Primitive(
             "exp(x)", 4, math.exp, "exp(x)", "torch.exp", sign="> 0", triton="tl.exp({})", cuda="__expf({})",
+            cute="cute.math.exp({}, fastmath=True)",
             cuda_helpers={"quick_bell": """\
 // exp(-z * z) of s = 1.2011224 z.
 __device__ inline float quick_bell(float s) { return exp2f(-s * s); }"""},
         ),
         Primitive(
             "exp2(x)", 4, lambda x: 2.0**x, "0.6931471805599453 * exp2(x)", "torch.exp2", sign="> 0",
-            triton="tl.exp2({})", cuda="exp2f({})",
+            triton="tl.exp2({})", cuda="exp2f({})", cute="cute.math.exp2({}, fastmath=True)",
         ),
         Primitive(
             "erf(x)", 12, math.erf, "1.1283791670955126 * exp(-(x ** 2))", "torch.erf",
-            triton="tl.erf({})", cuda="quick_erf({})",
+            triton="tl.erf({})", cuda="quick_erf({})", cute="cute.math.erf({})",
             cuda_helpers={"quick_erf": """\
 // erf(z) of s = 1.2011224 z, within 5e-7 (Abramowitz and Stegun, section 7.1); erff takes far more registers.
 __device__ inline float quick_erf(float s) {
@@ -161,7 +177,7 @@ __device__ inline float quick_erf(float s) {
 def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
     """Returns the smallest distance of each bucket of `bucket` after the first, in exact arithmetic.
 
-    The first half of the buckets holds one distance each. Of the others, bucket `exact + k` starts at the smallest d
+    Each bucket of the first half holds one distance. In the second half, bucket `exact + k` starts at the smallest d
     with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5, Raffel et al., 2020).
     """
     exact = buckets // 2

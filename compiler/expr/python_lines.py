@@ -37,7 +37,7 @@ def _tuple(value: str, room: int) -> list[str]:
 
 
 def _broken(value: str, room: int, before: int) -> list[str] | None:
-    """Breaks a long value open at its last brackets or, if these are too far right, at its longest.
+    """Breaks a long value at its last brackets or, if these are too far right, at its longest brackets.
 
     `before` is the number of columns before the value. Returns None if the value is not a call, attribute, subscript,
     dict, list or tuple with brackets.

@@ -7,8 +7,8 @@ from functools import lru_cache
 from .derive import derive
 from .interval import example, python_function
 from .mask import LANGUAGE as MASKS
-from .mask import NUMBERS, POSITIONS, with_documents
-from .parse import Positions, parse, reread
+from .mask import NUMBERS, POSITIONS, Sizes, numbers_of, with_documents, with_numbers
+from .parse import Positions, parse, reread, written_reads
 from .python_lines import operand
 from .simplify import simplify
 from .spell import torch_text
@@ -18,19 +18,20 @@ PLAIN = "s"
 
 
 def language(tables: Mapping[str, int]) -> Positions:
-    """Returns the language of scores over tables, which are given with their numbers of dims; 0 is any number."""
+    """Returns the forms that a score may contain. `tables` maps each table to the number of dims; 0 allows any
+    number."""
     return Positions((*POSITIONS, *NUMBERS), tuple(tables.items()))
 
 
 def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
-    """Parses a score over s, i, j, h, `heads`, `context` and the elements of tables.
+    """Parses a score over s, i, j, h, the numbers of a model and a layer, and the elements of tables.
 
     Args:
         text: the score.
         tables: the number of dims of each table, by name.
 
     Raises:
-        ExprError: if the text is no such expression, or does not depend on s.
+        ExprError: if the text is not a score, or does not depend on s.
     """
     expr = parse(text, ("s", *POSITIONS, *NUMBERS), language(tables))
     if "s" not in variables(expr):
@@ -41,8 +42,8 @@ def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
 def slope(h: Expr, heads: int) -> Expr:
     """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
 
-    With n heads, a power of 2, head h has 2 ** (-8 (h + 1) / n). Other numbers of heads have the slopes of the largest
-    power n below, followed by every second slope of 2 n heads.
+    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). For other numbers, let n be
+    the largest power of 2 below: the slopes are those of n heads, followed by every second slope of 2 n heads.
     """
     n = 1 << (heads.bit_length() - 1)
     first = Call("exp2", (Const(-8 / n) * (h + 1),))
@@ -56,7 +57,7 @@ class TableRead:
     """An element of a table that a score reads.
 
     Attributes:
-        variable: the name of its value in the expressions of the score.
+        variable: the variable that stands for the element in the score.
         table: the name of the table.
         indices: a whole-number expression of i, j and h for each dim.
     """
@@ -66,7 +67,7 @@ class TableRead:
     indices: tuple[Expr, ...]
 
     def index_texts(self) -> Iterator[str]:
-        """Yields the text of each index in Torch, clamped to its range."""
+        """Yields the Torch text of each index, clamped to the valid range."""
         for dim, index in enumerate(self.indices):
             text = torch_text(index, whole=True)
             fixed = set(variables(index)) <= {"h"}
@@ -79,9 +80,9 @@ class Score:
 
     Attributes:
         value: the score.
-        reads: the elements.
+        reads: the table elements that the score reads.
         slope: the derivative of the score by s.
-        slopes: its derivative by each element.
+        slopes: the derivative of the score by each element.
     """
 
     value: Expr
@@ -109,7 +110,7 @@ class Score:
         return self.value == Var("s")
 
     def elements(self) -> Mapping[str, str]:
-        """Returns the text of each element in Torch, by its variable.
+        """Returns the Torch text of each element, by variable.
 
         Indices are clamped, because they may be out of range where the mask does not hold.
         """
@@ -138,34 +139,68 @@ def _with_slopes(expr: Expr, heads: int) -> Expr:
 
 
 @lru_cache(maxsize=256)
-def bound_score(text: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], mask: str, heads: int, context: int) -> str:
-    """Returns the canonical text of a score with the numbers of the model.
+def bound_score(
+    text: str,
+    shapes: tuple[tuple[str, tuple[int, ...]], ...],
+    mask: str,
+    heads: int,
+    context: int,
+    prefix: int = 0,
+    sizes: Sizes = (),
+) -> str:
+    """Returns the canonical text of a score, with the numbers of the model substituted.
 
     Scores that are equal after simplification have equal texts: `s + 0 * i` is `s`.
 
     Args:
         text: the score.
         shapes: the name and the shape of each table.
-        mask: the canonical text of the mask. Indices need to be in range only where it holds.
+        mask: the canonical text of the mask. Indices may be out of range for masked pairs.
         heads: the number of query heads.
         context: the number of tokens of a sequence.
+        prefix: the number of first tokens that may attend to each other.
+        sizes: the values of further numbers of the layer, as in `bound_mask`.
 
     Raises:
-        ExprError: if the text is no score, if it is constant in s, or if an index may be out of range.
+        ExprError: if the text is not a score, if it does not depend on s, or if an index may be out of range.
     """
-    numbers, tables = {"heads": Const(heads), "context": Const(context)}, dict(shapes)
-    value = simplify(substitute(parse_score(text, {name: len(shape) for name, shape in tables.items()}), numbers))
+    numbers = numbers_of(heads, context, prefix, sizes)
+    tables = dict(shapes)
+    dims = {name: len(shape) for name, shape in tables.items()}
+    written = language(dims)
+    value = simplify(with_numbers(parse_score(text, dims), numbers))
     if derive(value, "s") == Const(0):
         raise ExprError("the score does not depend on s", hint="for example s - slope(h) * (i - j)")
     condition = reread(mask, MASKS)
+    columns = {
+        (read.table, tuple(simplify(substitute(index, numbers)) for index in read.indices)): where
+        for read, where in written_reads(text, written)
+    }
     for read in _separated(value)[1]:
+        where = columns.get((read.table, read.indices), (0,) * len(read.indices))
         for place, (index, size) in enumerate(zip(read.indices, tables[read.table], strict=True)):
-            _check_index(read.table, place, index, size, condition, heads, context)
+            _check_index(read.table, place, index, size, condition, heads, context, where[place])
     return str(value)
 
 
-def _check_index(table: str, place: int, index: Expr, size: int, mask: Expr, heads: int, context: int) -> None:
-    """Raises ExprError, with positions, if the mask lets through a pair whose index is out of range."""
+def _check_index(
+    table: str, place: int, index: Expr, size: int, mask: Expr, heads: int, context: int, column: int
+) -> None:
+    """Raises ExprError if the mask lets through a pair whose index is out of range.
+
+    Args:
+        table: the name of the table.
+        place: the number of the dim.
+        index: the index in this dim.
+        size: the size of the dim.
+        mask: the mask.
+        heads: the number of query heads.
+        context: the number of tokens of a sequence.
+        column: the column of the index in the score.
+
+    Raises:
+        ExprError: with such a pair, and the column.
+    """
     outside = Logic("or", (Compare("<", index, Const(0)), Compare(">=", index, Const(size))))
     condition = Logic("and", (with_documents(mask, ALWAYS), outside))
     pair = example(condition, context, heads)
@@ -174,5 +209,5 @@ def _check_index(table: str, place: int, index: Expr, size: int, mask: Expr, hea
         at = ", ".join(
             f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name in variables(index)
         )
-        message = f"index {place + 1} of {table}, `{index}`, may be out of range: the table has {size} there"
-        raise ExprError(f"{message}, and the index is {value} at {at}", hint=f"limit it: min({index}, {size - 1})")
+        message = f"index {place + 1} of {table}, `{index}`, may be out of range: this dim of the table has size {size}"
+        raise ExprError(f"{message}, and the index is {value} at {at}", column, f"limit it: min({index}, {size - 1})")

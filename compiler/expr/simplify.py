@@ -1,8 +1,9 @@
 """Simplifies expressions by rules that are applied from the leaves up and repeated to a fixed point.
 
-The result equals the input on its domain (x / x is 1), computed in exact arithmetic, and has Torch's subgradient at
-every kink. So max(x, 0) is not relu(x), whose derivative at 0 differs. Piecewise parts are merged: a product of relu,
-leaky_relu and where with the same condition is one where, and a where that equals a relu is written as relu.
+In exact arithmetic, the result equals the input wherever the input is defined (x / x is 1). The result has Torch's
+subgradient at every kink. Therefore max(x, 0) is not rewritten as relu(x), whose derivative at 0 differs. Piecewise
+parts are merged: a product of relu, leaky_relu and where with the same condition becomes one where, and a where that
+equals a relu becomes relu.
 """
 
 from collections.abc import Hashable, Iterable
@@ -195,7 +196,8 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Moves the factors that the condition of a where decides into its arms. Returns None if there are none.
+    """Moves the factors that the condition of a where decides into the arms of this where. Returns None if there are no
+    such factors.
 
     If an arm is 0, all factors are moved, so that no value is computed and then multiplied by 0.
     """
@@ -253,7 +255,8 @@ def call(name: str, args: tuple[Expr, ...]) -> Expr:
 
 
 def compare(op: str, a: Expr, b: Expr) -> Compare:
-    """Builds a condition with its constant on the right. A single term compared with 0 loses its coefficient: u > 0."""
+    """Builds a condition with the constant on the right. If a single term is compared with 0, the coefficient is
+    removed: u > 0."""
     if variables(b) and not variables(a):
         op, a, b = FLIPPED[op], b, a
     if variables(a):

@@ -1,15 +1,14 @@
-"""Prints expressions as source text: Torch, Triton and CUDA C++."""
+"""Prints expressions as source text: Torch, Triton, CUDA C++ and the CuTe DSL."""
 
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from math import log2, sqrt
-from types import MappingProxyType
 from typing import ClassVar
 
 from .algebra import Factors, product_of, rational, split
 from .evaluate import number
-from .interval import FAR, bounds
+from .interval import FAR, bounds, negation
 from .parse import parse
 from .primitives import PRIMITIVES, bucket_bounds
 from .values import (
@@ -28,6 +27,7 @@ from .values import (
     Const,
     Expr,
     ExprError,
+    Logic,
     Neg,
     Printer,
     plain,
@@ -44,34 +44,21 @@ def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool =
     """Returns Python source over `torch` and `F` (torch.nn.functional), such as `F.leaky_relu(x, 0.5) ** 2`.
 
     `names` maps variables to source text, which is parenthesized if necessary. Variables are tensors that broadcast,
-    and the result has their dtype. With `whole`, all of them are tensors of whole numbers, and the expression is a
+    and the result has their dtype. With `whole`, all variables are tensors of whole numbers, and the expression is a
     condition or a whole number.
     """
     return _Torch(names or {}, whole).text(decided(expr))
 
 
-def triton_text(
-    expr: Expr,
-    names: Mapping[str, str] | None = None,
-    whole: bool = False,
-    floats: Mapping[str, str] | None = None,
-    calls: Mapping[str, str] | None = None,
-) -> str:
+def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
     """Returns Triton source over `tl`. Variables are fp32 tensors; i, j, h and start, in attention, are int32.
 
     The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN stays
-    NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Without, parts of it may be whole
-    numbers, whose values are right where j <= i. Raises ExprError if the text is too long: an argument is repeated for
-    each use in a definition.
-
-    Args:
-        expr: the expression.
-        names: the source text of variables.
-        whole: whether it is a condition or a whole number.
-        floats: the source text of whole-number variables as fp32, for the parts that are floats.
-        calls: the source text of functions, with {} for each argument, instead of the primitives' own.
+    NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`, parts of the
+    expression may be whole numbers; their values are correct for j <= i. Raises ExprError if the text is too long,
+    because a definition may repeat its argument.
     """
-    return _Triton(names or {}, whole, floats=floats or {}, calls=calls or {}).text(decided(expr))
+    return _Triton(names or {}, whole).text(decided(expr))
 
 
 def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
@@ -82,8 +69,22 @@ def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
     return _Cuda(names or {}).text(decided(expr))
 
 
+def cute_text(expr: Expr, whole: bool = False, floats: Mapping[str, str] | None = None) -> str:
+    """Returns Python source of the CuTe DSL over `cute` and `cutlass`.
+
+    Variables are fp32 vectors (`cute.TensorSSA`); i, j, h and start, in attention, are int32. The text calls `smaller`
+    and `larger` for min and max, which drop a NaN of their second argument.
+
+    Args:
+        expr: the expression.
+        whole: whether it is a condition or a whole number.
+        floats: the source text of whole-number variables as fp32, for the parts that are floats.
+    """
+    return _Cute({}, whole, floats=floats or {}).text(decided(expr))
+
+
 def decided(expr: Expr) -> Expr:
-    """Evaluates the parts without variables, because tensor functions do not accept plain numbers."""
+    """Evaluates the subexpressions without variables, because tensor functions do not accept plain numbers."""
     expr = rebuild(expr, decided)
     match expr:
         case Call("where", (condition, a, b)) if not variables(condition):
@@ -106,9 +107,15 @@ def is_primary(text: str) -> bool:
 class _Target(Printer):
     """Common base of the printers of the three target languages. Floats print with a decimal point or exponent.
 
-    With `whole`, all numbers are whole and print without one. Parts of other expressions that are whole numbers are
-    printed by `inner`.
+    With `whole`, all numbers are whole and print without a decimal point. Otherwise, `inner` prints the subexpressions
+    that are whole numbers.
     """
+
+    # Whole numbers: min(floor(scale * log2(d) + offset), last) of a distance d of at least 1, a choice between two
+    # numbers, and a condition as the number 0 or 1. Empty in a language without positions of tokens.
+    floored_logarithm: ClassVar[str] = ""
+    choice: ClassVar[str] = ""
+    flag: ClassVar[str] = ""
 
     def __init__(self, names: Mapping[str, str], whole: bool = False) -> None:
         super().__init__()
@@ -116,7 +123,7 @@ class _Target(Printer):
         self.inner: _Target = self if whole else self.of_whole()
 
     def of_whole(self) -> "_Target":
-        """Returns the printer of the parts that are whole numbers."""
+        """Returns the printer of subexpressions that are whole numbers."""
         return type(self)(self.names, True)
 
     def write(self, expr: Expr) -> tuple[str, int]:
@@ -130,11 +137,13 @@ class _Target(Printer):
         return super().write(expr)
 
     def bucket(self, d: Expr, count: int, distance: int) -> str:
-        """Prints the bucket of a distance: itself below `exact`, then the floor of a logarithm.
+        """Prints the bucket of a distance: the distance itself below `exact`, and otherwise the floor of a logarithm.
 
-        The offset of the logarithm is chosen such that its rounding in fp32 changes no bucket. If there is none, the
-        bucket is a sum of comparisons.
+        The offset of the logarithm is chosen such that rounding in fp32 changes no bucket. If there is no such offset,
+        the bucket is a sum of comparisons.
         """
+        if not self.choice:
+            raise ExprError("positions of tokens are not part of this language")
         exact, ends = count // 2, bucket_bounds(count, distance)
         rest = count - exact
         scale = rest / log2(distance / exact)
@@ -143,21 +152,10 @@ class _Target(Printer):
         least = max((k - scale * log2(end) for k, end in steps), default=0.0) + slack
         most = min((k - scale * log2(end - 1) for k, end in steps if end > exact), default=1.0) - slack
         if least > most:
-            return f"({' + '.join(self.flag(f'({self.side(d)} >= {end})') for end in ends)})"
-        far = self.floored_logarithm(self.text(d, ATOM), scale, (least + most) / 2, rest - 1)
-        return self.choice(f"{self.side(d)} < {exact}", self.text(d), f"{exact} + {far}")
-
-    def floored_logarithm(self, d: str, scale: float, offset: float, last: int) -> str:
-        """Returns the text of min(floor(scale * log2(d) + offset), last), for a distance d of at least 1."""
-        raise ExprError("positions of tokens are not part of this language")
-
-    def choice(self, condition: str, a: str, b: str) -> str:
-        """Returns the text of a choice between whole numbers."""
-        raise ExprError("positions of tokens are not part of this language")
-
-    def flag(self, condition: str) -> str:
-        """Returns the text of a condition as the number 0 or 1."""
-        raise ExprError("positions of tokens are not part of this language")
+            return f"({' + '.join(self.flag.format(f'({self.side(d)} >= {end})') for end in ends)})"
+        d_text, offset = self.text(d, ATOM), (least + most) / 2
+        far = self.floored_logarithm.format(d=d_text, scale=scale, offset=offset, last=rest - 1)
+        return self.choice.format(f"{self.side(d)} < {exact}", self.text(d), f"{exact} + {far}")
 
     def constant(self, value: float) -> str:
         return plain(value) if self.whole else repr(value)
@@ -175,6 +173,10 @@ class _Target(Printer):
 
 
 class _Torch(_Target):
+    floored_logarithm = "({scale!r} * torch.log2({d}.clamp(min=1).float()) + {offset!r}).long().clamp(max={last})"
+    choice = "torch.where({}, {}, {})"
+    flag = "{}.long()"
+
     def side(self, expr: Expr) -> str:
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
 
@@ -195,15 +197,6 @@ class _Torch(_Target):
         texts += [f"{name}={value!r}" for name, value in PRIMITIVES[function].torch_keywords.items()]
         return f"{PRIMITIVES[function].torch}({', '.join(texts)})", ATOM
 
-    def floored_logarithm(self, d: str, scale: float, offset: float, last: int) -> str:
-        return f"({scale!r} * torch.log2({d}.clamp(min=1).float()) + {offset!r}).long().clamp(max={last})"
-
-    def choice(self, condition: str, a: str, b: str) -> str:
-        return f"torch.where({condition}, {a}, {b})"
-
-    def flag(self, condition: str) -> str:
-        return f"{condition}.long()"
-
     def full(self, like: Expr, text: str) -> str:
         """Returns a number as a tensor with the dtype of the first variable of `like`."""
         return f"torch.full_like({self.variable(variables(like)[0])[0]}, {text})"
@@ -213,11 +206,10 @@ class _Kernel(_Target):
     """Common base for Triton and CUDA C++, which have fewer functions and print powers as products."""
 
     language: ClassVar[str]  # the field of a Primitive
-    calls: Mapping[str, str] = MappingProxyType({})  # the text of functions that differs from the primitives' own
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         primitive = PRIMITIVES[function]
-        spelling: str = self.calls.get(function) or getattr(primitive, self.language) or primitive.definition
+        spelling: str = getattr(primitive, self.language) or primitive.definition
         if "{" in spelling:
             return spelling.format(*map(self.text, args)), ATOM
         return self.write(substitute(parse(spelling), dict(zip("xs", args, strict=False))))
@@ -253,6 +245,11 @@ class _Kernel(_Target):
 
 class _Triton(_Kernel):
     language = "triton"
+    floored_logarithm = (
+        "tl.minimum(({scale!r} * tl.log2(tl.maximum({d}, 1).to(tl.float32)) + {offset!r}).to(tl.int32), {last})"
+    )
+    choice = "tl.where({}, {}, {})"
+    flag = "{}.to(tl.int32)"
 
     def __init__(
         self,
@@ -260,12 +257,10 @@ class _Triton(_Kernel):
         whole: bool = False,
         ordered: bool = False,
         floats: Mapping[str, str] | None = None,
-        calls: Mapping[str, str] | None = None,
     ) -> None:
         self.ordered = ordered  # the text is of values where j <= i
         self.positions = names
         super().__init__(names if whole else {**names, **(floats or {})}, whole)
-        self.calls = calls or {}
 
     def of_whole(self) -> "_Target":
         return _Triton(self.positions, True, ordered=True)
@@ -297,18 +292,46 @@ class _Triton(_Kernel):
             return super().call(function, (Const(1.0) * args[0], *args[1:]))  # functions of tl take floats
         return super().call(function, args)
 
-    def floored_logarithm(self, d: str, scale: float, offset: float, last: int) -> str:
-        logarithm = f"tl.log2(tl.maximum({d}, 1).to(tl.float32))"
-        return f"tl.minimum(({scale!r} * {logarithm} + {offset!r}).to(tl.int32), {last})"
-
-    def choice(self, condition: str, a: str, b: str) -> str:
-        return f"tl.where({condition}, {a}, {b})"
-
-    def flag(self, condition: str) -> str:
-        return f"{condition}.to(tl.int32)"
-
     def side(self, expr: Expr) -> str:
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
+
+
+class _Cute(_Triton):
+    """Operators of the CuTe DSL: // rounds down, as in Python, and % has the sign of its left operand, as in C++."""
+
+    language = "cute"
+    floored_logarithm = (
+        "smaller(({scale!r} * cute.math.log2(larger({d}, 1).to(cutlass.Float32)) + {offset!r})"
+        ".to(cutlass.Int32), {last})"
+    )
+    choice = "cute.where({}, {}, {})"
+    flag = "{}.to(cutlass.Int32)"
+
+    def of_whole(self) -> "_Target":
+        return _Cute(self.positions, True, ordered=True)
+
+    def write(self, expr: Expr) -> tuple[str, int]:
+        match expr:
+            case Binary("//", _, _) if self.whole:
+                return _Kernel.write(self, expr)
+            case Binary("/", a, Const(value)) if not self.whole:
+                return self.write(a * Const(1 / value))
+            case Logic("not", (part,)):
+                return self.write(negation(part))
+        return super().write(expr)
+
+    def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+        match function, args:
+            case (("min" | "max"), (a, b)) if not variables(a):
+                args = (b, a)
+            case "where", (condition, a, b) if not variables(a) and not variables(b):
+                return self.choice.format(self.text(condition), self.full(condition, a), self.text(b)), ATOM
+        return super().call(function, args)
+
+    def full(self, like: Expr, value: Expr) -> str:
+        """Returns a number as a vector as long as the first variable of `like`."""
+        dtype = "cutlass.Int32" if self.whole else "cutlass.Float32"
+        return f"cute.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)}, {dtype})"
 
 
 BELL = 1.2011224087864498  # sqrt(log2(e)): exp(-z ** 2) is 2 ** -(BELL * z) ** 2

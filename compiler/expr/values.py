@@ -3,8 +3,8 @@
 Expressions are frozen, hashable trees. Arithmetic on them (`Var("x") * 2 + 1`) builds trees and never simplifies; `==`
 compares structure. `str(e)` is canonical: `parse(str(e)) == e` for every expression that `parse` accepts.
 
-A tree has at most LARGEST_TREE nodes. Rules such as those of derivatives may repeat a part, so that nested applications
-grow exponentially. The limit bounds the work of every function in this package.
+A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a subexpression, so nested applications grow
+exponentially. The limit bounds the work of every function in this package.
 """
 
 from collections.abc import Callable, Mapping
@@ -121,7 +121,7 @@ class Call(Expr):
 class Binary(Expr):
     """`a op b`, where op is one of + - * / ** // %. The exponent of ** has no variables.
 
-    // and % are of whole numbers, and round down. Their divisor is a positive constant.
+    // and % operate on whole numbers and round down. The divisor of // and % is a positive constant.
     """
 
     __hash__ = Expr.__hash__
@@ -155,9 +155,9 @@ class Compare(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Logic(Expr):
-    """The conditions `parts` joined by op, one of `and`, `or` and `not`. `not` has one part.
+    """The conditions `parts`, joined by the op `and`, `or` or `not`. `not` has one part.
 
-    Without parts, `and` is the condition that always holds, and `or` that which never holds.
+    `and` without parts always holds, and `or` without parts never holds.
     """
 
     __hash__ = Expr.__hash__

@@ -1,2 +1,2 @@
-"""Fusions that are more than a pointwise epilogue, one file per fusion: each rewrites members of a fusion point to ops
-that cover several of them."""
+"""Fusions that are more than a pointwise epilogue, one file per fusion. A fusion replaces several members of a fusion
+point by one op."""

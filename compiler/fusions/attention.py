@@ -1,21 +1,20 @@
-"""Fuses attention into ops with a choice of kernels: a forward that saves its log-sum-exp, and a gradient that reads
-it."""
+"""Replaces attention by two ops, each with a choice of kernels: a forward that saves the log-sum-exp, and a gradient
+that reads it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from specc.compiler.fusions.fusion import Fusion, Rewrite, node
-from specc.compiler.ir.graph import Graph, Node, Op
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.op import Op
 from specc.compiler.ops.attention import Sdpa, SdpaSeen
 from specc.compiler.ops.saved_attention import CausalAttention, ScoredAttention, SeenAttention
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionFusion(Fusion):
     """Accepts a single attention node over whole sequences.
 
-    The node is either causal, with any score and mask (`Sdpa`), or reads the keys that its mask `seen` marks, of the
-    same or of another sequence (`SdpaSeen`). Outside a group, Torch chooses the attention kernel. In a group, the plan
+    The node is either causal, with any score and mask (`Sdpa`), or attends to the keys that the mask `seen` marks, in
+    the same or another sequence (`SdpaSeen`). Outside a group, Torch chooses the attention kernel. In a group, the plan
     chooses the kernels of the forward and of the gradient independently.
     """
 

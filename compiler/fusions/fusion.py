@@ -1,9 +1,12 @@
-"""The interface of a fusion: whether it accepts the members of a fusion point, and the nodes it rewrites them to."""
+"""The interface of a fusion: whether the fusion accepts the members of a fusion point, and the nodes that replace
+them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from specc.compiler.ir.graph import Graph, Node, Op, TensorType
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 
 POINTWISE = frozenset({"outputs", "variables", "labels", "dtype", "title"})  # fields of Pointwise that rewrites keep
 
@@ -12,9 +15,8 @@ POINTWISE = frozenset({"outputs", "variables", "labels", "dtype", "title"})  # f
 class Rewrite:
     """The nodes that replace the members of a fusion point, in order.
 
-    The last node has the value of the last member. The nodes read only their own values and the values that the members
-    read from outside the group. If `learns` is false, no gradient of the members is computed and the group has no
-    backward.
+    The last node computes the value of the last member. The nodes read only each other and the inputs of the group. If
+    `learns` is false, no gradient of the members is computed and the group has no backward.
     """
 
     nodes: tuple[Node, ...]
@@ -26,7 +28,7 @@ class Fusion:
     """A rewrite that is more than a pointwise epilogue.
 
     The catalogue discovers one module-level instance of each subclass. A fusion is tried only if the op of a member is
-    in `ops`, by name. If such a member cannot be put into a group, the reason of the fusion's refusal is reported.
+    in `ops`, by name. If such a member cannot be fused, the error states the reason of the fusion.
 
     `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. A member
     with a non-default value in any other field, e.g. a field of a subclass or a field added to the op later, is
@@ -42,7 +44,8 @@ class Fusion:
     reads: Mapping[type[Op], frozenset[str]] = field(default_factory=dict)
 
     def refusal(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns why the fusion does not apply, as text that follows its name, or None if it applies."""
+        """Returns the reason why the fusion does not apply, as text that follows the name of the fusion; None if it
+        applies."""
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
@@ -74,11 +77,11 @@ def node(name: str, op: Op, inputs: Sequence[tuple[str, TensorType]], members: S
 
     Args:
         name: The name of the node.
-        op: Its op.
+        op: The op of the node.
         inputs: Ref and type of each input, in order.
-        members: The names of the nodes that it replaces.
+        members: The names of the nodes that the new node replaces.
 
     Returns:
-        The node, with the output types that its op infers.
+        The node, with the output types that the op infers.
     """
     return Node(name, op, tuple(ref for ref, _ in inputs), op.infer([type for _, type in inputs]), None, tuple(members))

@@ -1,10 +1,10 @@
-"""Fuses the rotary embedding of attention heads with the norm before it and the gain after it, so that the heads are
-read once."""
+"""Fuses the rotary embedding of attention heads with their norm and the gain after both, so that the heads are read
+once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specc.compiler.expr import Binary, Expr, Var, reread
+from specc.compiler.expr import Binary, Expr, Var, reread, substitute
 from specc.compiler.fusions.fusion import POINTWISE, Fusion, Rewrite, node
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.norm import RmsNorm
@@ -15,18 +15,47 @@ from specc.compiler.ops.positions import Rope
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members to fuse. `scale` is the ref of the gain's value, or empty if there is no gain."""
+    """The members to fuse.
+
+    Attributes:
+        norm: the norm before the rope, or after it.
+        rope: the rope.
+        gain: the product after both.
+        scale: the ref of the gain's value, or empty if there is no gain.
+        weight: the node that computes the weight of the norm from a parameter.
+    """
 
     norm: Node | None
     rope: Node
     gain: Node | None
     scale: str = ""
+    weight: Node | None = None
+
+    @property
+    def chain(self) -> tuple[Node, ...]:
+        """The members in the order of their computation, without the weight."""
+        before = [self.norm] if self.norm is not None and self.norm.name == node_of(self.rope.inputs[0]) else []
+        chain = [*before, self.rope, *([] if before else [self.norm]), self.gain]
+        return tuple(member for member in chain if member is not None)
+
+    @property
+    def weights(self) -> tuple[str, tuple[str, ...]]:
+        """The weight of the norm as an expression of `w`, and the ref of w; empty if there is none."""
+        if self.norm is None or len(self.norm.inputs) == 1:
+            return "", ()
+        if self.weight is None:
+            return "w", self.norm.inputs[1:]
+        assert isinstance(self.weight.op, Pointwise)
+        (variable,) = self.weight.op.variables
+        return str(substitute(reread(self.weight.op.outputs[0]), {variable: Var("w")})), self.weight.inputs
 
 
-@dataclass(frozen=True, slots=True)
 class NormRopeFusion(Fusion):
-    """Accepts a rope, an optional RMSNorm without a weight that it reads, and an optional product of its output with
-    one gain per head. The group may have no other members."""
+    """Accepts a rope, an optional RMSNorm before it, and an optional product of the result with one gain per head.
+
+    The weight of the norm may be a function of a parameter. A norm without a weight may also follow the rope, because a
+    rotation does not change the mean square. The group may have no other members.
+    """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
         parts = _parts(graph, members)
@@ -35,14 +64,14 @@ class NormRopeFusion(Fusion):
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
         parts = _parts(graph, members)
         assert isinstance(parts, Parts)
-        chain = [member for member in (parts.norm, parts.rope, parts.gain) if member is not None]
+        chain = parts.chain
         eps = parts.norm.op.eps if parts.norm is not None and isinstance(parts.norm.op, RmsNorm) else None
-        angles = parts.rope.inputs[1:]
-        read = (chain[0].inputs[0], *angles, *([parts.scale] if parts.gain else []))
+        angles, (weight, learned) = parts.rope.inputs[1:], parts.weights
+        read = (chain[0].inputs[0], *angles, *learned, *([parts.scale] if parts.gain else []))
         others = [member.name for member in chain if member is not parts.rope]
         replaced = (parts.rope.name, *others) if others else ()
         assert isinstance(parts.rope.op, Rope)
-        op = NormRope(eps, parts.gain is not None, parts.rope.op.neighbors)
+        op = NormRope(eps, parts.gain is not None, parts.rope.op.neighbors, weight)
         return Rewrite((node(parts.rope.name, op, [(ref, graph.types[ref]) for ref in read], replaced),))
 
 
@@ -51,36 +80,48 @@ def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
     by_name = {member.name: member for member in members}
     ropes = [member for member in members if isinstance(member.op, Rope)]
     if len(ropes) != 1:
-        return f"takes one rope, not {len(ropes)}"
+        return f"needs one rope, not {len(ropes)}"
     (rope,) = ropes
     norm = by_name.get(node_of(rope.inputs[0]))
-    gain = next((member for member in members if rope.name in member.inputs), None)
-    if left := [member.name for member in members if member not in (norm, rope, gain)]:
+    last = rope
+    after = next((member for member in members if rope.name in member.inputs), None)
+    if norm is None and after is not None and isinstance(after.op, RmsNorm):
+        if len(after.inputs) > 1:
+            return f"takes a norm with a weight only before the rope; {after.name} is after it"
+        last = norm = after
+    gain = next((member for member in members if last.name in member.inputs and member is not rope), None)
+    weight = by_name.get(node_of(norm.inputs[1])) if norm is not None and len(norm.inputs) > 1 else None
+    if left := [member.name for member in members if member not in (norm, rope, gain, weight)]:
         return f"takes a norm, a rope and a gain alone; {left[-1]} is a member too"
     if norm is not None and not isinstance(norm.op, RmsNorm):
         return f"takes only an rms_norm before the rope; {norm.name} is a {norm.op.name}"
-    if norm is not None and len(norm.inputs) > 1:
-        return f"takes a norm without a weight; {norm.name} reads {norm.inputs[1]}"
+    if weight is not None and not _of_parameter(weight):
+        return f"takes a weight that is a function of one parameter; {weight.name} is not one"
     if gain is None:
-        return Parts(norm, rope, None)
-    scale = _factor(rope, gain)
+        return Parts(norm, rope, None, weight=weight)
+    scale = _factor(last, gain)
     if not scale:
         return f"takes only a product after the rope; {gain.name} is not one"
     heads = rope.type.shape[-2]
     if graph.types[scale].shape != (heads, 1):
         return f"takes a gain of shape ({heads}, 1), one number per head; {scale} is {graph.types[scale]}"
-    return Parts(norm, rope, gain, scale)
+    return Parts(norm, rope, gain, scale, weight)
 
 
-def _factor(rope: Node, gain: Node) -> str:
-    """Returns the ref that a node multiplies the rope's output with, or "" if the node computes anything else."""
-    if not isinstance(gain.op, Pointwise) or len(gain.op.outputs) > 1 or gain.types != rope.types:
+def _of_parameter(weight: Node) -> bool:
+    op = weight.op
+    return isinstance(op, Pointwise) and len(op.variables) == len(op.outputs) == 1 and not op.dtype
+
+
+def _factor(value: Node, gain: Node) -> str:
+    """Returns the ref that a node multiplies another value with, or "" if the node computes anything else."""
+    if not isinstance(gain.op, Pointwise) or len(gain.op.outputs) > 1 or gain.types != value.types:
         return ""
-    given: dict[Expr, str] = {Var(name): ref for name, ref in zip(gain.op.variables, gain.inputs, strict=True)}
+    operands: dict[Expr, str] = {Var(name): ref for name, ref in zip(gain.op.variables, gain.inputs, strict=True)}
     product = reread(gain.op.outputs[0])
     factors = {product.a, product.b} if isinstance(product, Binary) and product.op == "*" else set()
-    others = [ref for ref in given.values() if ref != rope.name]
-    return others[0] if factors == set(given) and len(others) == 1 else ""
+    others = [ref for ref in operands.values() if ref != value.name]
+    return others[0] if factors == set(operands) and len(others) == 1 else ""
 
 
 NORM_ROPE = NormRopeFusion(

@@ -1,5 +1,4 @@
-"""Fuses logits, an optional function that bounds them, and their cross-entropy, so that loss and gradient need one read
-of the logits."""
+"""Fuses logits, an optional softcap, and cross-entropy. Loss and gradient are computed in one read of the logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ class Parts:
         return str(substitute(reread(self.bound.op.outputs[0]), {variable: Var("z")}))
 
 
-@dataclass(frozen=True, slots=True)
 class SoftmaxLossFusion(Fusion):
     """Accepts a linear layer, at most one pointwise node that reads it, and the cross-entropy of the result.
 
@@ -68,18 +66,19 @@ class SoftmaxLossFusion(Fusion):
         names = [parts.loss.name, *([parts.bound.name] if parts.bound else [])]
         if not learns:  # a distinct name, since the plan lists both losses
             names = [f"{scope}{dot}nats", *names[1:], parts.loss.name]
-        given = [(logits.name, logits.type), *((ref, graph.types[ref]) for ref in parts.loss.inputs[1:])]
+        inputs = [(logits.name, logits.type), *((ref, graph.types[ref]) for ref in parts.loss.inputs[1:])]
         loss, bound = parts.loss.op, parts.bound.op if parts.bound is not None else None
         title = bound.title if isinstance(bound, Pointwise) else ""
-        op = SoftmaxLoss(parts.vocab, loss.reduction, parts.f, loss.per_token, loss.weights, title)
-        scored = node(names[0], op, given, names if len(names) > 1 else ())
+        op = SoftmaxLoss(parts.vocab, loss.reduction, parts.f, loss.per_token, loss.weights, title, loss.further)
+        scored = node(names[0], op, inputs, names if len(names) > 1 else ())
         changed: dict[Node | None, tuple[Node, ...]]
         changed = {parts.product: (*padding, logits), parts.bound: (), parts.loss: (scored,)}
         return Rewrite(tuple(new for old in members for new in changed.get(old, (old,))), learns)
 
 
 def _padded(product: Node, graph: Graph, name: str) -> tuple[Node, tuple[Node, ...]]:
-    """Returns the product with an aligned number of columns, and the node that pads its weight (none if aligned)."""
+    """Returns the product with an aligned number of columns, and the node that pads the weight (no node if it is
+    aligned)."""
     x, weight = product.inputs
     vocab = product.type.width
     assert isinstance(vocab, int)
@@ -98,9 +97,9 @@ def _parts(members: Sequence[Node]) -> Parts | str:
     loss = reader = losses[0]
     assert isinstance(loss.op, CrossEntropy)
     if loss.op.ignore is not None:
-        return f"counts every target; {loss.name} ignores {loss.op.ignore}"
-    if loss.inputs[1] in by_name:
-        return f"wants targets from outside; {loss.inputs[1]} is a member"
+        return f"has no ignored targets; {loss.name} ignores {loss.op.ignore}"
+    if inside := [ref for ref in loss.inputs[1:] if ref in by_name]:
+        return f"needs targets from outside of the group; {inside[0]} is a member"
     producer, bound = by_name.get(node_of(loss.inputs[0])), None
     if producer is not None and isinstance(producer.op, Pointwise):
         if len(producer.op.variables) != 1 or len(producer.op.outputs) != 1:
@@ -118,5 +117,5 @@ def _parts(members: Sequence[Node]) -> Parts | str:
 SOFTMAX_LOSS = SoftmaxLossFusion(
     "softmax_loss",
     frozenset({CrossEntropy.name}),
-    {CrossEntropy: frozenset({"reduction", "ignore", "per_token", "weights"}), Pointwise: POINTWISE},
+    {CrossEntropy: frozenset({"reduction", "ignore", "per_token", "weights", "further"}), Pointwise: POINTWISE},
 )

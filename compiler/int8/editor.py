@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specc.compiler.int8.finish import finished
-from specc.compiler.ir.graph import Graph, Node, Op, TensorType, TypeRuleError, needed
+from specc.compiler.ir.graph import Graph, Node, needed
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType, TypeRuleError
 from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.passes.assign_quant import Allocation, keeping, pattern_of, stated
 from specc.compiler.spec.spec import QuantSpec
@@ -53,10 +55,10 @@ class Source:
         node: The node that contains the product.
         weight: The weight.
         bias: The bias, or "" if there is none in int8.
-        read: Indices of the node's inputs that are multiplied with the weight.
+        read: Indices of the node inputs that are multiplied with the weight.
         outputs: Indices of the node's outputs that are multiplied with the weight.
         maker: The node or input that produces the first of the inputs.
-        leader: The first weight, in table order, of all products that share the scale of their input.
+        leader: The first weight, in table order, of all products that share this input scale.
         part: Index of the slice of the features that the weight is multiplied with.
         parts: Number of such slices, which have equal sizes.
     """
@@ -98,16 +100,17 @@ class Factor:
 
 @dataclass
 class Editor:
-    """A graph whose products are being replaced. Names and refs are those of the original graph, unless a new
-    node is meant.
+    """A graph whose products are being replaced.
+
+    Names and refs are those of the original graph, except where an attribute states that it holds new nodes.
 
     Attributes:
         graph: The original graph.
-        places: The prefixes of its names at which it runs.
+        places: The path prefixes at which the graph runs.
         schemes: The scheme of each parameter.
         sources: The int8 products of the model, by weight.
         functions: New functions, shared by all graphs.
-        added: Types of the declared constants, by name.
+        added: The types of the declared constants, by name.
         types: Types of all values, original and new.
         new: New nodes, by the name of the original node before which they are inserted.
         gone: Names of the removed nodes.
@@ -133,8 +136,7 @@ class Editor:
     def result(self) -> Graph:
         """Returns the graph with the replacements, without new nodes that nothing reads.
 
-        An int8 form computes all outputs of the op it replaces, but the graph may read only some outputs of a
-        recurrence.
+        An int8 form computes all outputs of the replaced op, but the graph may read only some outputs of a recurrence.
         """
         remaining = [node.name for node in self.graph.nodes if node.name not in self.gone]
         nodes = [
@@ -149,7 +151,7 @@ class Editor:
         return finished(replace(self.graph, nodes=live, params=params, outputs=outputs))
 
     def full_names(self, refs: Iterable[str]) -> list[str]:
-        """Returns the full names of those of `refs` that are parameters, for every place at which the graph runs."""
+        """Returns the full names of the parameters among `refs`, for every place at which the graph runs."""
         return [at + ref[1:] for ref in refs if ref[:1] == "@" for at in self.places]
 
     def _name(self, ref: str) -> str:
@@ -181,7 +183,7 @@ class Editor:
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
             if len({self.schemes[name].input_by_feature for name in names}) > 1:
-                message = f"{names[0]} and others that share its input must agree: one scale, or one per feature"
+                message = f"{names[0]} and others with the same input must all have one scale, or all one per feature"
                 raise Unfit(message, names, at_once=True)
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
@@ -191,7 +193,7 @@ class Editor:
         names = [name for name, source in self.sources.items() if source.leader in leaders]
         widths = {self.schemes[name].input_bits for name in names}
         if len(widths) > 1:
-            message = f"{names[0]} and others that share its input or its code must agree: 8 bits, or 16 bits"
+            message = f"{names[0]} and others with the same input or code must all have 8 bits, or all 16 bits"
             raise Unfit(message, names, at_once=True)
         return widths.pop()
 
@@ -199,7 +201,8 @@ class Editor:
         """Returns the first weight, in table order, of the products that share the input of `weight`."""
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
-            raise TypeRuleError(f"{self.places[0]}{weight[1:]} shares its input with other products elsewhere")
+            message = f"{self.places[0]}{weight[1:]} has an input that different products read in different blocks"
+            raise TypeRuleError(message)
         return leaders.pop()
 
     def codes(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
@@ -230,13 +233,13 @@ class Editor:
         return node.name
 
     def add_op(self, name: str, op: Op, inputs: Sequence[str], at: Node) -> str:
-        """Inserts a new node without an epilogue, with the output types that its op infers.
+        """Inserts a new node without an epilogue. The op infers the output types.
 
         Args:
             name: The name of the node.
-            op: Its op.
-            inputs: Refs of its inputs.
-            at: The original node at whose position it is inserted.
+            op: The op of the node.
+            inputs: Refs of the inputs.
+            at: The original node at whose position the new node is inserted.
 
         Returns:
             The ref of its first output.

@@ -1,5 +1,4 @@
-"""Quantization-aware training: copies of training programs that fake-quantize the inputs of int8 products as the
-deployed model will."""
+"""Quantization-aware training: copies of training programs that fake-quantize the inputs of int8 products."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -7,7 +6,8 @@ from dataclasses import replace
 from specc.compiler.int8.editor import Editor, Source, Unfit, covering
 from specc.compiler.int8.fake_quantized_lstm import cells_apart
 from specc.compiler.int8.products import factors_of, integer_products, places_of, rewritten
-from specc.compiler.ir.graph import Graph, Node, TensorType, walk
+from specc.compiler.ir.graph import Graph, Node, walk
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import Allocation, allocation, keeping
@@ -23,10 +23,10 @@ SUFFIX = "_rounded"
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
     """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests it.
 
-    Each phase of the run that `train.qat` reaches gets a copy of its training program. The copy rounds each input of an
-    int8 product to the values that the deployed model's codes will represent. Recurrent states are rounded at every
-    step. If the decoder is not always teacher-forced, the programs that write its inputs are copied too. The scales of
-    the inputs are `programs.buffers`. Rounding weights is the caller's responsibility.
+    For each phase with `train.qat`, the training program is copied. The copy rounds each input of an int8 product to
+    values that the codes of the deployed model represent. Recurrent states are rounded at every step. If the decoder is
+    not always teacher-forced, the programs that compute the decoder inputs are copied too. The scales of the inputs are
+    `programs.buffers`. The caller rounds the weights.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
@@ -42,10 +42,10 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
     """
     if quant is None or train.qat is None:
         return programs
-    schemes = allocation(quant, programs.params)
+    schemes = allocation(quant, programs.stored)
     if not any(scheme.has_grid for scheme in schemes.values()):
         kinds = ", ".join(dict.fromkeys(scheme.label() for scheme in schemes.values()))
-        message = f"train.qat rounds weights as quant will store them, but quant rounds none: it stores all in {kinds}"
+        message = f"train.qat rounds weights as quant stores them, but quant stores them unrounded, in {kinds}"
         hint = "remove qat, or give quant a scheme that rounds: int8, gptq or round"
         raise LoweringError((Problem(("train", "qat"), "S244", message, hint),))
     if not train.qat.inputs or not any(scheme.integer for scheme in schemes.values()):
@@ -95,9 +95,7 @@ def _begins(train: TrainSpec) -> float:
     if train.steps is not None:
         return 1 - left * schedule.of(train.steps)[1] / train.steps
     if schedule.warmdown_steps:
-        message = (
-            "train.qat rounds inputs from a share of the run; with budget_seconds, warmdown_steps gives no such share"
-        )
+        message = "train.qat rounds inputs from a share of the run, unknown with budget_seconds and warmdown_steps"
         hint = "use warmdown_fraction instead of warmdown_steps, or set `inputs: false` in qat"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
     return 1 - left * (1 - schedule.warmup_fraction if schedule.falls else schedule.warmdown_fraction)

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 from specc.compiler.int8.editor import Editor, Factor
 from specc.compiler.int8.lstm_loop import Step
-from specc.compiler.ir.graph import Builder, Graph, Node, Op
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.op import Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import wide

@@ -11,14 +11,14 @@ from specc.compiler.ops.shape import RowByRow
 
 
 def finished(graph: Graph) -> Graph:
-    """Returns the graph in which an int8 product writes codes if its only reader quantizes it, and no product reads a
-    view."""
+    """Returns the graph in which no product reads a view, and an int8 product writes codes if its only reader quantizes
+    the result."""
     return _row_by_row(_requantized(graph))
 
 
 def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """Returns the graphs with different titles for different epilogues of int8 products. By itself, a title names
-    neither scale factors nor operands, and it does not come from the spec."""
+    """Returns the graphs with different titles for different epilogues of int8 products. Without this pass, titles may
+    be equal, because a title contains neither scale factors nor operands."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
     def titled(graph: Graph, node: Node) -> Node:
@@ -37,8 +37,9 @@ def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
 
 
 def _row_by_row(graph: Graph) -> Graph:
-    """Returns the graph with operands of a product's shape copied to contiguous rows, as its kernel reads them, unless
-    an int8 product wrote them. Such an operand may be a view, e.g. of features that are repeated in time."""
+    """Copies operands that have the shape of a product to contiguous rows, which the kernel requires. Such an operand
+    may be a view, e.g. of features that are repeated in time. Results of int8 products are contiguous already. Returns
+    the graph."""
     nodes: list[Node] = []
     laid: dict[str, str] = {}
     for node in graph.nodes:
@@ -61,7 +62,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """Returns the graph in which every int8 product that only a quantization reads writes these codes itself."""
+    """Returns the graph in which an int8 product writes codes directly if a quantization is its only reader."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue
@@ -75,13 +76,8 @@ def _requantized(graph: Graph) -> Graph:
         text = f"({epilogue.outputs[0]}) * inverse"
         title = f"{epilogue.title.rpartition('_')[0]}_i8".lstrip("_")
         joined = replace(epilogue, outputs=(text,), variables=(*epilogue.variables, "inverse"), title=title)
-        rounded = replace(
-            maker,
-            inputs=(*maker.inputs, node.inputs[1]),
-            types=(replace(node.type),),
-            epilogue=joined,
-            members=(*maker.members, node.name),
-        )
+        inputs, members = (*maker.inputs, node.inputs[1]), (*maker.members, node.name)
+        rounded = replace(maker, inputs=inputs, types=(replace(node.type),), epilogue=joined, members=members)
         nodes = tuple(rounded if old is maker else old for old in graph.nodes if old is not node)
         swapped = tuple(
             replace(old, inputs=tuple(maker.name if ref == node.name else ref for ref in old.inputs)) for old in nodes

@@ -6,7 +6,9 @@ from typing import ClassVar
 
 from specc.compiler.expr import Expr, name_of, reread, substitute, variables
 from specc.compiler.int8.editor import Editor, Factor
-from specc.compiler.ir.graph import Graph, Node, Op, TensorType
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import FINE, Int8Linear, padded
 
@@ -29,8 +31,8 @@ class Int8Form:
         raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces such a node in a training program by float ops that round wherever `rewrite` rounds. `edit.codes`
-        then returns a single value: the float value that the codes represent."""
+        """Replaces a node in a training program by float ops that round wherever `rewrite` rounds. In a training
+        program, `edit.codes` returns a single value: the float value that the codes represent."""
         raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 
@@ -52,18 +54,18 @@ def weighed(
 ) -> tuple[Expr, dict[str, str]]:
     """Returns the beginning of an epilogue: the value of the sums `p` over all codes of an input.
 
-    Second codes are multiplied by a product of their own, f32 [..., N], which is added to the graph.
+    If an input has second codes, a second product f32 [..., N] is added to the graph, and the epilogue adds it.
 
     Args:
         edit: The graph.
-        name: The name of the product, used as prefix for the name of the second.
-        codes: Refs of the codes of the input. The product itself reads the first.
+        name: The name of the product, and the prefix of the name of the second product.
+        codes: Refs of the codes of the input. The first product reads the first codes.
         weight: Ref of the weight.
         held: Refs of codes, offset and scale of the weight.
         at: The original node whose position new nodes take.
 
     Returns:
-        The expression, and the operands it reads in addition to p and `scale`, as ref -> variable.
+        The expression, and its operands other than `p` and `scale`, as ref -> variable.
     """
     first, *second = codes
     if not second:

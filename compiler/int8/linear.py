@@ -1,13 +1,14 @@
 """The int8 form of a linear layer: the bias is added to the integer sums, and following nodes join the epilogue."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from specc.compiler.expr import Binary, Expr, ExprError, Var, cuda_text, reread, substitute
 from specc.compiler.int8.editor import Editor, Factor
 from specc.compiler.int8.form import Int8Form, sums_of, title_of, weighed
-from specc.compiler.ir.graph import Graph, Node, Op
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.op import Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear
@@ -16,12 +17,11 @@ from specc.compiler.ops.shape import CropColumns
 WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # reserved names of the kernel
 
 
-@dataclass(frozen=True, slots=True)
 class Int8LinearForm(Int8Form):
     """Covers `x w^T`, a bias vector if it is also int8, and following pointwise nodes.
 
-    A pointwise node joins the epilogue if it is the only reader of the node before, and if its other operands are
-    vectors [N] or values of the product's shape.
+    A pointwise node joins the epilogue if it is the only reader of the previous node, and if each other operand is a
+    vector [N] or has the shape of the product.
     """
 
     takes: ClassVar[type[Op]] = Linear
@@ -42,9 +42,11 @@ class Int8LinearForm(Int8Form):
         width = edit.types[factor.weight].shape[0]
         codes, offset, scale = sums_of(edit, factor.weight, factor.bias)
         rows = edit.types[codes].shape[0]
-        given = edit.codes(node.inputs[0], factor.weight, node)
-        expr, operands = weighed(edit, node.name, given, factor.weight, (codes, offset, scale), node)
-        while (epilogue := _tail(edit, last, operands)) is not None and (rows == width or not _given(epilogue, last)):
+        quantized = edit.codes(node.inputs[0], factor.weight, node)
+        expr, operands = weighed(edit, node.name, quantized, factor.weight, (codes, offset, scale), node)
+        while (epilogue := _tail(edit, last, operands)) is not None and (
+            rows == width or not _operands(epilogue, last)
+        ):
             grown = _joined(expr, epilogue, last, operands)
             if grown is None:
                 break
@@ -55,7 +57,7 @@ class Int8LinearForm(Int8Form):
         node_out = Node(
             node.name if rows == width else f"{node.name}.padded",
             Int8Linear(),
-            (given[0], codes, offset, scale, *operands),
+            (quantized[0], codes, offset, scale, *operands),
             (type.with_shape(*type.shape[:-1], rows),),
             Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, type)),
             tuple(members),
@@ -103,19 +105,19 @@ def _tail(edit: Editor, last: Node, operands: Mapping[str, str]) -> Node | None:
     if len(epilogue.types) != 1 or epilogue.type.shape != last.type.shape or epilogue.epilogue is not None:
         return None
     shapes = (last.type.shape, (last.type.width,))
-    types = [edit.types[ref] for ref in _given(epilogue, last)]
+    types = [edit.types[ref] for ref in _operands(epilogue, last)]
     whole = all(type.shape in shapes and type.dtype in ("f32", "bf16", "f16") for type in types)
     return epilogue if whole and not any(edit.integer(ref) for ref in epilogue.inputs) else None
 
 
-def _given(epilogue: Node, last: Node) -> list[str]:
-    """Returns the operands of an epilogue other than the product."""
+def _operands(epilogue: Node, last: Node) -> list[str]:
+    """Returns the operands of an epilogue, without the product."""
     return [ref for ref in epilogue.inputs if ref != last.name]
 
 
 def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """Returns the expression with another epilogue applied to it, and its operands as ref -> variable. Returns None if
-    no kernel could print the result."""
+    """Applies another epilogue to the expression. Returns the new expression, and its operands as ref -> variable; None
+    if no kernel can print the new expression."""
     assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}

@@ -1,15 +1,17 @@
-"""The int8 form of an LSTM: one product for the gates of all steps of x, and one op per step, which multiplies h and
+"""The int8 form of an LSTM: one product with x for the gates of all steps, and one op per step that multiplies h and
 computes the next state."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.int8.editor import Editor, Factor
 from specc.compiler.int8.fake_quantized_lstm import fake_quantized_gates
 from specc.compiler.int8.form import Int8Form, sums_of, title_of, weighed
 from specc.compiler.int8.lstm_loop import Step, add_loop
-from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType, TypeRuleError
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType, TypeRuleError
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear, wide
@@ -39,7 +41,7 @@ def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
         raise TypeRuleError(f"{node.name} has {size} features, and int8 gates require a multiple of 4")
     for factor in factors:
         if factor.bias and not edit.integer(factor.bias):
-            raise TypeRuleError(f"{factor.bias[1:]} is not int8, but {factor.weight[1:]}, whose sums it joins, is")
+            raise TypeRuleError(f"{factor.bias[1:]} is not int8, but its weight {factor.weight[1:]} is")
     return size
 
 
@@ -57,7 +59,6 @@ def _held(edit: Editor, hidden: Factor) -> tuple[str, str, str, str]:
     return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
 
-@dataclass(frozen=True, slots=True)
 class Int8CellForm(Int8Form):
     """The int8 form of a single step."""
 
@@ -79,7 +80,6 @@ class Int8CellForm(Int8Form):
         edit.replace(node, step, f"{step}:1")
 
 
-@dataclass(frozen=True, slots=True)
 class Int8LstmForm(Int8Form):
     """The int8 form of an LSTM over a whole sequence: a loop over the steps of h."""
 
@@ -123,7 +123,7 @@ class Int8LstmForm(Int8Form):
 def _gates_of_steps(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds the gates of one direction, laid out time-major, so that those of a step are contiguous."""
+    """Adds the gates of one direction, laid out time-major, so that the gates of a step are contiguous."""
     into, hidden = factors
     codes = edit.codes(x, into.weight, node)
     major = [

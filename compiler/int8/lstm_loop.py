@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specc.compiler.int8.editor import Editor
-from specc.compiler.ir.graph import Builder, Graph, Node
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Reversed
 
@@ -14,10 +15,10 @@ class Step:
     """One step of an LSTM.
 
     Attributes:
-        suffix: The end of the name of its function, which distinguishes kinds of steps.
+        suffix: The suffix of the function name, which distinguishes kinds of steps.
         constants: The refs that all steps read, by the name of the input.
-        update: Adds the ops: (builder, h, c, gates of the step, constants) -> the next h, whose node also has the next
-            c.
+        update: Adds the ops of a step: (builder, h, c, gates of the step, constants) -> the next h. The next c is
+            another output of the same node.
     """
 
     suffix: str
@@ -30,13 +31,13 @@ def add_loop(
 ) -> tuple[str, str, str]:
     """Adds a loop over the steps of one direction.
 
-    The loop's path is inside the scope of `name`, so that paths of different stages cannot clash.
+    The path of the loop is in the scope of `name`, so that paths of different stages cannot collide.
 
     Args:
         edit: The graph.
         node: The original LSTM node, whose position new nodes take.
         name: Prefix of the names of new nodes.
-        inputs: Refs of x, of the initial h and c, and of the gates of x over all steps, in order of the steps.
+        inputs: Refs of x, of the initial h and c, and of the gates that x contributes, in order of the steps.
         step: The step.
         backward: Whether the direction runs backward in time.
 
@@ -57,7 +58,7 @@ def add_loop(
 
 
 def _function(edit: Editor, read: Sequence[str], step: Step) -> Graph:
-    """Returns the function of one step, which reads the values `read` of the loop, and of the gates one step."""
+    """Returns the function of one step. It reads the values `read` of the loop, and one step of the gates."""
     b = Builder(f"lstm_{edit.types[read[0]].width}{step.suffix}.step")
     for name, ref in zip(("h", "c", "x", *step.constants), read, strict=True):
         type = edit.types[ref]

@@ -4,22 +4,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from specc.compiler import int8
-from specc.compiler.blocks.init import constant
 from specc.compiler.catalog import catalog
 from specc.compiler.int8.editor import STORAGE, Editor, Factor, Source, Unfit
 from specc.compiler.int8.finish import with_unique_titles
 from specc.compiler.int8.form import Int8Form
-from specc.compiler.ir.graph import Graph, Node, TensorType, TypeRuleError, node_of, walk
+from specc.compiler.ir.graph import Graph, Node, node_of, walk
+from specc.compiler.ir.types import TensorType, TypeRuleError
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.passes.assign_quant import Allocation, allocation, and_more, keeping, pattern_of, stated
+from specc.compiler.programs.init import constant
 from specc.compiler.programs.programs import LoweringError, Parameter, Programs
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.strict import Path, Problem
 
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
-    """Returns the products that the deployed model computes in int8, in order of the parameter table. Their inputs must
-    be calibrated. `programs` are the programs before any pass that rewrites graphs."""
+    """Returns the products that the deployed model computes in int8, in order of the parameter table. Calibration must
+    measure the inputs of these products. `programs` are the programs before any pass that rewrites graphs."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
@@ -46,8 +47,8 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
 def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     """Returns the programs of the deployed model, without training programs, with int8 products.
 
-    Every node whose weights have an integer scheme is replaced by its int8 form. Its parameters are replaced by codes
-    [N, K], offset [N] and scale [N] of each weight, and inverse [K] of each input.
+    Every node whose weights have an integer scheme is replaced by its int8 form. The parameters of such a node are
+    replaced by codes [N, K], offset [N] and scale [N] of each weight, and inverse [K] of each input.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
@@ -57,7 +58,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
         LoweringError: If a parameter with an integer scheme has a reader that is not a product, or if only some of the
             blocks that share a function quantize a parameter. Lists all problems.
     """
-    schemes = allocation(quant, programs.params)
+    schemes = allocation(quant, programs.stored)
     if quant is None:
         return programs
     sources = {source.weight: source for source in integer_products(programs, schemes)}
@@ -91,7 +92,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def _deployed(programs: Programs) -> Programs:
-    """Returns the programs other than training and its scores, with the functions that they call."""
+    """Returns the programs without those of training, and the functions that they call."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
     remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}
@@ -102,7 +103,7 @@ def _deployed(programs: Programs) -> Programs:
 
 
 def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Yields every graph with each prefix of its names at which it runs, each pair once."""
+    """Yields each pair of a graph and a path prefix at which the graph runs."""
     seen: set[tuple[str, str]] = set()
 
     def visit(graph: Graph, at: str) -> Iterator[tuple[Graph, str]]:
@@ -119,7 +120,7 @@ def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 
 def places_of(programs: Programs) -> Mapping[str, list[str]]:
-    """Returns the prefixes of names at which each graph runs, by the name of the graph."""
+    """Returns the path prefixes at which each graph runs, by the name of the graph."""
     places: dict[str, list[str]] = {}
     for graph, at in sites(programs):
         places.setdefault(graph.name, []).append(at)
@@ -145,7 +146,7 @@ def rewritten(editor: Editor, fake: bool = False) -> Graph:
         try:
             integer = [editor.integer(factor.weight) for factor in factors]
             if not all(integer):
-                message = f"{editor.places[0]}{node.name} has int8 weights and others; all must be int8 or none"
+                message = f"{editor.places[0]}{node.name} has int8 weights and others; all must be int8, or none"
                 raise Unfit(message, weights, at_once=True)
             (form.fake_quantize if fake else form.rewrite)(editor, node, factors)
         except TypeRuleError as error:
@@ -172,8 +173,7 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Yields a problem for each path in the spec whose integer scheme stores parameters that a node still reads as
-    floats."""
+    """Yields a problem for each spec path with an integer scheme for parameters that a node still reads as floats."""
     reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:
@@ -205,6 +205,6 @@ class _Leaders:
         self.above[self.top(b)] = self.top(a)
 
     def of(self, weight: str, order: Mapping[str, int]) -> str:
-        """Returns the first, in table order, of the weights that share their input's codes with `weight`."""
+        """Returns the first weight, in table order, that shares input codes with `weight`."""
         top = self.top(weight)
         return min((other for other in self.above if self.top(other) == top), key=lambda name: order[name])

@@ -4,7 +4,9 @@ import ast
 import re
 from collections.abc import Mapping
 
-from specc.compiler.ir.graph import Graph, Named, Node, Op, TensorType
+from specc.compiler.ir.graph import Graph, Named, Node
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 
 _TYPE = re.compile(r"(?:(?P<storage>[\w()]+):)?(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")
 _HEAD = re.compile(r"graph (?P<name>[\w.]+)\((?P<inputs>.*)\) \{")
@@ -54,7 +56,7 @@ def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
     """Parses the text of a graph, with the op classes in `ops` by name.
 
     Raises:
-        GraphTextError: if a line is not recognized, with its number, or if a type or op is unknown.
+        GraphTextError: if a line is not recognized, or if a type or op is unknown. The message states the line number.
         SyntaxError, ValueError, TypeError: if the settings of an op are not literals or not fields of the op.
     """
     name = ""

@@ -1,1 +1,1 @@
-"""Kernels that a plan can choose for a node. Each has a template of the same name, which it renders."""
+"""The kernels that a plan can choose for a node. Each kernel renders the template of the same name."""

@@ -1,4 +1,4 @@
-"""The epilogue of a product in generated code: names that cannot clash, and expressions over them."""
+"""The epilogue of a product in generated code: unique names, and expressions over them."""
 
 import keyword
 from collections.abc import Collection
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
-from specc.compiler.ir.graph import BYTES, TensorType
+from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.linear import Product
 
@@ -46,7 +46,7 @@ class Value:
 
     @property
     def column(self) -> bool:
-        """Whether the tensor has one element per column, shape [N], instead of a tile of shape [rows, N]."""
+        """Whether the tensor is a vector [N]. Otherwise it is a tile [rows, N]."""
         return len(self.type.shape) == 1
 
 
@@ -62,9 +62,9 @@ class Result:
 class Epilogue:
     """All inputs and outputs of a kernel: `x` [rows, K], one weight per accumulator, operands and results.
 
-    `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N].
-    `results` are in the order of the node's outputs. `steps` are in the order of computation: the first result is last,
-    since its expression may read the other results.
+    `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N]. `results`
+    are in the order of the node's outputs. `steps` are in the order of computation. The first result is computed last,
+    because its expression may read the other results.
     """
 
     x: Value
@@ -91,8 +91,7 @@ class Epilogue:
     @property
     def formulas(self) -> tuple[str, ...]:
         """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
-        products = zip(self.accumulators, self.weights, strict=True)
-        lines = [f"{p} = {self.product(w)}" for p, w in products]
+        lines = [f"{p} = {self.product(w)}" for p, w in zip(self.accumulators, self.weights, strict=True)]
         return (*lines, *(f"{step.value.name} = {step.expr}" for step in self.steps))
 
     def product(self, weight: Value) -> str:
@@ -143,18 +142,17 @@ def epilogue_of(site: Site) -> Epilogue:
 
 
 def refusal(site: Site) -> str | None:
-    """Returns why no kernel of a product with an epilogue accepts this node (its op, dtypes, shapes or expressions), or
-    None."""
+    """Returns the reason why no kernel of a product with an epilogue accepts this node; None if one may accept it."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
-        return f"takes a product of rows and weights; {site.node.op.name} is not such a product"
+        return f"computes products of rows and weights; {site.node.op.name} is not such a product"
     if epilogue is None:
-        return "has nothing to fuse into a plain product; cuBLAS is faster"
+        return "computes products with an epilogue; for a plain product, cuBLAS is faster"
     x, weights = site.inputs[0], site.inputs[1 : op.arity]
     if x.dtype not in ("bf16", "f16"):
         return f"multiplies bf16 or f16; the input is {x.dtype}"
     if odd := next((weight for weight in weights if weight.dtype != x.dtype), None):
-        return f"multiplies one dtype; the input is {x.dtype} and the weight {odd.dtype}"
+        return f"multiplies two operands of the same dtype; the input is {x.dtype} and the weight {odd.dtype}"
     n, k = op.extent(weights[0])
     for dim, extent in (("K", k), ("N", n)):
         size = extent * BYTES[x.dtype]

@@ -1,20 +1,12 @@
-"""The Python function of a kernel as templates write it: its names, signatures and descriptions."""
+"""The names, signatures and descriptions of a generated Python function."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specc.compiler.ir.graph import Dim, TensorType
+from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Rendered, Site, symbol
 from specc.compiler.kernels.lines import WIDTH, flowed, listed, unbroken
 
-DTYPES = {
-    "bf16": "torch.bfloat16",
-    "f16": "torch.float16",
-    "f32": "torch.float32",
-    "i8": "torch.int8",
-    "i64": "torch.int64",
-    "bool": "torch.bool",
-}
 TRITON_DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 Tensors = Mapping[str, TensorType]  # the inputs or outputs of a function, in order, by name
 
@@ -24,7 +16,7 @@ class GeneratedFunction:
     """The fields that templates of all kernels share. Fields with code hold whole lines.
 
     Attributes:
-        header: Comment lines with label and types, with room for the plan key after the last one.
+        header: Comment lines with the label and the types. The plan key is appended to the last line.
         summary: The first line of the module's docstring, with opening quotes.
         formulas: The formula of each computed value, as lines of a docstring.
         target: The name of the target.
@@ -33,9 +25,9 @@ class GeneratedFunction:
         function: The name of the function.
         symbol: The name of the module.
         signature: The first line of the function.
-        fake_signature: The first line of its fake, which has the same parameters.
+        fake_signature: The first line of the fake implementation, which has the same parameters.
         launch_signature: The first line of the function that launches the kernel on inputs and outputs.
-        launch: The call of that function.
+        launch: The call of the launch function.
         promise: The first sentence of the function's docstring, with opening quotes.
     """
 
@@ -75,18 +67,18 @@ def generated_function(
     omitted: Collection[str] = (),
     launched: Sequence[str] = (),
 ) -> GeneratedFunction:
-    """Describes the function of a kernel.
+    """Returns the description of the generated function of a kernel.
 
     Args:
-        site: The node that it computes.
-        inputs: The types of its parameters.
-        outputs: The types of its results.
+        site: The node that the kernel computes.
+        inputs: The types of the parameters.
+        outputs: The types of the results.
         shapes: The shape of each input and output as text, e.g. `[..., T, 8, 64]`.
         summary: The first sentence of the module's docstring.
         formulas: The formula of each computed value.
-        label: The label in the header, by default that of the site.
+        label: The label in the header; by default, the label of the site.
         omitted: The names of inputs that the header omits.
-        launched: The names of the tensors that the kernel reads and writes, by default inputs and outputs.
+        launched: The names of the tensors that the kernel reads and writes; by default, the inputs and outputs.
 
     Returns:
         The description.
@@ -118,7 +110,7 @@ def generated_function(
 
 
 def number_of(dim: Dim) -> int:
-    """Returns a dim that is known at compile time."""
+    """Returns the number of a dim that is known at compile time."""
     assert isinstance(dim, int)
     return dim
 
@@ -133,7 +125,7 @@ def python_file(op: GeneratedFunction, template: str, context: object, tile: str
 
     Args:
         op: The function that the file defines.
-        template: The path of its template below templates/.
+        template: The path of the template below templates/.
         context: The context of the template.
         tile: The tile, as text for the plan page.
 
@@ -155,5 +147,4 @@ def cuda_files(op: GeneratedFunction, source: tuple[str, object], launcher: tupl
     Returns:
         The kernel, with two files named after `op.symbol`.
     """
-    files = {f"{op.symbol}.cu": source, f"{op.symbol}.py": launcher}
-    return Rendered(op.function, op.symbol, files, tile)
+    return Rendered(op.function, op.symbol, {f"{op.symbol}.cu": source, f"{op.symbol}.py": launcher}, tile)

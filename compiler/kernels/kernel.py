@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread
-from specc.compiler.ir.graph import Node, Op, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.targets import Target
@@ -16,7 +18,7 @@ Language = Literal["torch", "triton", "cutlass", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node that needs a kernel, with its types, its target, and the names used in generated files.
+    """A node that needs a kernel, with the types, the target, and the names for generated files.
 
     Attributes:
         node: The node.
@@ -36,11 +38,11 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The node as text, independent of its path in the model. Measured times and tiles are stored under it.
+        """The node as text, without its path in the model. It is the key of measured times and tiles in the lock.
 
-        It has the syntax of printed graphs, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d, slope) ->
-        d * slope : bf16[B,T,1792]`. It contains no class names, so that renaming a class in the compiler does not
-        invalidate measurements.
+        The key has the syntax of printed graphs, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d,
+        slope) -> d * slope : bf16[B,T,1792]`. It contains no class names, so that renaming a class in the compiler does
+        not invalidate measurements.
         """
         epilogue = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
         op, types = self.node.op, ", ".join(map(str, self.node.types))
@@ -48,14 +50,14 @@ class Site:
 
     @property
     def epilogue(self) -> Pointwise | None:
-        """The node's epilogue, or None. Its first variables are the accumulators, one per product, followed by the
-        node's other inputs."""
+        """The epilogue of the node, or None. The first variables of the epilogue are the accumulators, one per product.
+        The other inputs of the node follow."""
         epilogue = self.node.epilogue
         return epilogue if isinstance(epilogue, Pointwise) else None
 
     @property
     def operands(self) -> tuple[tuple[str, TensorType], ...]:
-        """Variable and type of each epilogue operand that is read from memory. Accumulators are not among them."""
+        """The variable and type of each epilogue operand that is read from memory. Accumulators are not included."""
         if self.epilogue is None:
             return ()
         types = self.inputs[self.node.op.arity :]
@@ -96,12 +98,12 @@ class Kernel(ABC):
 
     @abstractmethod
     def rejects(self, site: Site) -> str | None:
-        """Returns why this kernel, with its tile, cannot compute the node, as text with concrete numbers, or None if it
+        """Returns the reason why this kernel cannot compute the node with this tile, with concrete numbers; None if it
         can. The caller has already checked `needs`, the language and the target's features."""
 
     def rank(self, site: Site) -> int:
-        """Returns the rank at this site, by default `RANK`. The accepting kernel with the lowest rank is chosen. By
-        convention, 0 is for a kernel written for exactly this case."""
+        """Returns the rank of this kernel at the site; by default, `RANK`. The accepting kernel with the lowest rank is
+        chosen. By convention, 0 is for a kernel written for exactly this case."""
         return self.RANK
 
     @property
@@ -115,11 +117,12 @@ class Kernel(ABC):
         return ""
 
     def variants(self, site: Site) -> tuple["Kernel", ...]:
-        """Returns copies of this kernel with each tile worth measuring for a node it accepts, most promising first."""
+        """Returns one copy of this kernel per tile that `specc tune` measures, most promising first. The kernel must
+        accept the node."""
         return ()
 
     def padding(self, site: Site, rows: int) -> float:
-        """Returns the operations of whole tiles as a multiple of the operations needed, for `rows` rows."""
+        """Returns the ratio of the operations on whole tiles to the necessary operations, for `rows` rows."""
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
@@ -133,12 +136,12 @@ class Kernel(ABC):
 
 
 def unless_cpu(site: Site, reason: str) -> str | None:
-    """Returns why a kernel in plain Torch is not for targets with a GPU, or None on the CPU."""
-    return f"on {site.target.name} Torch {reason}" if "gpu" in site.target.features else None
+    """Returns the reason why a kernel in plain Torch does not run on a GPU target; None on the CPU."""
+    return f"on {site.target.name}, Torch {reason}" if "gpu" in site.target.features else None
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
-    """Returns which features the target lacks for this kernel, as a reason, or None if it has all of them."""
+    """Returns a reason that lists the features that the kernel needs and the target lacks; None if there are none."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)
@@ -146,7 +149,7 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 
 def symbol(site: Site) -> tuple[str, str]:
-    """Returns function name and file name, e.g. `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
+    """Returns the function name and the file name, e.g. `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
     word, size = site.node.op.symbol(site.inputs)
     words = [word]
     if (epilogue := site.epilogue) is not None:

@@ -8,7 +8,7 @@ _GLUE = "\0"
 
 
 def unbroken(text: str) -> str:
-    """Returns the text with its spaces marked, so that `flowed` does not break lines at them."""
+    """Returns the text with marked spaces, at which `flowed` does not break lines."""
     return text.replace(" ", _GLUE)
 
 
@@ -16,9 +16,9 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
     """Wraps text. Words are never broken, so a long word may exceed the width.
 
     Args:
-        text: The words, separated by spaces. `unbroken` marks spaces at which no line is broken.
+        text: The words, separated by spaces. Lines are not broken at spaces that `unbroken` has marked.
         indent: The prefix of every line.
-        rest: A further prefix of every line but the first.
+        rest: An additional prefix of every line except the first.
         width: The maximum number of columns.
 
     Returns:
@@ -36,7 +36,7 @@ def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: st
         items: The items, to be separated by ", ". No item is broken across lines.
         tail: Text from the closing bracket on.
         indent: Spaces before the first line.
-        last: Text after the last item if the items are on lines of their own, by default a trailing comma.
+        last: Text after the last item if the items are on separate lines; by default, a comma.
 
     Returns:
         The lines, joined by newlines.
@@ -59,10 +59,10 @@ def assigned(name: str, value: str, indent: int = 0) -> str:
 
 
 def nested(name: str, value: str, indent: int = 4) -> str:
-    """Returns the lines of `assigned` for a template to indent: the first line lacks the indent of the others."""
+    """Returns the lines of `assigned`. The first line is not indented, because the template indents it."""
     return assigned(name, value, indent).lstrip()
 
 
 def returned(value: str) -> str:
-    """Returns the statement `return value` for a template to indent by 4, as `nested` does."""
+    """Returns the statement `return value`. The first line is not indented, because the template indents it by 4."""
     return f"return {value}" if len(value) + 11 <= WIDTH else f"return (\n{flowed(value, ' ' * 8)}\n    )"

@@ -1,8 +1,8 @@
-"""The tile of a product that each program computes, chosen by a rule from the shape and the target's resources."""
+"""The tile of a product that each program computes, and the rule for the default tile."""
 
 from dataclasses import dataclass
 
-from specc.compiler.ir.graph import BYTES
+from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.epilogue import Epilogue
 from specc.compiler.targets import Target
 
@@ -26,7 +26,7 @@ def counted(count: int, word: str) -> str:
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
-    """Checks that a setting of a tile is within its bounds.
+    """Checks that a setting of a tile is within bounds.
 
     Args:
         name: The name of the setting, for the message.
@@ -38,11 +38,11 @@ def between(name: str, value: int, least: int, most: int) -> None:
         ValueError: If `value` is out of bounds.
     """
     if not least <= value <= most:
-        raise ValueError(f"{name} is {value}, and not from {least} to {most}")
+        raise ValueError(f"{name} is {value}, but must be from {least} to {most}")
 
 
 def power(name: str, value: int, least: int, most: int) -> None:
-    """Checks that a setting of a tile is a power of two within its bounds.
+    """Checks that a setting of a tile is a power of two within bounds.
 
     Args:
         name: The name of the setting, for the message.
@@ -54,7 +54,7 @@ def power(name: str, value: int, least: int, most: int) -> None:
         ValueError: If `value` is out of bounds or not a power of two.
     """
     if not least <= value <= most or value & (value - 1):
-        raise ValueError(f"{name} is {value}, and not a power of two from {least} to {most}")
+        raise ValueError(f"{name} is {value}, but must be a power of two from {least} to {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +96,12 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
     """Returns the widest tile that pads N by at most an eighth and leaves room for three stages.
 
     A stage holds a block of x and a block of each weight. With TMA, the loads of the next tile run during the epilogue,
-    so shared memory must also hold what the epilogue stages: half a tile of its widest output and, if it reads tiles,
-    half a tile of the widest of these. If even the narrowest tile has no room for three stages, it gets two.
+    so shared memory must also hold the values that the epilogue stages: half a tile of the widest output and, if the
+    epilogue reads tiles, half a tile of the widest operand. If the narrowest tile has no room for three stages, it has
+    two.
 
     Args:
-        target: The target, whose features and shared memory bound the tile.
+        target: The target. Its features and shared memory limit the tile.
         epilogue: The product and its epilogue.
 
     Returns:
@@ -135,7 +136,7 @@ BY_POINTER = (
 
 
 def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
-    """Returns the tiles worth measuring that fit the target's shared memory."""
+    """Returns the candidate tiles that fit into the target's shared memory."""
     tma = "tma" in target.features
     tiles = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
@@ -152,7 +153,7 @@ def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
 
 
 def whole_tiles(extent: int, side: int) -> float:
-    """Returns the extent covered by whole tiles of `side`, as a multiple of `extent`."""
+    """Returns the ratio of the extent covered by whole tiles of `side` to `extent`."""
     return -(-extent // side) * side / extent
 
 

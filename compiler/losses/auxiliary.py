@@ -1,4 +1,8 @@
-"""A loss that layers of the model state."""
+"""The term of the loss for losses that layers of the model compute, such as the balance of experts.
+
+A layer lists the names of its losses in `Part.losses` (compiler/blocks/parts.py), and returns their values in
+`Lowered.losses`.
+"""
 
 from typing import Annotated, Literal
 
@@ -8,7 +12,7 @@ from specc.compiler.losses.term import LossTerm
 
 
 class AuxiliaryLoss(LossTerm):
-    """A loss that layers state, summed over the blocks. Its gradient is added; logged losses do not include it.
+    """A loss that layers state, summed over the blocks. The loss contributes to gradients, but not to the logged loss.
 
     Attributes:
         name: the layer and the loss, such as `mlp.activation`, the mean square of the output of each layer `mlp`

@@ -1,6 +1,6 @@
 """The cross-entropy of the next token."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.schedule import Weight
@@ -9,10 +9,12 @@ from specc.compiler.schedule import Weight
 class NextToken(LossTerm):
     """The cross-entropy of the next token, in nats: the mean over tokens."""
 
-    per_token: ClassVar[str] = "nats"
-
     kind: Literal["next_token"]
     weight: Weight = 1.0
+
+    @property
+    def per_token(self) -> str:
+        return "nats"
 
     @property
     def input(self) -> str:

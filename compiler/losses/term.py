@@ -1,9 +1,10 @@
 """The base class of all terms of `train.losses`, and the sum of the terms."""
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from specc.compiler.ir.graph import Builder, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.schedule import Weight
 from specc.compiler.strict import StrictModel
@@ -12,18 +13,21 @@ from specc.compiler.strict import StrictModel
 class LossTerm(StrictModel):
     """A term of the training loss. Evaluation always uses the plain loss of the next token.
 
-    A subclass has a `kind` Literal as its tag. It is either a function of each token, by `per_token`, or a loss that
-    layers of the model state, by `states`.
+    A subclass has a `kind` Literal as its tag. A term is either a function of each token, which `per_token` gives, or a
+    loss that layers of the model state, which `states` names.
 
     Attributes:
         weight: the factor of the term: a number, a formula in `t`, or a schedule.
     """
 
-    # The loss of a token: an expression over `nats`, its cross-entropy, and `lse`, the log of the sum of exp(logits).
-    per_token: ClassVar[str] = ""
-
     kind: str
     weight: Weight
+
+    @property
+    def per_token(self) -> str:
+        """The loss of a token: an expression over `nats`, its cross-entropy, `lse`, the log of the sum of exp(logits),
+        and `nats_n` for each `n` of `targets`; empty for a loss that layers state."""
+        return ""
 
     @property
     def states(self) -> str:
@@ -31,13 +35,35 @@ class LossTerm(StrictModel):
         return ""
 
     @property
+    def count(self) -> int:
+        """The number of modules of the model that the term alone has."""
+        return getattr(self, "modules", 0)
+
+    @property
+    def title(self) -> str:
+        """The name of the term, which differs from those of other terms of a spec."""
+        return self.states or self.kind
+
+    @property
     def input(self) -> str:
         """The name of the program's input that holds the weight, f32 []; empty if the weight is always 1."""
-        return f"{(self.states or self.kind).replace('.', '_')}_weight"
+        return f"{self.title.replace('.', '_')}_weight"
+
+    def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
+        """Adds further targets of the logits, i64 [B, T], -1 where there is none.
+
+        Returns them by name: `per_token` reads their cross-entropy as `nats_` and that name.
+
+        Args:
+            b: the builder of the program.
+            targets: the next token of each token, i64 [B, T].
+            ignore: a target that does not count.
+        """
+        return {}
 
 
 def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
-    """Adds the inputs that hold the weights. Returns those of the losses that layers state, by name."""
+    """Adds the inputs for the weights. Returns the weights of the losses that layers state, by name."""
     weights = {term.states: b.input(term.input, TensorType((), "f32")) for term in terms if term.input}
     return {name: ref for name, ref in weights.items() if name}
 
@@ -45,10 +71,11 @@ def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
 def add_loss(
     b: Builder, terms: Sequence[LossTerm], logits: str, targets: str, mean: bool, ignore: int | None = None
 ) -> str:
-    """Adds the loss of the next token as the node `loss`, or in training the weighted sum of all functions of tokens.
+    """Adds the node `loss`: in training, the weighted sum of all functions of tokens; otherwise, the loss of the next
+    token.
 
     Args:
-        b: the builder of the program, which has the inputs of `declare_weights` in training.
+        b: the builder of the program. In training, the program has the inputs that `declare_weights` adds.
         terms: the terms of the training loss.
         logits: f32 [B, T, V].
         targets: i64 [B, T].
@@ -58,5 +85,9 @@ def add_loss(
     reduction: Literal["mean", "none"] = "mean" if mean else "none"
     counted = [term for term in terms if term.per_token] if mean else []
     weights = tuple(term.input for term in counted if term.input)
+    further: dict[str, str] = {}
+    for term in counted:
+        further |= term.targets(b, targets, ignore)
     text = " + ".join(f"{term.input} * {term.per_token}" if term.input else term.per_token for term in counted)
-    return b.add("loss", CrossEntropy(reduction, ignore, text or "nats", weights), (logits, targets, *weights))
+    op = CrossEntropy(reduction, ignore, text or "nats", weights, tuple(further))
+    return b.add("loss", op, (logits, targets, *further.values(), *weights))

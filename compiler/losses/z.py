@@ -1,6 +1,6 @@
 """The z-loss of PaLM."""
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from specc.compiler.losses.term import LossTerm
 
@@ -8,6 +8,8 @@ from specc.compiler.losses.term import LossTerm
 class ZLoss(LossTerm):
     """The mean square of log(sum(exp(logits))), which keeps logits near 0 (Chowdhery et al. 2022, section 5)."""
 
-    per_token: ClassVar[str] = "lse ** 2"
-
     kind: Literal["z"]
+
+    @property
+    def per_token(self) -> str:
+        return "lse ** 2"

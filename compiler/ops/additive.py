@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,8 @@ class Additive(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         query, keys, values, seen, *weight = inputs
         if query.width != keys.width or keys.shape[:-1] != values.shape[:-1] or keys.shape[:-1] != seen.shape:
-            raise TypeRuleError(
-                f"has queries {query}, keys {keys}, values {values}, seen {seen}, which do not match", (0, 1, 2)
-            )
+            message = f"has queries {query}, keys {keys}, values {values}, seen {seen}, which do not match"
+            raise TypeRuleError(message, (0, 1, 2))
         if self.form == "relu" and query.width != 1:
             raise TypeRuleError(f"needs queries of 1 feature, not {query.width}", (0,))
         if any(w.shape != (query.width,) for w in weight):
@@ -51,7 +49,7 @@ class Additive(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(f"attend_additive_{self.form}", tuple(map(Input, range(self.arity))))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         query, keys, values, seen, *weight = inputs
         sums = query.unsqueeze(2) + keys.unsqueeze(1)
         scores = (sums.tanh() * weight[0]).sum(-1) if weight else sums.clamp_min(0).squeeze(-1)

@@ -1,44 +1,36 @@
-"""Scaled dot-product attention: over a whole sequence, over a key-value cache, under a padding mask.
+"""Scaled dot-product attention: over a whole sequence, over a key-value cache, or under a padding mask.
 
-Specs lower to these ops. The fusion pass replaces those that train by the ops of `saved_attention`.
+Specs lower to these ops. In training programs, the fusion pass replaces them by the ops of `saved_attention`.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.expr import torch_text, torch_value, variables
-from specc.compiler.expr.mask import CAUSAL, Mask, sees_itself
+from specc.compiler.expr import reread, torch_text, torch_value, variables
+from specc.compiler.expr.mask import CAUSAL, LANGUAGE, Mask, sees_itself
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.expr.score import PLAIN, Score
-from specc.compiler.expr.values import Expr, Read
-from specc.compiler.ir.graph import (
-    Dim,
-    Input,
-    Op,
-    Sizes,
-    TensorType,
-    TorchCall,
-    TypeRuleError,
-)
+from specc.compiler.expr.values import Expr, Logic, Read
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.key_value_cache import ring_positions
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-def scaled_product(q: "Tensor", k: "Tensor", scale: float | None = None) -> "Tensor":
-    """Returns q k^T times `scale`, or divided by sqrt(C) if it is None, as [B, H, T, S]."""
+def scaled_product(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+    """Returns q k^T times `scale`, [B, H, T, S]. If `scale` is None, q k^T is divided by sqrt(C)."""
     k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
     product = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
     return product / q.shape[-1] ** 0.5 if scale is None else product * scale
 
 
-@dataclass(frozen=True, slots=True)
 class Attention(Op):
-    """Base of attention: softmax(score) v for q [B, T, H, C] and k, v [B, S, G, C], where G divides H.
+    """Base of attention: softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G, D], where G divides H.
+
+    The output is [B, T, H, D].
 
     The score is q k^T / sqrt(C) unless a subclass changes it. Subclasses differ in the keys that a query attends to. A
     query that attends to no key has output 0, as in Torch.
@@ -51,29 +43,30 @@ class Attention(Op):
         q, k, v = inputs[:3]
         heads, kv_heads = q.shape[-2], k.shape[-2]
         assert isinstance(heads, int) and isinstance(kv_heads, int)
-        if heads % kv_heads or k.shape != v.shape or q.width != k.width:
+        if heads % kv_heads or k.shape[:-1] != v.shape[:-1] or q.width != k.width:
             raise TypeRuleError(f"attends with q {q}, k {k}, v {v}", (0, 1, 2))
-        return (q,)
+        return (q.with_shape(*q.shape[:-1], v.width),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         q, k = inputs[0], inputs[1]
-        return 4 * q.count(sizes) * k.with_shape(k.shape[1]).count(sizes)
+        return 2 * (q.count(sizes) + outputs[0].count(sizes)) * k.with_shape(k.shape[1]).count(sizes)
 
-    def allowed(self, *inputs: "Tensor") -> "Tensor":
-        """Returns bool[T, S] with optional leading dims that broadcast to [B, H]: the keys that a query attends to."""
+    def allowed(self, *inputs: Tensor) -> Tensor:
+        """Returns bool[T, S]: whether a query attends to a key. Optional leading dims broadcast to [B, H]."""
         raise TypeRuleError(f"{self.name} has no mask")
 
-    def scores(self, *inputs: "Tensor") -> "Tensor":
-        """Returns the scores [B, H, T, S], masked or not."""
+    def scores(self, *inputs: Tensor) -> Tensor:
+        """Returns the scores [B, H, T, S] before the mask."""
         return scaled_product(inputs[0], inputs[1])
 
-    def sink(self, *inputs: "Tensor") -> "Tensor | None":
-        """Returns the logit of each head [H] that is added to the denominator of the softmax; None if there is none."""
+    def sink(self, *inputs: Tensor) -> Tensor | None:
+        """Returns the logit of each head, [H], whose exponential is added to the denominator of the softmax; None
+        without sinks."""
         return None
 
-    def logits(self, *inputs: "Tensor") -> "tuple[Tensor, Tensor]":
-        """Returns the masked scores, with the sink as the last column if there is one, and bool[..., T, 1]: the queries
-        that have neither a key nor a sink. Their scores are not masked."""
+    def logits(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the masked scores, and bool[..., T, 1]: whether a query has neither a key nor a sink. The scores of
+        such a query are not masked. If there is a sink, it is the last column of the scores."""
         import torch
 
         allowed, sink = self.allowed(*inputs), self.sink(*inputs)
@@ -84,7 +77,7 @@ class Attention(Op):
             scores = torch.cat((scores, column), -1)
         return scores, blind
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         q, k, v = inputs[:3]
         v = v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
         scores, blind = self.logits(*inputs)
@@ -118,17 +111,17 @@ class AttendContext:
         doc: the first sentence of the docstring of the function, as lines.
         signature: the first line of the function.
         visible: the first line of the function of the mask.
-        mask: the lines of its body.
+        mask: the lines of the body of that function.
         scored: the first line of the function of the score; empty if the score is s.
-        score: the lines of its body.
+        score: the lines of the body of that function.
         eager: the lines that compute y from q, k and v [B, heads, tokens, C] and the positions i and j.
-        tiles: the lines that find the blocks of which some pair, and every pair, is not masked.
+        tiles: the lines that compute which blocks have an unmasked pair, and which have only unmasked pairs.
         rows: the number of rows of the tables of blocks.
-        read: the value that the tables depend on.
+        read: the value on which the tables depend.
         seen_pair: the mask of a pair, for FlexAttention.
         flex: the lines that compute y with FlexAttention.
-        keys: the sentence on the keys of a cache.
-        places: the lines that find the positions i and j, of a cache.
+        keys: the sentence about the keys of a cache.
+        places: the lines that compute the positions i and j in a cache.
         package: the package of the model, for the names of custom ops.
     """
 
@@ -150,17 +143,22 @@ class AttendContext:
     places: tuple[str, ...] = ()
     package: str = ""
 
+    @property
+    def functional(self) -> bool:
+        """Whether the lines call torch.nn.functional."""
+        return any("F." in line for line in self.eager)
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreFields(Op):
     """The settings of causal attention with a score and a mask as expressions.
 
     Attributes:
-        score: the canonical text of the score; see expr/score.py.
-        mask: the canonical text of the mask; see expr/mask.py.
+        score: the canonical text of the score, as in expr/score.py.
+        mask: the canonical text of the mask, as in expr/mask.py.
         scale: the factor of q k^T; 1 / sqrt(C) if unset.
         tables: the names of the tables that the score reads.
-        sinks: whether the denominator of the softmax has a further term exp(sink) per head.
+        sinks: whether the denominator of the softmax has an additional term exp(sink) per head.
     """
 
     score: str = PLAIN
@@ -176,19 +174,20 @@ class ScoreFields(Op):
 
     @property
     def causal(self) -> bool:
-        """Whether it is causal attention with no other score, mask or sink."""
+        """Whether this is plain causal attention, without another score, another mask or a sink."""
         return (self.score, self.mask, self.scale, self.sinks) == (PLAIN, CAUSAL, None, False)
 
     @property
     def further(self) -> tuple[str, ...]:
-        """The names of the inputs after those of the op, in this order: with a mask of documents, the start positions
-        of the queries' documents i64[B, T]; with `sinks`, a logit of each head [H]; the tables."""
+        """The names of the additional inputs, in this order: with a document mask, the start position of each query's
+        document, i64[B, T]; with `sinks`, one logit per head, [H]; the tables."""
         return (*(("start",) if self.documents else ()), *(("sinks",) if self.sinks else ()), *self.tables)
 
     @property
     def title(self) -> str:
         """The score and the mask as part of a name, where d is i - j: `s_sub_slope_h_mul_d`, `d_lt_512`."""
-        mask = self.mask.removeprefix(f"{CAUSAL} and ").replace(_SAME_DOCUMENT, "document")
+        joined = isinstance(condition := reread(self.mask, LANGUAGE), Logic) and condition.op == "and"
+        mask = (self.mask.removeprefix(f"{CAUSAL} and ") if joined else self.mask).replace(_SAME_DOCUMENT, "document")
         texts = [self.score if self.score != PLAIN else "", mask if self.mask != CAUSAL else ""]
         texts += [f"scale {self.scale:g}" if self.scale is not None else "", "sinks" if self.sinks else ""]
         words = (_SYMBOLS.get(word, word) for text in texts for word in _WORDS.findall(text.replace("i - j", "d")))
@@ -197,7 +196,7 @@ class ScoreFields(Op):
 
     @property
     def description(self) -> str:
-        """The score, the mask and the rest as text for people."""
+        """A description of the score, the mask and the other settings."""
         scale = f"scale {self.scale:g}" if self.scale is not None else ""
         score = f"score {self.score}" if self.score != PLAIN else ""
         return ", ".join(filter(None, (score, f"where {self.mask}", scale, "a sink per head" if self.sinks else "")))
@@ -208,7 +207,7 @@ class ScoreFields(Op):
         return Score.of(self.score, self.tables, int(heads)), Mask.of(self.mask, int(heads))
 
     def check_further(self, q: TensorType, types: Sequence[TensorType], place: int) -> None:
-        """Raises TypeRuleError if the further inputs, from number `place` on, do not match q."""
+        """Raises TypeRuleError if the additional inputs, which begin at index `place`, do not match q."""
         for i, (name, type) in enumerate(zip(self.further, types, strict=True), place):
             if name == "start" and type != TensorType(q.shape[:2], "i64"):
                 raise TypeRuleError(f"attends with q {q}, whose documents start at {type}", (0, i))
@@ -218,27 +217,29 @@ class ScoreFields(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBase(ScoreFields, Attention):
-    """Base of causal attention with a score and a mask. The further inputs follow those of the subclass."""
+    """Base of causal attention with a score and a mask. The additional inputs follow those of the subclass."""
 
-    first: ClassVar[int] = 3  # the number of inputs before the further ones
+    template: ClassVar[str] = "torch/ops/attend_scored_cached.py.jinja"
+    context: ClassVar[type[AttendContext]] = AttendContext
+    leading: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # the names of the inputs before the additional ones
 
     @property
     def arity(self) -> int:
-        return self.first + len(self.further)
+        return len(self.leading) + len(self.further)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        self.check_further(inputs[0], inputs[self.first :], self.first)
+        self.check_further(inputs[0], inputs[len(self.leading) :], len(self.leading))
         return Attention.infer(self, inputs)
 
-    def named(self, inputs: "Sequence[Tensor]") -> "dict[str, Tensor]":
-        """Returns the further inputs by name."""
-        return dict(zip(self.further, inputs[self.first :], strict=True))
+    def named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Returns the additional inputs by name."""
+        return dict(zip(self.further, inputs[len(self.leading) :], strict=True))
 
-    def positions(self, *inputs: "Tensor") -> "tuple[Tensor, Tensor]":
+    def positions(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the positions of the queries [T, 1] and of the keys [S]."""
         raise TypeRuleError(f"{self.name} does not say where its tokens are")
 
-    def _values(self, *inputs: "Tensor") -> "dict[str, Tensor | float]":
+    def _values(self, *inputs: Tensor) -> dict[str, Tensor | float]:
         import torch
 
         i, j = self.positions(*inputs)
@@ -248,11 +249,11 @@ class ScoredBase(ScoreFields, Attention):
             named["start"] = named["start"][:, None, :, None]
         return {"i": i, "j": j, "h": h, **named}
 
-    def allowed(self, *inputs: "Tensor") -> "Tensor":
+    def allowed(self, *inputs: Tensor) -> Tensor:
         _, mask = self.parsed(inputs[0].shape[-2])
         return torch_value(mask.condition, self._values(*inputs)).expand(*_common(mask, inputs[0], inputs[1]))
 
-    def scores(self, *inputs: "Tensor") -> "Tensor":
+    def scores(self, *inputs: Tensor) -> Tensor:
         import torch
 
         score, _ = self.parsed(inputs[0].shape[-2])
@@ -266,38 +267,48 @@ class ScoredBase(ScoreFields, Attention):
         values |= {read.variable: torch_value(Read(read.table, read.indices), values) for read in score.reads}
         return torch_value(score.value, values)
 
-    def sink(self, *inputs: "Tensor") -> "Tensor | None":
+    def sink(self, *inputs: Tensor) -> Tensor | None:
         return self.named(inputs)["sinks"] if self.sinks else None
 
     def attend_call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        """Returns the call of the function of this attention, which is generated for it."""
+        """Returns the call of the function that is generated for this attention."""
         score, mask = self.parsed(inputs[0].shape[-2])
-        function = f"attend{'_cached' if self.first == 4 else ''}_{self.title}"
-        parameters = ["q", "k", "v", *(("positions",) if self.first == 4 else ()), *self.further]
+        cached = "positions" in self.leading
+        function = f"attend{'_cached' if cached else ''}_{self.title}"
+        parameters = [*self.leading, *self.further]
         tables = "".join(f", {name}" for name in self.tables)
         scored = not score.plain
         doc = "Attention of q [B, T, H, C] over k, v [B, T, G, C]"
-        if self.first == 4:
-            doc = "Attention of q [B, T, H, C] at `positions` over cached k, v [B, S, G, C]"
-        context = AttendContext(
+        if cached:
+            keys = "[P, page, G, C]" if "table" in self.leading else "[B, S, G, C]"
+            doc = f"Attention of q [B, T, H, C] at `positions` over cached k, v {keys}"
+        context = self.context(
             function=function,
             summary="\n".join(wrap(f'"""Attention, {self.description}."""', 110, break_long_words=False)),
             doc=tuple(wrap(f'"""{doc}, {self.description}.', 106, break_long_words=False)),
             signature=_signature(function, parameters),
-            visible=_signature("visible", ("i", "j", "h", *(("start",) if self.documents else ()))),
-            mask=_statement("return", torch_text(mask.condition, whole=True)),
+            visible=_signature("visible", ("i", "j", "h", *self.visible_reads)),
+            mask=_statement("return", self.visible_text(mask)),
             scored=_signature("scored", ("s", "i", "j", "h", *self.tables)) if scored else "",
             score=_statement("return", torch_text(score.value, score.elements())),
             **self._places(scored, mask, tables),  # type: ignore[arg-type]
         )
-        template = f"torch/ops/attend_scored{'_cached' if self.first == 4 else ''}.py.jinja"
-        return TorchCall(function, tuple(map(Input, range(self.arity))), generated=(template, context))
+        return TorchCall(function, tuple(map(Input, range(self.arity))), generated=(self.template, context))
 
-    def _eager(self, scored: bool, start: str, tables: str) -> tuple[str, ...]:
+    @property
+    def visible_reads(self) -> tuple[str, ...]:
+        """The values that the generated function of the mask reads beside i, j and h."""
+        return ("start",) if self.documents else ()
+
+    def visible_text(self, mask: Mask) -> str:
+        """Returns the Torch expression of the mask over i, j, h and `visible_reads`."""
+        return torch_text(mask.condition, whole=True)
+
+    def _eager(self, scored: bool, tables: str) -> tuple[str, ...]:
         """Returns the lines that compute y from all scores."""
         lines = ["h = torch.arange(q.shape[1], device=q.device)[:, None, None]"]
-        seen = f"visible(i, j, h{start and ', start[:, None, :, None]'})"
-        lines.append(f"seen = {seen}")
+        reads = ("start[:, None, :, None]" if name == "start" else name for name in self.visible_reads)
+        lines.append(f"seen = visible({', '.join(('i', 'j', 'h', *reads))})")
         # with a mask, Torch's kernels that do not store the scores have as many heads of keys as of queries
         lines += ["k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))"]
         if not scored and not self.sinks:
@@ -315,12 +326,12 @@ class ScoredBase(ScoreFields, Attention):
         return *lines, f"y = {weights}.to(v.dtype) @ v"
 
     def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
-        """Returns the fields of the context that differ between whole sequences and caches."""
+        """Returns the fields of the template context that differ between whole sequences and caches."""
         raise TypeRuleError(f"{self.name} does not say where its tokens are")
 
 
 def _signature(function: str, parameters: Sequence[str]) -> str:
-    """Returns the first line of a function of tensors, broken at its brackets if it is long."""
+    """Returns the signature of a function of tensors. A long signature is broken at the brackets."""
     items = [f"{name}: Tensor" for name in parameters]
     line = f"def {function}({', '.join(items)}) -> Tensor:"
     if len(line) <= 110:
@@ -329,7 +340,7 @@ def _signature(function: str, parameters: Sequence[str]) -> str:
 
 
 def _statement(head: str, text: str) -> tuple[str, ...]:
-    """Returns a statement as lines of at most 110 columns behind an indent of four."""
+    """Returns a statement as lines of at most 110 columns, indented by four."""
     return fitted(f"{head} {text}", 106)
 
 
@@ -338,24 +349,25 @@ def _tile_lines(name: str, condition: Expr) -> tuple[str, ...]:
     return _statement(f"{name} =", text if variables(condition) else f"torch.full_like(i0 <= j0, {text})")
 
 
-def _common(mask: Mask, q: "Tensor", k: "Tensor") -> tuple[int, ...]:
-    """Returns the shape of the values of a mask."""
+def _common(mask: Mask, q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Returns the shape of the mask."""
     names = variables(mask.condition)
     rows, heads = (len(q) if "start" in names else 1), (q.shape[-2] if "h" in names else 1)
     lead = (rows, heads) if "start" in names or "h" in names else ()
     return (*lead, q.shape[1], k.shape[1])
 
 
-@dataclass(frozen=True, slots=True)
 class Sdpa(ScoredBase):
-    """Causal attention over a whole sequence, from q, k, v and the further inputs."""
+    """Causal attention over a whole sequence. Inputs are q, k, v and the additional inputs."""
 
     name: ClassVar[str] = "sdpa"
+    template: ClassVar[str] = "torch/ops/attend_scored.py.jinja"
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         q = inputs[0]
         tokens = q.with_shape(q.shape[1]).count(sizes)
-        return 4 * q.count(sizes) // tokens * self.parsed(q.shape[-2])[1].pairs(tokens)
+        channels = q.count(sizes) + outputs[0].count(sizes)
+        return 2 * channels // tokens * self.parsed(q.shape[-2])[1].pairs(tokens)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         if self.causal:
@@ -381,7 +393,7 @@ class Sdpa(ScoredBase):
         return {
             "eager": (
                 "i, j = position[:, None], position",
-                *self._eager(scored, "start" if self.documents else "", tables),
+                *self._eager(scored, tables),
             ),
             "tiles": (*starts, *_tile_lines("some", mask.any), *_tile_lines("every", mask.all)),
             "rows": "len(x)" if self.documents else "1",
@@ -390,7 +402,7 @@ class Sdpa(ScoredBase):
             "flex": tuple(flex),
         }
 
-    def positions(self, *inputs: "Tensor") -> "tuple[Tensor, Tensor]":
+    def positions(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         import torch
 
         row, column = (torch.arange(x.shape[1], device=x.device) for x in inputs[:2])
@@ -402,12 +414,12 @@ class SdpaCached(ScoredBase):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
 
     Without `ring`, row j of the cache is position j, and rows after a query's position are ignored. With a ring (first,
-    window), k and v are the outputs of `RingKeys`: the rows of a ring before the queries, followed by the queries' own.
-    The further inputs follow the positions.
+    window), k and v are the outputs of `RingKeys`: the rows of the ring before the queries, followed by the keys and
+    values of the queries. The additional inputs follow the positions.
     """
 
     name: ClassVar[str] = "sdpa_cached"
-    first: ClassVar[int] = 4
+    leading: ClassVar[tuple[str, ...]] = ("q", "k", "v", "positions")
     ring: tuple[int, int] | None = None
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -416,42 +428,51 @@ class SdpaCached(ScoredBase):
         return self.attend_call(inputs)
 
     def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
-        eager = ("i = positions[:, None]", *self._eager(scored, "start" if self.documents else "", tables))
-        if self.ring is None:
-            keys = "Row j of the cache is position j. Rows behind a query are masked."
-            return {"eager": eager, "keys": keys, "places": ("j = torch.arange(k.shape[2], device=k.device)",)}
-        first, window = self.ring
-        kept = (
-            f"the first {first} positions and the last {window} after them" if first else f"the last {window} positions"
-        )
-        row = f"torch.where(row < {first}, row, last)" if first else "last"
-        empty = f"(held >= begin) | (row >= {first}) & (last < {first})" if first else "held < 0"
-        return {
-            "eager": eager,
-            "keys": f"k and v are the rows of a ring, which holds {kept}, then those of the queries.",
-            "places": (
-                "row, begin = torch.arange(k.shape[2] - len(positions), device=k.device), positions[0]",
-                f"last = begin - 1 - (begin - 1 - row) % {window}  # the position in each row of the window",
-                f"held = {row}",
-                f"empty = {empty}",
-                "j = torch.cat((torch.where(empty, positions[-1] + 1, held), positions))",
-            ),
-        }
+        keys, places = cached_places(self.ring)
+        return {"eager": ("i = positions[:, None]", *self._eager(scored, tables)), "keys": keys, "places": places}
 
-    def positions(self, *inputs: "Tensor") -> "tuple[Tensor, Tensor]":
-        import torch
-
+    def positions(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         _, k, _, positions = inputs[:4]
-        if self.ring is None:
-            return positions.unsqueeze(1), torch.arange(k.shape[1], device=k.device)
-        return positions.unsqueeze(1), torch.cat((ring_positions(*self.ring, int(positions[0])), positions.cpu())).to(
-            k.device
-        )
+        return positions.unsqueeze(1), cached_positions(self.ring, k.shape[1], positions)
 
 
-@dataclass(frozen=True, slots=True)
+def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
+    """Returns a sentence about the keys of a cache, and the lines that compute their positions `j` from k
+    [B, heads, S, C] and the `positions` of the queries."""
+    if ring is None:
+        keys = "Row j of the cache is position j. Rows behind a query are masked."
+        return keys, ("j = torch.arange(k.shape[2], device=k.device)",)
+    first, window = ring
+    held = f"positions 0 to {first - 1} and the last {window} after them" if first else f"the last {window} positions"
+    row = f"torch.where(row < {first}, row, last)" if first else "last"
+    empty = f"(held >= begin) | (row >= {first}) & (last < {first})" if first else "held < 0"
+    return f"k and v are the rows of a ring, which holds {held}, then those of the queries.", (
+        "row, begin = torch.arange(k.shape[2] - len(positions), device=k.device), positions[0]",
+        f"last = begin - 1 - (begin - 1 - row) % {window}  # the position in each row of the window",
+        f"held = {row}",
+        f"empty = {empty}",
+        "j = torch.cat((torch.where(empty, positions[-1] + 1, held), positions))",
+    )
+
+
+def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor) -> Tensor:
+    """Returns the positions of the keys of a cache, i64[S]; those of empty rows of a ring are after all tokens.
+
+    Args:
+        ring: the numbers (first, window) of a ring, whose rows precede those of the queries; None without a ring.
+        rows: the number S of keys.
+        positions: the positions of the queries, i64[T].
+    """
+    import torch
+
+    if ring is None:
+        return torch.arange(rows, device=positions.device)
+    return torch.cat((ring_positions(*ring, int(positions[0])), positions.cpu())).to(positions.device)
+
+
 class SdpaSeen(Attention):
-    """Bidirectional attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] with `seen` bool[B, S] True."""
+    """Bidirectional attention of q [B, T, H, C] over k, v [B, S, G, C], at the positions where `seen` bool[B, S] is
+    True."""
 
     name: ClassVar[str] = "sdpa_seen"
     arity: ClassVar[int] = 4
@@ -465,5 +486,5 @@ class SdpaSeen(Attention):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("attend_seen", tuple(map(Input, range(4))))
 
-    def allowed(self, *inputs: "Tensor") -> "Tensor":
+    def allowed(self, *inputs: Tensor) -> Tensor:
         return inputs[3][:, None, None]

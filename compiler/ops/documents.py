@@ -1,14 +1,12 @@
-"""Start positions of documents in a token stream in which a mark precedes each document."""
+"""Start positions of documents in a token stream. A mark precedes each document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +29,19 @@ class DocumentStarts(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("document_starts", (Input(0), self.mark))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return _starts(inputs[0], self.mark, [0] * len(inputs[0]), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentStartsKept(Moves):
+class DocumentStartsCached(Moves):
     """DocumentStarts for decoding: the tokens follow `start` (i64[]) earlier tokens, and positions include them.
 
     The second input i64[B, 1] is the state: the start position of the document of the last earlier token. It is ignored
     if `start` is 0.
     """
 
-    name: ClassVar[str] = "document_starts_kept"
+    name: ClassVar[str] = "document_starts_cached"
     inline: ClassVar[bool] = False  # the state is overwritten after this node
     arity: ClassVar[int] = 3
     output_labels: ClassVar[tuple[str, ...]] = ("starts",)
@@ -56,15 +54,15 @@ class DocumentStartsKept(Moves):
         return (ids,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("document_starts_kept", (Input(0), Input(1), Input(2), self.mark))
+        return TorchCall("document_starts_cached", (Input(0), Input(1), Input(2), self.mark))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         ids, state, start = inputs
         before = int(start)
         return _starts(ids, self.mark, state[:, 0].tolist() if before else [0] * len(ids), before)
 
 
-def _starts(ids: "Tensor", mark: int, first: Sequence[int], before: int) -> "Tensor":
+def _starts(ids: Tensor, mark: int, first: Sequence[int], before: int) -> Tensor:
     starts = ids.clone()
     for row, start in enumerate(first):
         for token in range(ids.shape[1]):

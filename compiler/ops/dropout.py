@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Dropout(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("F.dropout", (Input(0), self.p))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x = inputs[0]

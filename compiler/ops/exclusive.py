@@ -1,23 +1,13 @@
 """Exclusive self-attention: attention without the component along a token's own value."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import (
-    Input,
-    Op,
-    Sizes,
-    TensorType,
-    TorchCall,
-    TypeRuleError,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 
-@dataclass(frozen=True, slots=True)
 class Exclusive(Op):
     """Exclusive self-attention: y - (y . u) u with u = v / |v| (XSA, arXiv 2603.09078).
 
@@ -43,7 +33,7 @@ class Exclusive(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("exclusive", (Input(0), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         y, v = inputs
         v = v.repeat_interleave(y.shape[-2] // v.shape[-2], dim=-2)
         along = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True)

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall, TypeRuleError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 
 TOKEN, BEFORE = 36313, 27191  # multipliers of a token id and of the previous token id
 
@@ -17,7 +16,7 @@ class BigramHash(Op):
     """The hash bucket, i32[B, T] in [0, `buckets`), of each token id and the previous id.
 
     The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A negative
-    `previous` marks a token that has no previous token; its bucket is the last. This is the embedding hash of
+    `previous` marks a token without a previous token, which has the last bucket. This is the embedding hash of
     parameter-golf's BigramHash.
     """
 
@@ -35,7 +34,7 @@ class BigramHash(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("bigram_hash", (Input(0), Input(1), self.buckets))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         ids, previous = inputs

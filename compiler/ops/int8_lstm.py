@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from specc.compiler.ir.graph import Sizes, TensorType, TypeRuleError
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
 from specc.compiler.ops.quantized import (
     FINE,
@@ -19,9 +19,6 @@ from specc.compiler.ops.quantized import (
 )
 from specc.compiler.ops.recurrent import GATES, updated
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmStep(Int8Product):
@@ -35,13 +32,12 @@ class Int8LstmStep(Int8Product):
     - scale: f32 [4H], the value of one unit of the sums.
     - inverse: f32 [H], the reciprocal of the scale of h.
 
-    h is quantized as by `QuantizeRows`, with zeros after column H. Its sums with w, including the offset, are exact in
-    int32. The gates, in the order i, f, g, o, are computed from x + sums * scale. Everything after the sums is f32; h
-    and c are rounded once if they are narrower.
+    h is quantized as by `QuantizeRows`, with zeros after column H. The int32 sums of h and w, including the offset, are
+    exact. The gates, in the order i, f, g, o, are computed from x + sums * scale. All operations after the sums are
+    f32. If h and c have fewer bits, they are rounded once.
 
     With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`), each of which is multiplied with w. The sums of q2 are
-    also exact. The total is computed in f32: the sums of q1, with the offset, plus the sums of q2 divided by 254. The
-    limit on K is the same as for one code.
+    also exact. The total is computed in f32: the sums of q1, including the offset, plus the sums of q2 divided by 254.
     """
 
     name: ClassVar[str] = "int8_lstm_step"
@@ -87,7 +83,7 @@ class Int8LstmStep(Int8Product):
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return LARGEST + 1
 
-    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+    def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Makes weight codes of both signs with zeros after column H, and scales that bring the sums near 1.
 
         The inverses are powers of two, so that h has the same codes in every precision.
@@ -101,7 +97,7 @@ class Int8LstmStep(Int8Product):
         scale = (scale.abs() + 0.5) * (weight.shape[1] ** -0.5 / LARGEST**2)
         return h, c, x, weight, offset, scale, 2.0 ** (torch.arange(len(inverse), device=inverse.device) % 3 + 5)
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         h, c, x, weight, offset, scale, inverse = inputs
@@ -114,7 +110,7 @@ class Int8LstmStep(Int8Product):
         return state[0].to(h.dtype), state[1].to(c.dtype)
 
 
-def _sums(codes: "Tensor", weight: "Tensor", offset: "Tensor") -> "Tensor":
+def _sums(codes: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
     """Returns the int32 sums [..., 4H] of codes [..., H] times w [4H, K], K at least H, plus the offset [4H]."""
     sums = Int8Linear().reference(codes, weight[:, : codes.shape[-1]], offset)
     assert not isinstance(sums, tuple)

@@ -2,25 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import (
-    Input,
-    Op,
-    TensorType,
-    TorchCall,
-    TypeRuleError,
-)
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 
 
-def ring_positions(first: int, window: int, start: int) -> "Tensor":
+def ring_positions(first: int, window: int, start: int) -> Tensor:
     """Returns the position in each row of a ring, i64[first + window], before token `start`.
 
-    The ring holds the first positions, and the last `window` of those after them. An empty row has a position after
-    all others, which no mask allows.
+    The ring holds the positions below `first`, and the last `window` positions of the others. An empty row has a
+    position after all tokens, which every mask excludes.
     """
     import torch
 
@@ -34,8 +27,8 @@ def ring_positions(first: int, window: int, start: int) -> "Tensor":
 class CacheWrite(Op):
     """Replaces rows `positions` (i64[T]) of a cache [B, S, G, C] by x [B, T, G, C], in place.
 
-    With a ring (first, window), the cache has first + window rows. Position p has row p below `first`, and row first +
-    (p - first) % window from there on, so that a token replaces the one `window` tokens before it.
+    With a ring (first, window), the cache has first + window rows. Position p is in row p if p < first, and otherwise
+    in row first + (p - first) % window, where it replaces position p - window.
     """
 
     name: ClassVar[str] = "cache_write"
@@ -56,7 +49,7 @@ class CacheWrite(Op):
             return TorchCall("write_ring", (Input(0), Input(1), Input(2), *self.ring))
         return TorchCall(".index_copy_", (Input(0), 1, Input(2), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         cache, x, positions = inputs
         first, window = self.ring or (cache.shape[1], 1)
         written = cache.clone()
@@ -65,9 +58,8 @@ class CacheWrite(Op):
         return written
 
 
-@dataclass(frozen=True, slots=True)
 class RingKeys(Op):
-    """The rows of a ring cache [B, R, G, C], followed by those of x [B, T, G, C], as [B, S, G, C]."""
+    """Concatenates the rows of a ring cache [B, R, G, C] and of x [B, T, G, C] to [B, S, G, C]."""
 
     name: ClassVar[str] = "ring_keys"
     inline: ClassVar[bool] = False  # the cache is overwritten after this node
@@ -83,7 +75,7 @@ class RingKeys(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("torch.cat", ((Input(0), Input(1)), 1))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         return torch.cat(inputs, 1)

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from specc.compiler.ir.graph import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, TorchCall, TypeRuleError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
@@ -15,9 +14,8 @@ def rows(type: TensorType) -> tuple[Dim, ...]:
     return type.shape[:-1]
 
 
-@dataclass(frozen=True, slots=True)
 class Product(Op):
-    """A product of rows [..., K] with a stored weight, which a GEMM kernel can compute.
+    """A product of rows [..., K] and a stored weight, for a GEMM kernel.
 
     `layout` is the layout of the weight: `nk` is [N, K] and `kn` is [K, N], both row-major.
     """
@@ -31,6 +29,10 @@ class Product(Op):
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         n, k = self.extent(inputs[1])
         return self.name, f"n{n}_k{k}"
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, *weights = inputs[: self.arity]
+        return 2 * x.with_shape(*rows(x)).count(sizes) * sum(weight.count(sizes) for weight in weights)
 
     def product_text(self, rows: str, weight: str) -> str:
         """Returns the product of rows with one weight as a Python expression."""
@@ -71,14 +73,10 @@ class Linear(Product):
                 raise TypeRuleError(f"needs weights of equal shape, not {weights[0].shape} and {weight.shape}", (1, i))
         return tuple(x.with_shape(*rows(x), weight.shape[0]) for weight in weights)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        x, weight = inputs[0], inputs[1]
-        return 2 * x.with_shape(*rows(x)).count(sizes) * weight.count(sizes) * self.weights
-
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("F.linear", (Input(0), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x, *weights = inputs
         products = tuple(x @ weight.T for weight in weights)
         return products if len(products) > 1 else products[0]
@@ -86,6 +84,45 @@ class Linear(Product):
     def derivative(self, tape: Tape) -> Gradients | None:
         x, weight, grad = tape.input(0), tape.input(1), tape.grad()
         return tape.add("dgrad", Dgrad(), (grad, weight)), tape.add("wgrad", Wgrad(), (grad, x))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLinear(Op):
+    """A product of each head with the rows [N, K] of the head in a matrix w [H N, K].
+
+    The input [..., H, N] becomes [..., H, K], or with `transposed`, [..., H, K] becomes [..., H, N].
+    """
+
+    name: ClassVar[str] = "head_linear"
+    matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
+    arity: ClassVar[int] = 2
+    transposed: bool = False
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, weight = inputs
+        heads, (rows, columns) = x.shape[-2], weight.shape
+        assert isinstance(heads, int) and isinstance(rows, int)
+        each = rows // heads
+        if rows % heads or x.width != (columns if self.transposed else each):
+            raise TypeRuleError(f"multiplies the heads of {x} with {weight}", (0, 1))
+        return (x.with_shape(*x.shape[:-1], each if self.transposed else columns),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, weight = inputs
+        return 2 * x.with_shape(*x.shape[:-2]).count(sizes) * weight.count(sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        formula = "...hk,hnk->...hn" if self.transposed else "...hn,hnk->...hk"
+        heads = inputs[0].shape[-2]
+        assert isinstance(heads, int)
+        return TorchCall("torch.einsum", (formula, Input(0), TorchCall(".unflatten", (Input(1), 0, (heads, -1)))))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        x, weight = inputs
+        each = weight.reshape(x.shape[-2], -1, weight.shape[1])
+        products = x[..., None, :] * each if self.transposed else x[..., :, None] * each
+        return products.sum(-1 if self.transposed else -2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,20 +140,15 @@ class Dgrad(Product):
             raise TypeRuleError(f"takes {weight.shape[0]} features but {{input}} gives {dy.width}", (0, 1))
         return (dy.with_shape(*rows(dy), weight.shape[1]),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        dy, weight = inputs[0], inputs[1]
-        return 2 * dy.with_shape(*rows(dy)).count(sizes) * weight.count(sizes)
-
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("@", (Input(0), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         return torch.einsum("...n,nk->...k", *inputs)
 
 
-@dataclass(frozen=True, slots=True)
 class Wgrad(Op):
     """The weight gradient of a linear layer: dw = dy^T x, summed over all rows of dy [..., N] and x [..., K]."""
 
@@ -129,7 +161,7 @@ class Wgrad(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         dy, x = inputs
         if rows(dy) != rows(x):
-            raise TypeRuleError(f"needs inputs with equal rows, not {rows(dy)} and {rows(x)}", (0, 1))
+            raise TypeRuleError(f"needs inputs with equal numbers of rows, not {rows(dy)} and {rows(x)}", (0, 1))
         return (x.with_shape(dy.width, x.width),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -138,7 +170,7 @@ class Wgrad(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("@", (TorchCall(".", (Input(0), "T")), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         return torch.einsum("rn,rk->nk", *(tensor.flatten(0, -2) for tensor in inputs))

@@ -2,26 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread, torch_value
 from specc.compiler.expr.values import Binary, Const, Expr, Var
-from specc.compiler.ir.graph import (
-    ADDED,
-    Gradients,
-    Input,
-    Op,
-    Scaled,
-    Sizes,
-    Tape,
-    TensorType,
-    TorchCall,
-    TypeRuleError,
-)
+from specc.compiler.ir.op import ADDED, Gradients, Op, Scaled, Tape
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROWS = 1 << 11  # rows of logits that a reference computes at a time
 
@@ -32,7 +20,9 @@ class CrossEntropy(Op):
 
     With `reduction` "mean" the output is f32[], with "none" f32[B, T]. Targets equal to `ignore` are excluded from the
     mean, and their loss is 0 with "none". The mean may be of another function of each token, `per_token`: an expression
-    over `nats`, `lse` = log(sum(exp(logits))), and `weights`, which are further inputs, each f32[].
+    over `nats`, `lse` = log(sum(exp(logits))) and `weights`. For each `n` of `further` it may read `nats_n`: the loss
+    of the same logits against other targets, i64[B, T], which are inputs after `targets`. It is 0 where the target is
+    negative. Each of `weights` is an input after those, f32[].
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -40,15 +30,14 @@ class CrossEntropy(Op):
     ignore: int | None = None
     per_token: str = "nats"
     weights: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
 
     @property
     def arity(self) -> int:
-        return 2 + len(self.weights)
+        return 2 + len(self.further) + len(self.weights)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        logits, targets, *_ = inputs
-        if logits.shape[:-1] != targets.shape:
-            raise TypeRuleError(f"needs one target per row of {logits}, not {targets}", (0, 1))
+        targets = _targets(inputs, len(self.further))
         return (TensorType(targets.shape if self.reduction == "none" else (), "f32"),)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -70,22 +59,59 @@ class CrossEntropy(Op):
         values: dict[str, object] = {
             "nats": TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none"))),
             "lse": TorchCall("torch.logsumexp", (Input(0), -1)),
-            **{name: Input(2 + i) for i, name in enumerate(self.weights)},
+            **{name: Input(2 + len(self.further) + i) for i, name in enumerate(self.weights)},
         }
+        for i, name in enumerate(self.further):
+            words = (("ignore_index", -1), ("reduction", "none"))
+            values[f"nats_{name}"] = TorchCall("F.cross_entropy", (transposed, Input(2 + i)), words)
         loss = _call_of(reread(self.per_token), values)
         if self.ignore is not None:  # cross_entropy is 0 at such targets, and lse is not
             loss = TorchCall("[]", (loss, TorchCall("!=", (Input(1), self.ignore))))
         return TorchCall(".mean", (loss,))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        logits, targets, *weights = inputs
+    def reference(self, *inputs: Tensor) -> Tensors:
+        logits, targets, *others = inputs
+        further, weights = others[: len(self.further)], others[len(self.further) :]
         lse = logits.logsumexp(-1)
-        nats = lse - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         counted = targets == targets if self.ignore is None else targets != self.ignore
+        nats = lse - logits.gather(-1, targets.where(counted, 0).unsqueeze(-1)).squeeze(-1)
         if self.reduction == "none":
             return nats * counted
         values = {"nats": nats, "lse": lse, **dict(zip(self.weights, weights, strict=True))}
+        for name, ahead in zip(self.further, further, strict=True):
+            chosen = logits.gather(-1, ahead.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            values[f"nats_{name}"] = (lse - chosen).where(ahead >= 0, 0)
         return torch_value(reread(self.per_token), values)[counted].mean()
+
+
+def _targets(inputs: Sequence[TensorType], further: int) -> TensorType:
+    """Returns the type of the targets. Raises TypeRuleError if they or the further targets do not match the logits."""
+    logits, *targets = inputs[: 2 + further]
+    for i, type in enumerate(targets, 1):
+        if type.shape != logits.shape[:-1]:
+            raise TypeRuleError(f"needs one target per row of {logits}, not {type}", (0, i))
+    return targets[0]
+
+
+IGNORED = -1  # a target that does not count
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoreFirst(Moves):
+    """Targets i64[B, T] in which the first `count` of each row are `value`."""
+
+    name: ClassVar[str] = "ignore_first"
+    count: int
+    value: int
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        later = TorchCall("[]", (Input(0), (slice(None), slice(self.count, None))))
+        return TorchCall("F.pad", (later, (self.count, 0)), (("value", self.value),))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        targets = inputs[0].clone()
+        targets[:, : self.count] = self.value
+        return targets
 
 
 def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
@@ -97,7 +123,7 @@ def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
             return int(value) if value == int(value) else value
         case Binary(operator, a, b):
             return TorchCall(operator, (_call_of(a, values), _call_of(b, values)))
-    raise TypeRuleError(f"{expr} is no sum of weighted losses")
+    raise TypeRuleError(f"{expr} is not a sum of weighted losses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,27 +133,34 @@ class SoftmaxLoss(Op):
     It is computed in f32 or wider. `f` is an expression over `z`. Only the first `vocab` of the W columns are logits;
     the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, with the type
     and shape of the logits and 0 in the padding, so that loss and gradient need only one pass over the logits.
-    `per_token` and `weights` are as in CrossEntropy; `per_token` is linear in `nats`.
+    `per_token`, `further` and `weights` are as in CrossEntropy; `per_token` is linear in the losses of targets.
     """
 
     name: ClassVar[str] = "softmax_loss"
     planned: ClassVar[bool] = True
     work: ClassVar[str] = "softmax and loss"
     rowwise: ClassVar[bool] = True
+    by_chunks: ClassVar[bool] = True
     vocab: int
     reduction: Literal["mean", "none"]
     f: str = "z"
     per_token: str = field(default="nats", metadata=ADDED)
     weights: tuple[str, ...] = field(default=(), metadata=ADDED)
     title: str = field(default="", metadata=ADDED)  # of `f` in kernel names, if it is not that of its functions
+    further: tuple[str, ...] = field(default=(), metadata=ADDED)
 
     @property
     def arity(self) -> int:
-        return 2 + len(self.weights)
+        return 2 + len(self.further) + len(self.weights)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Returns the names of the inputs that hold targets."""
+        return ("targets", *(f"targets_{name}" for name in self.further))
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        return ("logits", "targets", *self.weights) if self.weights else ()
+        return ("logits", *self.targets, *self.weights) if self.further or self.weights else ()
 
     @property
     def output_labels(self) -> tuple[str, ...]:
@@ -145,9 +178,7 @@ class SoftmaxLoss(Op):
         return "_".join(filter(None, words)), f"v{self.vocab}"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        logits, targets, *_ = inputs
-        if logits.shape[:-1] != targets.shape:
-            raise TypeRuleError(f"needs one target per row of {logits}, not {targets}", (0, 1))
+        logits, targets = inputs[0], _targets(inputs, len(self.further))
         if not isinstance(logits.width, int) or logits.width < self.vocab:
             raise TypeRuleError(f"takes {self.vocab} logits but {{input}} gives {logits.width}", (0,))
         if self.reduction == "none":
@@ -160,13 +191,12 @@ class SoftmaxLoss(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return (8 if self.reduction == "mean" else 4) * inputs[0].count(sizes)
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return self.sampled(inputs, inputs)
 
-    def sampled(
-        self, some: "Sequence[Tensor]", every: "Sequence[Tensor]", sums: Sequence[int] = ()
-    ) -> "Tensor | tuple[Tensor, ...]":
-        """Computes the gradient of some rows and the mean over all rows, ROWS rows at a time to bound memory."""
+    def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
+        """Computes the gradient of some rows, and the mean over all rows. Processes ROWS rows at a time to limit
+        memory."""
         import torch
 
         if self.reduction == "none":
@@ -175,28 +205,76 @@ class SoftmaxLoss(Op):
             free = some[0].detach().requires_grad_()
             share = self._losses(free, *some[1:]).sum() / every[1].numel()
             (grad,) = torch.autograd.grad(share, free)
-        rows = (torch.split(value.flatten(0, every[1].dim() - 1), ROWS) for value in every[:2])
-        weights = [weight.to(grad.dtype) for weight in every[2:]]
-        losses = [self._losses(logits.to(grad.dtype), targets, *weights) for logits, targets in zip(*rows, strict=True)]
+        count = 2 + len(self.further)
+        rows = (torch.split(value.flatten(0, every[1].dim() - 1), ROWS) for value in every[:count])
+        weights = [weight.to(grad.dtype) for weight in every[count:]]
+        losses = [self._losses(z.to(grad.dtype), *targets, *weights) for z, *targets in zip(*rows, strict=True)]
         return torch.cat(losses).mean(), grad
 
-    def _losses(self, logits: "Tensor", targets: "Tensor", *weights: "Tensor") -> "Tensor":
+    def _losses(self, logits: Tensor, *others: Tensor) -> Tensor:
         import torch
 
+        (targets, *further), weights = others[: len(self.targets)], others[len(self.targets) :]
         wide = logits[..., : self.vocab].to(torch.promote_types(logits.dtype, torch.float32))
         bounded = torch_value(reread(self.f), {"z": wide})
         lse = bounded.logsumexp(-1)
         nats = lse - bounded.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         values = {"nats": nats, "lse": lse, **dict(zip(self.weights, weights, strict=True))}
+        for name, ahead in zip(self.further, further, strict=True):
+            chosen = bounded.gather(-1, ahead.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            values[f"nats_{name}"] = (lse - chosen).where(ahead >= 0, 0)
         return torch_value(reread(self.per_token), values)
 
     def derivative(self, tape: Tape) -> Gradients | None:
         if self.reduction == "none":
             return None
-        return Scaled(tape.output(1), tape.grad()), None, *(None for _ in self.weights)
+        return Scaled(tape.output(1), tape.grad()), *(None for _ in range(1, self.arity))
 
 
 @dataclass(frozen=True, slots=True)
+class LaterTargets(Moves):
+    """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
+
+    With `bos`, the id that starts a document, a target of a later document than that of the next token is also -1, and
+    so are targets equal to `ignore`.
+    """
+
+    name: ClassVar[str] = "later_targets"
+    arity: ClassVar[int] = 1
+    mixes_tokens: ClassVar[bool] = True
+    distance: int
+    bos: int | None = None
+    ignore: int | None = None
+    fill: int = -1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        if len(inputs[0].shape) != 2:
+            raise TypeRuleError(f"takes targets [B, T], not {inputs[0]}", (0,))
+        return (inputs[0],)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        padded = TorchCall("F.pad", (Input(0), (0, self.distance)), (("value", self.fill),))
+        windows = TorchCall(".unfold", (padded, 1, self.distance + 1, 1))  # [B, T, distance + 1]
+        later = TorchCall(".select", (windows, -1, self.distance))
+        if self.bos is not None:
+            between = TorchCall("==", (TorchCall(".narrow", (windows, -1, 0, self.distance)), self.bos))
+            later = TorchCall(".masked_fill", (later, TorchCall(".any", (between, -1)), -1))
+        if self.ignore is not None:
+            later = TorchCall(".masked_fill", (later, TorchCall("==", (later, self.ignore)), -1))
+        return later
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        import torch
+
+        (targets,) = inputs
+        later = torch.full_like(targets, self.fill)
+        for t in range(targets.shape[1] - self.distance):
+            later[:, t] = targets[:, t + self.distance]
+            if self.bos is not None:
+                later[(targets[:, t : t + self.distance] == self.bos).any(1), t] = -1
+        return later if self.ignore is None else later.where(later != self.ignore, -1)
+
+
 class MeanSquare(Op):
     """The mean of the squares of all elements, f32[]."""
 
@@ -213,15 +291,14 @@ class MeanSquare(Op):
         wide = Input(0) if inputs[0].dtype == "f32" else TorchCall(".float", (Input(0),))
         return TorchCall(".mean", (TorchCall(".square", (wide,)),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].flatten().dot(inputs[0].flatten()) / inputs[0].numel()
 
 
-@dataclass(frozen=True, slots=True)
 class AttachLoss(Moves):
     """The first input x, unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
 
-    So a loss inside a block needs no path to the loss of the program (as in DeepSeek-AI 2024, arXiv 2405.04434).
+    A loss inside a block therefore needs no path to the loss of the program (as in DeepSeek-AI 2024, arXiv 2405.04434).
     """
 
     name: ClassVar[str] = "attach_loss"
@@ -237,17 +314,17 @@ class AttachLoss(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("attach_loss", (Input(0), Input(1), Input(2)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x, loss, weight = inputs
         from torch.autograd import Function
 
         class Attached(Function):
             @staticmethod
-            def forward(ctx: Any, x: "Tensor", loss: "Tensor") -> "Tensor":
+            def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
                 return x.clone()
 
             @staticmethod
-            def backward(ctx: Any, *grads: "Tensor") -> "tuple[Tensor, Tensor]":
+            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
                 return grads[0], weight.to(loss.dtype)
 
         result: Tensor = Attached.apply(x, loss)  # type: ignore[no-untyped-call]

@@ -2,19 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall, TypeRuleError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 
 
 def _check(inputs: Sequence[TensorType]) -> TensorType:
     x, *learned = inputs
     for i, weight in enumerate(learned, 1):
         if weight.shape != (x.width,):
-            raise TypeRuleError(f"has a weight {weight.shape} but {{input}} gives {x.width} features", (0, i))
+            raise TypeRuleError(f"has a weight of shape {weight.shape}, but {{input}} gives {x.width} features", (0, i))
     return x
 
 
@@ -39,7 +38,7 @@ class RmsNorm(Op):
         weight = (Input(1),) if self.affine else ()
         return TorchCall("F.rms_norm", (Input(0), (inputs[0].width,), *weight), (("eps", self.eps),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x, *weight = inputs
         y = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return y * weight[0] if weight else y
@@ -69,7 +68,7 @@ class LayerNorm(Op):
         learned = (*weight, Input(self.arity - 1)) if self.bias else weight
         return TorchCall("F.layer_norm", (Input(0), (inputs[0].width,), *learned), (("eps", self.eps),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x, *learned = inputs
         centered = x - x.mean(-1, keepdim=True)
         y = centered * (centered.square().mean(-1, keepdim=True) + self.eps).rsqrt()

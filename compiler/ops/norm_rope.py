@@ -2,22 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import ADDED, Dim, Gradients, Op, Sizes, Tape, TensorType, TypeRuleError, output_ref
+from specc.compiler.expr import name_of, reread, torch_value
+from specc.compiler.ir.graph import output_ref
+from specc.compiler.ir.op import ADDED, Gradients, Op, Tape
+from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.positions import rotated
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 USUAL_EPS = 1e-6  # the default, which names and plans omit
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation(Op):
-    """Base of NormRope and its gradient. With `eps` None nothing is normalized. With `gain` each head has a factor.
+    """Base of NormRope and its gradient. With `eps` None, nothing is normalized. With `gain`, each head has a factor.
 
-    With `neighbors`, channel 2i is paired with channel 2i + 1, else channel i with channel R + i.
+    With `neighbors`, channel 2i is paired with channel 2i + 1; otherwise, channel i with channel R + i. `weight` is the
+    factor of each channel after the norm, an expression of a learned `w` that all heads share, or empty.
     """
 
     planned: ClassVar[bool] = True
@@ -25,27 +26,36 @@ class HeadRotation(Op):
     eps: float | None = None
     gain: bool = False
     neighbors: bool = field(default=False, metadata=ADDED)
+    weight: str = field(default="", metadata=ADDED)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Returns one word per operation on a head, in order, for kernel names."""
         norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
-        return tuple(filter(None, (norm, self._rotary("rotary"), "gain" if self.gain else "")))
+        weight = "_".join(filter(None, ("w", name_of(reread(self.weight))))) if self.weight else ""
+        return tuple(filter(None, (norm, weight, self._rotary("rotary"), "gain" if self.gain else "")))
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Returns the names of the inputs after the angles."""
+        return (*["weight"] * bool(self.weight), *["gain"] * self.gain)
 
     def _rotary(self, name: str) -> str:
         return f"{name}_neighbors" if self.neighbors else name
 
     @property
     def description(self) -> str:
-        """Returns the operations on a head as text for people."""
+        """Returns a description of the operations on a head."""
         norm = "rms_norm" if self.eps is not None else ""
         norm += f" of eps {self.eps}" if self.eps not in (None, USUAL_EPS) else ""
-        return ", ".join(filter(None, (norm, self._rotary("rope"), "gain" if self.gain else "")))
+        weight = f"weight {self.weight}" if self.weight else ""
+        return ", ".join(filter(None, (norm, weight, self._rotary("rope"), "gain" if self.gain else "")))
 
 
-@dataclass(frozen=True, slots=True)
 class NormRope(HeadRotation):
-    """Computes rope(rms_norm(x)) * gain for x [..., T, H, C], angles cos and sin f32[T, R] and gain [H, 1].
+    """Computes rope(rms_norm(x) * weight) * gain.
+
+    The inputs are x [..., T, H, C], the angles cos and sin f32[T, R], w [C] and gain [H, 1].
 
     The first 2R of C channels are rotated. Kernels compute in f32 or wider and
     round once. The angles have no gradient.
@@ -56,7 +66,7 @@ class NormRope(HeadRotation):
 
     @property
     def arity(self) -> int:
-        return 4 if self.gain else 3
+        return 3 + len(self.learned)
 
     @property
     def words(self) -> str:
@@ -66,41 +76,45 @@ class NormRope(HeadRotation):
         return "_".join(self.parts), _size(inputs[0], inputs[1])
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        x, cos, sin, *gain = inputs
-        _check(x, cos, sin, gain)
-        return (x,)
+        _check(self, *inputs)
+        return (inputs[0],)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return _turns(inputs[0], inputs[1], sizes) + (4 * (self.eps is not None) + self.gain) * inputs[0].count(sizes)
+        each = 4 * (self.eps is not None) + len(self.learned)
+        return _turns(inputs[0], inputs[1], sizes) + each * inputs[0].count(sizes)
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         """Rounds after the norm, the rotation and the gain, as separate Torch operations do."""
         import torch
 
-        x, cos, sin, *gain = inputs
+        x, cos, sin, *learned = inputs
+        parameters = dict(zip(self.learned, learned, strict=True))
         wide = torch.promote_types(x.dtype, torch.float32)
         h = x.to(wide)
         if self.eps is not None:
             h = h / (h.square().mean(-1, keepdim=True) + self.eps).sqrt()
+            if self.weight:
+                h = h * torch_value(reread(self.weight), {"w": parameters["weight"]})
             h = h.to(x.dtype).to(wide)
         angle = torch.complex(cos.to(wide), -sin.to(wide)).unsqueeze(-2)
         y = torch.cat((rotated(h, angle, self.neighbors), h[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)
-        return (y * gain[0]).to(x.dtype) if gain else y
+        return (y * parameters["gain"]).to(x.dtype) if self.gain else y
 
     def derivative(self, tape: Tape) -> Gradients | None:
-        op = NormRopeGrad(self.eps, self.gain, self.neighbors)
+        op = NormRopeGrad(self.eps, self.gain, self.neighbors, self.weight)
         read = range(self.arity) if op.reads_x else range(1, self.arity)
         dx = tape.add("grad", op, (tape.grad(), *map(tape.input, read)))
-        return (dx, None, None, output_ref(dx, 1)) if self.gain else (dx, None, None)
+        return (dx, None, None, *(output_ref(dx, i) for i, _ in enumerate(self.learned, 1)))
 
 
-@dataclass(frozen=True, slots=True)
 class NormRopeGrad(HeadRotation):
-    """The gradients of NormRope from dy, x, cos, sin and gain: dx and, with a gain, dgain [H, 1].
+    """The gradients of NormRope from dy, x, cos, sin, w and gain: dx and, if they are learned, dweight [C] and
+    dgain [H, 1].
 
     With r = 1 / sqrt(mean(x^2) + eps), dz = dy rotated back and s = sum(dz * x * r) over the channels of a head: dx = r
     * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. With neither norm nor gain, dx = dz, and x
-    is not an input.
+    is not an input. With a weight, dz in these formulas is dz * weight, and dweight is the sum of gain * r * x * dz
+    over all heads and tokens, times the derivative of the weight with respect to w.
     """
 
     name: ClassVar[str] = "norm_rope_grad"
@@ -112,11 +126,11 @@ class NormRopeGrad(HeadRotation):
 
     @property
     def arity(self) -> int:
-        return 3 + self.reads_x + self.gain
+        return 3 + self.reads_x + len(self.learned)
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        return ("dx", "dgain") if self.gain else ()
+        return ("dx", *(f"d{name}" for name in self.learned)) if self.learned else ()
 
     @property
     def words(self) -> str:
@@ -130,32 +144,32 @@ class NormRopeGrad(HeadRotation):
         x = others.pop(0) if self.reads_x else dy
         if x != dy:
             raise TypeRuleError(f"needs a gradient of the type of {x}, not {dy}", (0, 1))
-        cos, sin, *gain = others
-        _check(x, cos, sin, gain)
-        return (x, *gain)
+        _check(self, x, *others)
+        return (x, *others[2:])
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # the norm needs a sum of squares and a multiple of x; norm and gain need s and a factor
-        each = 4 * (self.eps is not None) + 3 * self.reads_x
+        # the norm needs a sum of squares and a multiple of x; norm and gain need s and a factor; the weight is a
+        # factor, and its gradient a sum of products
+        each = 4 * (self.eps is not None) + 3 * self.reads_x + 4 * bool(self.weight)
         return _turns(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         """Differentiates the reference of NormRope by autograd."""
         import torch
 
         dy, *others = (value.detach() for value in inputs)
         x = others.pop(0) if self.reads_x else torch.zeros_like(dy)
-        cos, sin, *gain = others
-        leaves = [x.requires_grad_(), *(value.requires_grad_() for value in gain)]
+        cos, sin, *learned = others
+        leaves = [x.requires_grad_(), *(value.requires_grad_() for value in learned)]
         with torch.enable_grad():
-            y = NormRope(self.eps, self.gain, self.neighbors).reference(x, cos, sin, *gain)
+            y = NormRope(self.eps, self.gain, self.neighbors, self.weight).reference(x, cos, sin, *learned)
         assert isinstance(y, torch.Tensor)
         gradients = torch.autograd.grad(y, leaves, dy)
-        return gradients if self.gain else gradients[0]
+        return gradients if learned else gradients[0]
 
 
-def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[TensorType]) -> None:
-    """Raises TypeRuleError if the shapes of heads, angles and gain do not match."""
+def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *learned: TensorType) -> None:
+    """Raises TypeRuleError if the shapes of heads, angles, weight and gain do not match."""
     if len(x.shape) < 3:
         raise TypeRuleError(f"takes heads [..., T, H, C] but {{input}} gives {x}", (0,))
     (tokens, heads), channels, pairs = x.shape[-3:-1], x.width, cos.width
@@ -164,8 +178,10 @@ def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[Tenso
     assert isinstance(channels, int) and isinstance(pairs, int)
     if 2 * pairs > channels:
         raise TypeRuleError(f"cannot rotate {2 * pairs} dims of heads of {channels}", (0, 1))
-    if gain and gain[0].shape != (heads, 1):
-        raise TypeRuleError(f"needs a gain ({heads}, 1), not {gain[0]}", (0, 3))
+    shapes: dict[str, tuple[Dim, ...]] = {"weight": (channels,), "gain": (heads, 1)}
+    for i, (name, type) in enumerate(zip(op.learned, learned, strict=True), 3):
+        if type.shape != shapes[name]:
+            raise TypeRuleError(f"needs a {name} {shapes[name]}, not {type}", (0, i))
 
 
 def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:

@@ -2,20 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
 from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Dim, Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # methods of a tensor that convert it
 
 
 def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """Returns the common shape of `shapes`, with dims aligned at the right and missing dims or 1 expanded.
+    """Returns the common shape of `shapes`. Dims are aligned at the right. Missing dims and dims of 1 are expanded.
 
     Raises TypeRuleError if the shapes do not broadcast.
     """
@@ -37,7 +36,7 @@ class Pointwise(Op):
         outputs: one expression per output.
         variables: the names of the inputs in the expressions, in order.
         labels: the names of the outputs in generated code; empty for a single unnamed output.
-        dtype: the dtype to which inputs are converted and which outputs have; if empty, that of the first input.
+        dtype: the dtype of the outputs, to which inputs are converted; if empty, the dtype of the first input.
         title: the name in kernel names, if the spec sets it.
     """
 
@@ -88,7 +87,7 @@ class Pointwise(Op):
         texts = [names[expr.name] if isinstance(expr, Var) else torch_text(expr, names) for expr in read]
         return texts[0] if len(texts) == 1 else ", ".join(texts)
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         values = dict(zip(self.variables, inputs, strict=True))
         results = tuple(torch_value(reread(output), values) for output in self.outputs)
         return results if len(results) > 1 else results[0]
@@ -96,7 +95,7 @@ class Pointwise(Op):
 
 @dataclass(frozen=True, slots=True)
 class SumTo(Op):
-    """Sums x over the dims along which a value of `shape` was broadcast: the gradient of broadcasting."""
+    """The gradient of broadcasting: sums x over the dims along which a value of `shape` was broadcast."""
 
     name: ClassVar[str] = "sum_to"
     arity: ClassVar[int] = 1
@@ -113,7 +112,7 @@ class SumTo(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".sum_to_size", (Input(0), *self.shape))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x = inputs[0]
         missing = x.dim() - len(self.shape)
         x = x.sum(tuple(range(missing))) if missing else x

@@ -1,19 +1,18 @@
 """Positions of tokens: rotary embedding (Su et al., 2021) of the first channels of each head, and sinusoids."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.pointwise import CASTS
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
 class Positions(Op):
-    """The positions i64[T] of the tokens of ids [B, T]: 0, 1, ..., plus the optional second input `start` (i64[])."""
+    """The positions i64[T] of the tokens of ids [B, T]: 0, 1, ... The optional second input `start` (i64[]) is
+    added."""
 
     name: ClassVar[str] = "positions"
     inline: ClassVar[bool] = False
@@ -28,7 +27,7 @@ class Positions(Op):
         counted = TorchCall("torch.arange", (length,), (("device", TorchCall(".", (Input(0), "device"))),))
         return counted if len(inputs) == 1 else TorchCall("+", (Input(1), counted))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         counted = torch.arange(inputs[0].shape[1], device=inputs[0].device)
@@ -54,7 +53,7 @@ class RopeAngles(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("rope_angles", (Input(0), self.dims, self.base))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         steps = torch.arange(0, self.dims, 2, dtype=torch.float64, device=inputs[0].device) / self.dims
@@ -78,7 +77,7 @@ class RotaryPairs(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("torch.arange", (self.count,), (("device", TorchCall(".", (Input(0), "device"))),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         return torch.tensor(range(self.count), device=inputs[0].device)
@@ -86,7 +85,8 @@ class RotaryPairs(Op):
 
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies(Op):
-    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token, of the pairs i, i64[R]."""
+    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token. The input are the pair indices i,
+    i64[R]."""
 
     name: ClassVar[str] = "rotary_frequencies"
     inline: ClassVar[bool] = False
@@ -101,13 +101,13 @@ class RotaryFrequencies(Op):
         share = TorchCall("/", (Input(0), inputs[0].width))
         return TorchCall("/", (1.0, TorchCall("**", (self.base, share))))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return self.base ** -(inputs[0].double() / inputs[0].shape[0])
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryAngles(Op):
-    """Returns cos and sin, f32[T, R], times `magnitude`, of the angles positions i64[T] * frequencies f32[R]."""
+    """Returns cos and sin of the angles positions i64[T] * frequencies f32[R], multiplied by `magnitude`, f32[T, R]."""
 
     name: ClassVar[str] = "rotary_angles"
     inline: ClassVar[bool] = False
@@ -124,7 +124,7 @@ class RotaryAngles(Op):
         factor = () if self.magnitude == 1 else (self.magnitude,)
         return TorchCall("rotary_angles", (Input(0), Input(1), *factor))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         positions, frequencies = (value.double() for value in inputs)
         angle = positions[:, None] * frequencies
         return self.magnitude * angle.cos(), self.magnitude * angle.sin()
@@ -160,7 +160,7 @@ class Rope(Op):
         function = "rope" if 2 * cos.width == x.width else "rope_partial"
         return TorchCall("rope_neighbors" if self.neighbors else function, (Input(0), Input(1), Input(2)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x, cos, sin = inputs
@@ -168,14 +168,13 @@ class Rope(Op):
         return torch.cat((turned, x[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)  # angles may be wider than x
 
 
-def rotated(x: "Tensor", by: "Tensor", neighbors: bool) -> "Tensor":
+def rotated(x: Tensor, by: Tensor, neighbors: bool) -> Tensor:
     """Returns the first 2R of C channels of x [..., C], rotated by the complex numbers `by` [..., R]."""
     import torch
 
     pairs = by.shape[-1]
-    first, second = (
-        (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if neighbors else (slice(pairs), slice(pairs, 2 * pairs))
-    )
+    first = slice(0, 2 * pairs, 2) if neighbors else slice(pairs)
+    second = slice(1, 2 * pairs, 2) if neighbors else slice(pairs, 2 * pairs)
     turned = torch.complex(x[..., first], x[..., second]) * by
     return torch.view_as_real(turned).flatten(-2) if neighbors else torch.cat((turned.real, turned.imag), -1)
 
@@ -197,11 +196,14 @@ class Sinusoid(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (TensorType((inputs[0].shape[0], self.dim), self.dtype),)
 
+    def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
+        return replace(self, dtype=change(TensorType((), self.dtype)).dtype)
+
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         waves = TorchCall("sinusoid", (Input(0), int(self.dim)))
         return waves if self.dtype == "f32" else TorchCall(f".{CASTS[self.dtype]}", (waves,))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         steps = torch.arange(0, self.dim, 2, dtype=torch.float64, device=inputs[0].device) / self.dim

@@ -1,14 +1,12 @@
-"""The value of the previous token, from a shift of the whole sequence or from the state in decoding."""
+"""The value of the previous token: a shift of a whole sequence, or a state in decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Previous(Moves):
         pads = (0, 0) * (len(inputs[0].shape) - 2) + (1, -1)  # last dim first: a row before the first, without the last
         return TorchCall("F.pad", (Input(0), pads), (("value", self.fill),) if self.fill else ())
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         shifted = torch.full_like(inputs[0], self.fill)
@@ -39,13 +37,13 @@ class Previous(Moves):
 
 
 @dataclass(frozen=True, slots=True)
-class PreviousKept(Moves):
+class PreviousCached(Moves):
     """Previous for decoding: the tokens follow `start` (i64[]) earlier tokens.
 
-    The first row is the state `kept` [B, 1, ...], the value of the last earlier token, or `fill` if `start` is 0.
+    The first row is the state [B, 1, ...], the value of the last earlier token, or `fill` if `start` is 0.
     """
 
-    name: ClassVar[str] = "previous_kept"
+    name: ClassVar[str] = "previous_cached"
     keeps_features: ClassVar[bool] = True
     inline: ClassVar[bool] = False  # the state is overwritten after this node
     arity: ClassVar[int] = 3
@@ -54,13 +52,13 @@ class PreviousKept(Moves):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, state, _ = inputs
-        _check_kept(x, state, (0, 1))
+        _check_state(x, state)
         return (x,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("previous_kept", (Input(0), Input(1), Input(2), self.fill))
+        return TorchCall("previous_cached", (Input(0), Input(1), Input(2), self.fill))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x, state, start = inputs
         shifted = Previous(self.fill).reference(x)
         if int(start) > 0:
@@ -68,9 +66,8 @@ class PreviousKept(Moves):
         return shifted
 
 
-@dataclass(frozen=True, slots=True)
 class KeepLast(Moves):
-    """Overwrites the state `kept` [B, 1, ...] in place with the last token of x [B, T, ...]."""
+    """Overwrites the state [B, 1, ...] in place with the last token of x [B, T, ...]."""
 
     name: ClassVar[str] = "keep_last"
     inline: ClassVar[bool] = False
@@ -79,13 +76,13 @@ class KeepLast(Moves):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         state, x = inputs
-        _check_kept(x, state, (0, 1))
+        _check_state(x, state)
         return (state,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".copy_", (Input(0), TorchCall("[]", (Input(1), (slice(None), slice(-1, None))))))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         _, x = inputs
         return x.select(1, x.shape[1] - 1).unsqueeze(1).clone()
 
@@ -113,7 +110,7 @@ class Reset(Moves):
             starts = TorchCall("[]", (starts, (..., *[None] * dims)))
         return TorchCall(".masked_fill", (Input(0), starts, self.fill))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x, ids = inputs
         output = x.clone()
         for row, token in (ids == self.token).nonzero().tolist():
@@ -121,6 +118,6 @@ class Reset(Moves):
         return output
 
 
-def _check_kept(x: TensorType, state: TensorType, at: tuple[int, ...]) -> None:
+def _check_state(x: TensorType, state: TensorType) -> None:
     if state.shape != (x.shape[0], 1, *x.shape[2:]) or state.dtype != x.dtype:
-        raise TypeRuleError(f"needs a state of one row like {x}, not {state}", at)
+        raise TypeRuleError(f"needs a state of one row like {x}, not {state}", (0, 1))

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGEST = 127  # largest code; -128 is not used, so that codes are symmetric
 FINE = 2 * LARGEST  # steps of the second code per step of the first: 127 for half a step, the largest rounding error
@@ -21,14 +20,14 @@ def padded(extent: int) -> int:
     return -(-extent // ALIGNMENT) * ALIGNMENT
 
 
-def rounded(values: "Tensor") -> "Tensor":
+def rounded(values: Tensor) -> Tensor:
     """Returns the i8 codes nearest to `values`, with ties to even. NaN becomes 0."""
     import torch
 
     return values.round().clamp(-LARGEST, LARGEST).nan_to_num(0.0).to(torch.int8)
 
 
-def two_codes(values: "Tensor") -> "tuple[Tensor, Tensor]":
+def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the i8 codes nearest to `values`, and the i8 codes of the remainder in steps of 1 / FINE.
 
     Values are clamped to [-LARGEST, LARGEST] first, so that values out of range have remainder 0.
@@ -39,13 +38,22 @@ def two_codes(values: "Tensor") -> "tuple[Tensor, Tensor]":
 
 
 def step_of(bits: int) -> float:
-    """Returns the step of 8-bit codes (one code) or 16-bit codes (two codes), in units of the first code's step."""
+    """Returns the resolution in units of the first code's step: 1 for 8 bits (one code), smaller for 16 bits (two
+    codes)."""
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
 def wide(bits: int) -> str:
     """Returns the suffix of names for inputs of more than 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
+
+
+def check_scales(x: TensorType, inverse: TensorType) -> None:
+    """Raises TypeRuleError if `inverse` are not the inverse scales of the features of x."""
+    if not x.floating or inverse.dtype != "f32":
+        raise TypeRuleError(f"needs floats and f32 scales, not {x} and {inverse}", (0, 1))
+    if inverse.shape != (x.width,):
+        raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +72,7 @@ class QuantizeRows(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, inverse = inputs
-        if not x.floating or inverse.dtype != "f32":
-            raise TypeRuleError(f"needs floats and f32 scales, not {x} and {inverse}", (0, 1))
-        if inverse.shape != (x.width,):
-            raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
+        check_scales(x, inverse)
         if not isinstance(x.width, int) or x.width > self.columns:
             raise TypeRuleError(f"cannot pad {x.width} columns to {self.columns}", (0,))
         return (TensorType((*rows(x), self.columns), "i8"),)
@@ -77,7 +82,7 @@ class QuantizeRows(Op):
         function = "quantize_rows" + ("_second" if self.second else "_padded" if pads else "")
         return TorchCall(function, (Input(0), Input(1), *((self.columns,) if self.second or pads else ())))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x, inverse = inputs
@@ -85,11 +90,10 @@ class QuantizeRows(Op):
         return torch.cat((codes, codes.new_zeros(*codes.shape[:-1], self.columns - codes.shape[-1])), -1)
 
 
-@dataclass(frozen=True, slots=True)
 class Int8Product(Op):
-    """Base of the ops that multiply by stored i8 codes w [N, K], which are input number `stored`.
+    """Base of the ops that multiply by stored i8 codes w [N, K], the input at index `stored`.
 
-    Each is computed by its own kernel, inside and outside of fused groups.
+    Such an op has a kernel inside and outside of fused groups.
     """
 
     matrix: ClassVar[bool] = True
@@ -105,13 +109,12 @@ class Int8Product(Op):
         return n, k
 
 
-@dataclass(frozen=True, slots=True)
 class Int8Linear(Int8Product):
     """Multiplies i8 codes x [..., K] with stored i8 codes w [N, K] and adds offset i32 [N].
 
     The sums i32 [..., N] are exact.
 
-    All operations after the sums, from their scaling on, form the epilogue. An i8 output is rounded to codes.
+    Scaling and all later operations form the epilogue. An i8 output is rounded to codes.
     """
 
     name: ClassVar[str] = "int8_linear"
@@ -146,7 +149,7 @@ class Int8Linear(Int8Product):
         x, weight = inputs[0], inputs[1]
         return 2 * x.with_shape(*rows(x)).count(sizes) * weight.count(sizes)
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x, weight, offset = (tensor.to(torch.int64) for tensor in inputs)

@@ -5,12 +5,11 @@ The gates are in the order i, f, g, o. Torch's library computes whole sequences.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 GATES = 4
 
@@ -33,13 +32,13 @@ def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[Tensor
     return size
 
 
-def _step(x: "Tensor", h: "Tensor", c: "Tensor", weights: Sequence["Tensor"]) -> tuple["Tensor", "Tensor"]:
-    """Computes one step of one direction in the precision of x [B, D] and returns h and c."""
+def _step(x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Computes one step of one direction, in the precision of x [B, D]. Returns h and c."""
     into, hidden, *biases = weights
     return updated(x @ into.T + h @ hidden.T + sum(biases), c)
 
 
-def updated(sums: "Tensor", c: "Tensor") -> tuple["Tensor", "Tensor"]:
+def updated(sums: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the new h and c [..., H] from the gate sums [..., 4H] and the old c [..., H]."""
     i, f, g, o = sums.chunk(GATES, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -84,7 +83,7 @@ class Lstm(Op):
         state, weights = map(Input, range(3)), map(Input, range(3, self.arity))
         return TorchCall("lstm" if self.biases == 2 else "lstm_one_bias", (*state, self.directions, *weights))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x, h, c, *weights = inputs
@@ -134,6 +133,6 @@ class LstmCell(Op):
             "lstm_cell" if self.biases == 2 else "lstm_cell_one_bias", tuple(map(Input, range(self.arity)))
         )
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x, h, c, *weights = inputs
         return _step(x[:, 0], h, c, weights)

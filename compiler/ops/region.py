@@ -1,10 +1,11 @@
 """Ops that run another graph: a function call, a fused group, a loop over time."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Op, TensorType
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 
 STEP, TRAIN_STEP = "step", "train_step"  # methods of a loop over time; the second is used by training with dropout
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
@@ -41,6 +42,9 @@ class Call(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
 
+    def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
+        return replace(self, returns=returned(list(map(change, self.infer(())))))
+
 
 @dataclass(frozen=True, slots=True)
 class Fused(Op):
@@ -55,14 +59,17 @@ class Fused(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
 
+    def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
+        return replace(self, returns=returned(list(map(change, self.infer(())))))
+
 
 @dataclass(frozen=True, slots=True)
 class Scan(Op):
     """Runs function `callee` once per time step. Its first `carried` outputs are the first inputs of the next step.
 
     Inputs are the initial carried values, then `stepped` sequences [B, T, ...], then the values that all steps read.
-    Each step receives its own slice [B, 1, ...] of a sequence. Outputs are the last carried values, then the other
-    outputs of all steps, concatenated along time.
+    Each step receives one slice [B, 1, ...] of a sequence. Outputs are the last carried values, then the other outputs
+    of all steps, concatenated along time.
     """
 
     name: ClassVar[str] = "scan"
@@ -79,7 +86,7 @@ class Scan(Op):
 
     @property
     def drops(self) -> bool:
-        """Returns True if the step is the one for training, which applies dropout."""
+        """Returns True if the step function is that of training, with dropout."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     @property
@@ -88,6 +95,9 @@ class Scan(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
+
+    def retyped(self, change: Callable[[TensorType], TensorType]) -> Op:
+        return replace(self, returns=returned(list(map(change, self.infer(())))))
 
 
 def returned(types: Sequence[TensorType]) -> Types:

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
-from specc.compiler.ops.quantized import FINE, LARGEST, wide
+from specc.compiler.ops.quantized import FINE, LARGEST, check_scales, wide
 from specc.compiler.ops.recurrent import GATES, updated
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +29,13 @@ class RoundRows(Op):
     bits: Literal[8, 16] = 8
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        x, inverse = inputs
-        if not x.floating or inverse.dtype != "f32":
-            raise TypeRuleError(f"needs floats and f32 scales, not {x} and {inverse}", (0, 1))
-        if inverse.shape != (x.width,):
-            raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
-        return (x,)
+        check_scales(*inputs)
+        return (inputs[0],)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(f"round_rows{wide(self.bits)}", (Input(0), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x, inverse = inputs
@@ -54,7 +49,6 @@ class RoundRows(Op):
         return torch.where(inside, x + (nearest - x.detach()), nearest)
 
 
-@dataclass(frozen=True, slots=True)
 class LstmGates(Op):
     """Computes the new h and c [B, H] from the gate sums [B, 4H], in the order i, f, g, o, and the old c [B, H]."""
 
@@ -71,5 +65,5 @@ class LstmGates(Op):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(self.name, (Input(0), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return updated(*inputs)

@@ -1,33 +1,22 @@
-"""Attention as kernels compute it: with the log-sum-exp, which its gradient reads.
+"""Attention with the log-sum-exp as a second output, which the gradient reads.
 
-The fusion pass replaces the ops of `attention` that train by these.
+In training programs, the fusion pass replaces the ops of `attention` by these ops.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import (
-    Gradients,
-    Op,
-    Sizes,
-    Tape,
-    TensorType,
-    TypeRuleError,
-    output_ref,
-)
+from specc.compiler.ir.graph import output_ref
+from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.attention import Attention, ScoreFields, Sdpa, SdpaSeen
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 SCORES = 1 << 24  # number of scores that a reference holds at a time
 
 
-@dataclass(frozen=True, slots=True)
 class SavedAttention(Op):
-    """Base of attention as kernels compute it, with the log-sum-exp that its gradient reads.
+    """Base of attention with the log-sum-exp as a second output, which the gradient reads.
 
     Outputs are y [B, T, H, C] and lse f32[B, H, T]: the natural logarithm of the sum of exp(q k^T / sqrt(C)) over the
     keys that a query attends to. If there is no such key, y, lse and all gradients are 0. All kernels use this
@@ -43,7 +32,7 @@ class SavedAttention(Op):
 
     @property
     def plain(self) -> Attention:
-        """The attention without the log-sum-exp, which has the same inputs."""
+        """The attention op with the same inputs that does not return the log-sum-exp."""
         raise TypeRuleError(f"{self.name} has no attention")
 
     @property
@@ -52,16 +41,16 @@ class SavedAttention(Op):
         return self.arity
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        return self.name, _heads_size(inputs[0], inputs[1])
+        return self.name, _heads_size(*inputs[:3])
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        (q,) = self.plain.infer(inputs)
-        return q, _lse_type(q)
+        (y,) = self.plain.infer(inputs)
+        return y, _lse_type(y)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return self.plain.flops(inputs, outputs, sizes)
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         """Computes some sequences at a time. lse is computed from scores in the precision of q, in f32 or wider."""
         import torch
 
@@ -74,19 +63,19 @@ class SavedAttention(Op):
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
 
     def gradients(self, tape: Tape, grad: Op) -> Gradients:
-        """Adds the node of the gradient `grad`. Further inputs that have rows, such as a mask, have no gradient."""
+        """Adds the node of the gradient `grad`. Additional inputs that have rows, such as a mask, have no gradient."""
         read = (*map(tape.input, range(3)), tape.output(0), tape.output(1), *map(tape.input, range(3, self.arity)))
         dq = tape.add("grad", grad, (tape.grad(), *read))
         learned = (output_ref(dq, i) for i in range(3, 3 + self.arity - self.by_rows))
         return dq, output_ref(dq, 1), output_ref(dq, 2), *[None] * (self.by_rows - 3), *learned
 
 
-@dataclass(frozen=True, slots=True)
 class SavedAttentionGrad(Op):
-    """Base of the gradients dq, dk and dv of `forward`, from dy, q, k, v, y, lse and its further inputs.
+    """Base of the gradients dq, dk and dv of `forward`. Inputs are dy, q, k, v, y, lse and the additional inputs of
+    `forward`.
 
-    With p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)): dv = p^T dy, dq = ds k / sqrt(C), dk = ds^T q /
-    sqrt(C). The gradients of query heads that share a key head are added.
+    Let p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)). Then dv = p^T dy, dq = ds k / sqrt(C), and dk =
+    ds^T q / sqrt(C). The gradients of query heads that share a key head are added.
     """
 
     matrix: ClassVar[bool] = True
@@ -98,7 +87,7 @@ class SavedAttentionGrad(Op):
 
     @property
     def forward(self) -> SavedAttention:
-        """The op whose gradients these are."""
+        """The op that this op is the gradient of."""
         raise TypeRuleError(f"{self.name} has no forward")
 
     @property
@@ -110,28 +99,27 @@ class SavedAttentionGrad(Op):
         return f"gradient of {self.forward.words}"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        name, size = self.forward.symbol(inputs[1:3])
+        name, size = self.forward.symbol(inputs[1:4])
         return f"{name}_grad", size
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         dy, q, k, v, y, lse, *mask = inputs
-        self.forward.infer((q, k, v, *mask))
-        if (dy, y, lse) != (q, q, _lse_type(q)):
+        if (dy, lse) != self.forward.infer((q, k, v, *mask)) or y != dy:
             raise TypeRuleError(f"takes the gradient {dy} of {y} with {lse} for q {q}", (0, 4, 5))
         learned = mask[self.forward.by_rows - 3 :]
         return q, k, v, *(replace(type, dtype="f32") for type in learned)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         # five products instead of the forward's two: the scores again, then two for each of the two forward products
-        return self.forward.flops(inputs[1:4], outputs, sizes) * 5 // 2
+        return self.forward.flops(inputs[1:4], (inputs[4],), sizes) * 5 // 2
 
-    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+    def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Replaces y and lse by the outputs of the forward for q, k and v."""
         dy, q, k, v, _, _, *mask = inputs
         y, lse = self.forward.reference(q.float(), k.float(), v.float(), *mask)
         return dy, q, k, v, y.to(q.dtype), lse, *mask
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         """Differentiates the reference of the plain attention by autograd, some sequences at a time."""
         import torch
 
@@ -146,9 +134,8 @@ class SavedAttentionGrad(Op):
         return *map(torch.cat, gradients[:3]), *(sum(part.to(wide) for part in parts) for parts in gradients[3:])
 
 
-@dataclass(frozen=True, slots=True)
 class CausalAttention(SavedAttention):
-    """Sdpa without a window, with its log-sum-exp."""
+    """Sdpa without a score or mask, and the log-sum-exp."""
 
     name: ClassVar[str] = "causal_attention"
     words: ClassVar[str] = "causal attention"
@@ -163,7 +150,6 @@ class CausalAttention(SavedAttention):
         return self.gradients(tape, CausalAttentionGrad())
 
 
-@dataclass(frozen=True, slots=True)
 class CausalAttentionGrad(SavedAttentionGrad):
     """The gradients of CausalAttention."""
 
@@ -177,10 +163,10 @@ class CausalAttentionGrad(SavedAttentionGrad):
 
 @dataclass(frozen=True, slots=True)
 class ScoredAttention(ScoreFields, SavedAttention):
-    """Sdpa with any score and mask, with its log-sum-exp, to which a sink belongs.
+    """Sdpa with any score and mask, and the log-sum-exp, which includes sinks.
 
-    The inputs after q, k and v are the further inputs of `ScoreFields`. A query that attends to no key has the sink as
-    its log-sum-exp, if there is one.
+    The inputs after q, k and v are the additional inputs of `ScoreFields`. If a query attends to no key and there is a
+    sink, the log-sum-exp is the sink.
     """
 
     name: ClassVar[str] = "scored_attention"
@@ -206,12 +192,12 @@ class ScoredAttention(ScoreFields, SavedAttention):
         return Sdpa(self.score, self.mask, self.scale, self.tables, self.sinks)
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        return f"{self.name}_{self.title}", _heads_size(inputs[0], inputs[1])
+        return f"{self.name}_{self.title}", _heads_size(*inputs[:3])
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return IDS
 
-    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+    def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Replaces random ids by starts of documents."""
         return [starts_of(x) if self.documents and i == 3 else x for i, x in enumerate(inputs)]
 
@@ -221,11 +207,11 @@ class ScoredAttention(ScoreFields, SavedAttention):
 
 @dataclass(frozen=True, slots=True)
 class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
-    """The gradients of ScoredAttention: dq, dk, dv, then f32 those of the sinks and of the tables.
+    """The gradients of ScoredAttention: dq, dk, dv, then in f32 the gradients of the sinks and of the tables.
 
-    With dscore as ds in `SavedAttentionGrad`: the gradient of s is dscore times the derivative of the score by s, that
-    of an element of a table is the sum of dscore times the derivative by it over the scores that read it, and that of a
-    sink is -sum(exp(sink - lse) sum(dy y)).
+    Let dscore be ds in `SavedAttentionGrad`. The gradient of s is dscore times the derivative of the score by s. The
+    gradient of a table element is the sum, over the scores that read it, of dscore times the derivative of the score by
+    the element. The gradient of a sink is -sum(exp(sink - lse) sum(dy y)).
     """
 
     name: ClassVar[str] = "scored_attention_grad"
@@ -241,7 +227,7 @@ class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return IDS
 
-    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+    def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         started = [starts_of(x) if self.documents and i == 6 else x for i, x in enumerate(inputs)]
         dy, q, k, v, _, _, *further = started
         y, lse = self.forward.reference(*(x.float() if x.is_floating_point() else x for x in (q, k, v, *further)))
@@ -252,9 +238,8 @@ class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
         return ScoredAttention(self.score, self.mask, self.scale, self.tables, self.sinks)
 
 
-@dataclass(frozen=True, slots=True)
 class SeenAttention(SavedAttention):
-    """SdpaSeen with its log-sum-exp."""
+    """SdpaSeen and the log-sum-exp."""
 
     name: ClassVar[str] = "seen_attention"
     words: ClassVar[str] = "attention to what is seen"
@@ -266,9 +251,9 @@ class SeenAttention(SavedAttention):
         return SdpaSeen()
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        """Attention of one sequence to another has a different name, because a plan selects its kernel separately."""
+        """Cross-attention has a different name than self-attention, because a plan selects its kernel separately."""
         q, k = inputs[:2]
-        return "seen_attention" if q.shape[1] == k.shape[1] else "cross_attention", _heads_size(q, k)
+        return "seen_attention" if q.shape[1] == k.shape[1] else "cross_attention", _heads_size(*inputs[:3])
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return 2
@@ -277,7 +262,6 @@ class SeenAttention(SavedAttention):
         return self.gradients(tape, SeenAttentionGrad())
 
 
-@dataclass(frozen=True, slots=True)
 class SeenAttentionGrad(SavedAttentionGrad):
     """The gradients of SeenAttention."""
 
@@ -295,7 +279,7 @@ class SeenAttentionGrad(SavedAttentionGrad):
 IDS = 20  # the mean length of random documents
 
 
-def starts_of(ids: "Tensor") -> "Tensor":
+def starts_of(ids: Tensor) -> Tensor:
     """Returns the start position of each token's document i64[B, T], where a document starts at each id 0."""
     import torch
 
@@ -310,12 +294,14 @@ def _lse_type(q: TensorType) -> TensorType:
     return TensorType((rows, heads, tokens), "f32")
 
 
-def _heads_size(q: TensorType, k: TensorType) -> str:
-    return f"h{q.shape[-2]}_g{k.shape[-2]}_c{q.width}"
+def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
+    values = f"_d{v.width}" if v.width != k.width else ""
+    return f"h{q.shape[-2]}_g{k.shape[-2]}_c{q.width}{values}"
 
 
-def _by_sequences(values: "Sequence[Tensor]", rows: int, q: "Tensor", k: "Tensor") -> "Iterator[Sequence[Tensor]]":
-    """Yields slices of the first `rows` values with as many sequences as fit SCORES scores, and the other values.
+def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Yields slices of the first `rows` values, and the other values. A slice has as many sequences as SCORES scores
+    allow.
 
     Yields one empty slice if there are none.
     """

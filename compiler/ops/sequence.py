@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +23,13 @@ class Seen(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("!=", (Input(0), self.pad))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return (inputs[0] - self.pad).bool()
 
 
 @dataclass(frozen=True, slots=True)
 class Shift(Moves):
-    """The decoder inputs for teacher forcing: `start`, then all but the last of ids i64[B, T]."""
+    """The decoder inputs for teacher forcing: `start`, then all ids i64[B, T] except the last."""
 
     name: ClassVar[str] = "shift"
     inline: ClassVar[bool] = False
@@ -41,7 +39,7 @@ class Shift(Moves):
         cut = TorchCall("[]", (Input(0), (slice(None), slice(None, -1))))
         return TorchCall("F.pad", (cut, (1, 0)), (("value", self.start),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         shifted = inputs[0].roll(1, 1)
         shifted[:, 0] = self.start
         return shifted
@@ -49,7 +47,7 @@ class Shift(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Moves):
-    """Zeros [B, *shape] in the dtype of x [B, ...]: an empty state."""
+    """An empty state: zeros [B, *shape] in the dtype of x [B, ...]."""
 
     name: ClassVar[str] = "zeros"
     inline: ClassVar[bool] = False
@@ -62,13 +60,12 @@ class Zeros(Moves):
         rows = TorchCall("[]", (TorchCall(".", (Input(0), "shape")), 0))
         return TorchCall(".new_zeros", (Input(0), rows, *map(int, self.shape)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         return torch.zeros((inputs[0].shape[0], *self.shape), dtype=inputs[0].dtype, device=inputs[0].device)
 
 
-@dataclass(frozen=True, slots=True)
 class StateWrite(Moves):
     """Replaces the state, the first input, in place by the second input, which has the same shape."""
 
@@ -86,11 +83,10 @@ class StateWrite(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".copy_", (Input(0), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[1].clone()
 
 
-@dataclass(frozen=True, slots=True)
 class Copy(Moves):
     """Copies a value, so that in-place changes of the copy do not affect the original."""
 
@@ -100,11 +96,10 @@ class Copy(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".clone", (Input(0),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0] + 0
 
 
-@dataclass(frozen=True, slots=True)
 class Concat(Moves):
     """Concatenates features: [..., D1] and [..., D2] become [..., D1 + D2]."""
 
@@ -121,14 +116,13 @@ class Concat(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("torch.cat", ((Input(0), Input(1)), -1))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         first, second = inputs
         joined = first.new_empty((*first.shape[:-1], first.shape[-1] + second.shape[-1]))
         joined[..., : first.shape[-1]], joined[..., first.shape[-1] :] = first, second
         return joined
 
 
-@dataclass(frozen=True, slots=True)
 class Reversed(Moves):
     """Reverses x [B, T, D] in time, including padding."""
 
@@ -137,12 +131,11 @@ class Reversed(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".flip", (Input(0), 1))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         x = inputs[0]
         return x[:, [x.shape[1] - 1 - t for t in range(x.shape[1])]]
 
 
-@dataclass(frozen=True, slots=True)
 class AsStep(Moves):
     """Returns features [B, D] as a sequence of one step, [B, 1, D]."""
 
@@ -156,11 +149,10 @@ class AsStep(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".unsqueeze", (Input(0), 1))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].reshape(inputs[0].shape[0], 1, -1)
 
 
-@dataclass(frozen=True, slots=True)
 class Repeat(Moves):
     """Repeats features [B, D] at every position of ids i64[B, T]: [B, T, D]."""
 
@@ -175,7 +167,7 @@ class Repeat(Moves):
         length = TorchCall("[]", (TorchCall(".", (Input(1), "shape")), 1))
         return TorchCall(".expand", (TorchCall(".unsqueeze", (Input(0), 1)), -1, length, -1))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x, ids = inputs

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from specc.compiler.ir.graph import Gradients, Input, Op, Tape, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
 class Moves(Op):
     """Base of ops that move values and do no arithmetic. By default, the output has the type of the first input."""
 
@@ -21,7 +19,6 @@ class Moves(Op):
         return (inputs[0],)
 
 
-@dataclass(frozen=True, slots=True)
 class Embedding(Moves):
     """Looks up row ids[...] of a table [V, D], for ids in [0, V)."""
 
@@ -35,7 +32,7 @@ class Embedding(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("F.embedding", (Input(0), Input(1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         ids, table = inputs
         return table[ids]
 
@@ -56,11 +53,10 @@ class SplitHeads(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".unflatten", (Input(0), -1, self.infer(inputs)[0].shape[-2:]))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].reshape(*inputs[0].shape[:-1], self.heads, -1)
 
 
-@dataclass(frozen=True, slots=True)
 class MergeHeads(Moves):
     """Reshapes [..., H, C] to [..., H C]."""
 
@@ -75,8 +71,28 @@ class MergeHeads(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".flatten", (Input(0), -2))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].reshape(*inputs[0].shape[:-2], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandHeads(Moves):
+    """Repeats the single head of [..., 1, C] as a view [..., H, C]."""
+
+    name: ClassVar[str] = "expand_heads"
+    heads: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x = inputs[0]
+        if x.shape[-2] != 1:
+            raise TypeRuleError(f"repeats a single head, not those of {x}", (0,))
+        return (x.with_shape(*x.shape[:-2], self.heads, x.width),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".expand", (Input(0), *[-1] * (len(inputs[0].shape) - 2), self.heads, -1))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        return inputs[0].repeat_interleave(self.heads, -2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +112,15 @@ class FirstFeatures(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("[]", (Input(0), (..., slice(None, int(self.features)))))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].narrow(-1, 0, self.features)
+
+
+class CropColumns(FirstFeatures):
+    """Returns the first `features` columns of [..., N], which removes padding."""
+
+    name: ClassVar[str] = "crop_columns"
+    listed: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +144,7 @@ class Split(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".chunk", (Input(0), len(self.labels)), (("dim", -1),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         width = inputs[0].shape[-1] // len(self.labels)
         return tuple(inputs[0].narrow(-1, i * width, width) for i in range(len(self.labels)))
 
@@ -143,12 +166,11 @@ class Part(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("[]", (TorchCall(".chunk", (Input(0), self.parts, -1)), self.index))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         width = inputs[0].shape[-1] // self.parts
         return inputs[0].narrow(-1, self.index * width, width)
 
 
-@dataclass(frozen=True, slots=True)
 class Last(Moves):
     """Returns the last position of [B, T, D], as [B, D]."""
 
@@ -162,7 +184,7 @@ class Last(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("[]", (Input(0), (slice(None), -1)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].select(1, inputs[0].shape[1] - 1)
 
 
@@ -185,7 +207,7 @@ class PadRows(Moves):
         assert isinstance(rows, int)
         return TorchCall("F.pad", (Input(0), (0, 0, 0, self.rows - rows)))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         (x,) = inputs
@@ -214,33 +236,10 @@ class CropRows(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall("[]", (Input(0), slice(None, int(self.rows))))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].narrow(0, 0, self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class CropColumns(Moves):
-    """Returns the first `columns` columns of [..., N], which removes padding."""
-
-    name: ClassVar[str] = "crop_columns"
-    keeps_features: ClassVar[bool] = True
-    listed: ClassVar[bool] = True
-    columns: int
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        (x,) = inputs
-        if not isinstance(x.width, int) or x.width < self.columns:
-            raise TypeRuleError(f"crops at least {self.columns} columns, not {x}", (0,))
-        return (x.with_shape(*x.shape[:-1], self.columns),)
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return TorchCall("[]", (Input(0), (..., slice(None, int(self.columns)))))
-
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        return inputs[0].narrow(-1, 0, self.columns)
-
-
-@dataclass(frozen=True, slots=True)
 class RowByRow(Moves):
     """Makes a value contiguous in row-major order. Copies only if it is not contiguous already."""
 
@@ -250,7 +249,7 @@ class RowByRow(Moves):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(".contiguous", (Input(0),))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0]
 
 
@@ -275,7 +274,7 @@ class TimeMajor(Moves):
         swapped = TorchCall(".transpose", (x, 0, 1))
         return swapped if self.back else TorchCall(".contiguous", (swapped,))
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+    def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         steps = range(inputs[0].shape[1])

@@ -1,10 +1,11 @@
-"""Assigns a quantization scheme to each parameter: that of the rule that names it, else the default. Also checks that
-the choices a spec leaves open until there are weights can be made."""
+"""Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default. Also checks the
+promotion, allocation and correction, which are carried out after training."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 
-from specc.compiler.ir.graph import Op
+from specc.compiler.ir.op import Op
+from specc.compiler.ops.experts.dispatch import GroupedLinear
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.pattern import matches
@@ -29,8 +30,8 @@ def allocation(
     Args:
         quant: The quantization of the spec, or None.
         params: The parameter table.
-        seen: Names of the parameters whose products calibration observes, from `calibrated`. None skips this check.
-        looked: Names of the tables whose lookups calibration observes, from `looked_up`.
+        seen: Names of the weights whose inputs calibration observes, from `observed`. None skips this check.
+        looked: Names of the tables whose lookups calibration observes, from `observed`.
 
     Raises:
         LoweringError: If a rule matches nothing, overlaps another, or cannot store a parameter it matches, if a scheme
@@ -80,21 +81,22 @@ def allocation(
 
 
 def stated(quant: QuantSpec, scheme: Scheme) -> Path:
-    """Returns the path in the spec of a scheme from an allocation: that of a rule, or of the default."""
+    """Returns the spec path of a scheme from an allocation: the path of a rule, or of the default."""
     positions = [i for i, rule in enumerate(quant.rules) if rule is scheme]
     return ("quant", "rules", positions[0]) if positions else ("quant", "default")
 
 
 def pattern_of(names: Collection[str]) -> str:
-    """Returns a pattern that matches all parameters whose last name component is that of one of `names`."""
+    """Returns a pattern that matches all parameters with the same last name component as one of `names`."""
     words = dict.fromkeys(name.rpartition(".")[2] for name in names)
     whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some may be outside of all parts
     return f"{whole}{{{','.join(words)}}}" if len(words) > 1 else f"{whole}{next(iter(words))}"
 
 
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
-    """Returns a hint for storing the parameters of `pattern`, which have `scheme`, unquantized in `dtype`. A parameter
-    may match only one rule, so if a rule already names it, the hint is to narrow that rule."""
+    """Returns a hint that tells how to store the parameters of `pattern` unquantized in `dtype`. `scheme` is their
+    present scheme. If a rule already matches a parameter, the hint is to narrow that rule, because a parameter may
+    match only one rule."""
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
@@ -104,22 +106,21 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
 
 
 def and_more(items: Sized) -> str:
-    """Returns the end of a message that names the first of some parameters."""
+    """Returns the end of a message that names only the first parameter: the number of the others."""
     return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    """Returns the problem of parameters whose scheme needs the inputs of their product although calibration observes
-    none, e.g. tables that are only looked up."""
+    """Returns the problem of parameters whose scheme needs inputs of a product although calibration observes none. An
+    example is a table that is only looked up."""
     needs = f"{chosen[names[0]].label()} needs inputs of its product"
-    message = f"{names[0]}: {needs}, and calibration sees none{and_more(names)}"
+    message = f"{names[0]}: {needs}, but calibration observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
     return Problem(path, "S307", message, f"use `scheme: round`, which needs none, e.g. by a rule {rule}")
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if a promotion matches nothing, if no matched parameter can have more bits, or if fewer can than
-    it counts."""
+    """Yields a problem if a promotion matches nothing, or if fewer parameters than `count` can have more bits."""
     if (promote := quant.promote) is None:
         return
     known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
@@ -128,16 +129,16 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
         return
     able = [name for name in known if _has_more_bits(chosen[name], promote.bits)]
     if not able:
-        message = f"promote to {promote.bits} bits gives no parameter more than it has"
+        message = f"promote to {promote.bits} bits changes nothing: every matched parameter has as many bits already"
         yield Problem(("quant", "promote", "bits"), "S311", message, "use more bits than the default")
     elif promote.count is not None and promote.count > len(able):
-        message = f"promote counts {promote.count} tensors, but only {len(able)} can have {promote.bits} bits"
+        message = f"promote has count {promote.count}, but only {len(able)} tensors can have {promote.bits} bits"
         yield Problem(("quant", "promote", "count"), "S311", message, f"use at most {len(able)}")
 
 
 def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if an allocation matches nothing, if a matched parameter can have none of its bits, or if no
-    calibrated parameter has several options."""
+    """Yields a problem if an allocation matches nothing, if a matched parameter supports none of the listed bits, or if
+    no calibrated parameter has several options."""
     if (allocate := quant.allocate) is None:
         return
     path: Path = ("quant", "allocate", "match")
@@ -148,7 +149,7 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     options = {name: len(variants(chosen[name], allocate.bits, allocate.clip_stds)) for name in known}
     named, path = ", ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
-        message = f"{left[0]}: {chosen[left[0]].label()} can have none of {named} bits{and_more(left)}"
+        message = f"{left[0]}: {chosen[left[0]].label()} supports none of {named} bits{and_more(left)}"
         hint = f"use some of {_widths(chosen[left[0]])}, or narrow the match of allocate"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:
@@ -166,8 +167,8 @@ def _widths(scheme: Scheme) -> str:
 def _correction_problems(
     quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Problem]:
-    """Yields a problem if a correction matches nothing, or if fewer matched parameters can have a correction, or one of
-    its rank, than it counts."""
+    """Yields a problem if a correction matches nothing, or if fewer parameters than `count` can have a correction of
+    the given rank."""
     if (correct := quant.correct) is None:
         return
     if not any(matches(correct.match, name) for name in chosen):
@@ -182,7 +183,9 @@ def _correction_problems(
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
     elif (limit := ranks[correct.count - 1]) < correct.rank:
         enough = sum(rank >= correct.rank for rank in ranks)
-        message = f"correct has rank {correct.rank}, but only {enough} tensors of {correct.match} are that large"
+        message = (
+            f"correct has rank {correct.rank}, but only {enough} tensors of {correct.match} have this rank or more"
+        )
         hint = f"use a rank of at most {limit}"
         yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 
@@ -194,7 +197,7 @@ def _calibrated(
 
     Args:
         path: The path of the pattern in the spec.
-        what: The choice and its pattern, as the problem states them.
+        what: The setting and its pattern, as text for the problem.
         pattern: The pattern.
         chosen: The scheme of each parameter.
         seen: Names of the parameters that calibration observes.
@@ -213,35 +216,32 @@ def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
 
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:
-    """Whether a scheme has a variant with `bits` and currently has fewer."""
+    """Whether a scheme has fewer than `bits` and has a variant with `bits`."""
     return scheme.bits_per_value() < bits and bool(variants(scheme, (bits,), ()))
 
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
     """Returns the programs with the storage of each parameter set in the table. Raises LoweringError as `allocation`
     does."""
-    schemes = allocation(quant, programs.params, calibrated(programs), looked_up(programs))
-    params = tuple(replace(param, storage=storage_name(schemes[param.name])) for param in programs.params)
+    schemes = allocation(quant, programs.stored, *observed(programs))
+    names = {name: storage_name(scheme) for name, scheme in schemes.items()}
+    params = tuple(replace(param, storage=names.get(param.name, "")) for param in programs.params)
     return replace(programs, params=params)
 
 
-def calibrated(programs: Programs) -> frozenset[str]:
-    """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model.
-    Empty for other models. `programs` are the programs before any pass that rewrites graphs."""
-    return _second_of(programs, Linear)
-
-
-def looked_up(programs: Programs) -> frozenset[str]:
-    """Returns the tables whose lookups calibration observes, in the same program as `calibrated`."""
-    return _second_of(programs, Embedding)
-
-
-def _second_of(programs: Programs, kind: type[Op]) -> frozenset[str]:
+def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model, and
+    the tables that it looks up. Both are empty for other models. `programs` are the programs before any pass that
+    rewrites graphs."""
     graph = flatten(programs, programs.program("score"))
     if [name for name, _ in graph.inputs] != ["ids", "targets"]:
-        return frozenset()
-    refs = (ref for node in graph.nodes if isinstance(node.op, kind) for ref in node.inputs[1:])
-    return frozenset(ref[1:] for ref in refs if ref.startswith("@"))
+        return frozenset(), frozenset()
+
+    def read_by(*kinds: type[Op]) -> frozenset[str]:
+        refs = (ref for node in graph.nodes if isinstance(node.op, kinds) for ref in node.inputs[1:])
+        return frozenset(ref[1:] for ref in refs if ref.startswith("@"))
+
+    return read_by(Linear, GroupedLinear), read_by(Embedding)
 
 
 def storage_name(scheme: Scheme) -> str:

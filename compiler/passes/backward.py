@@ -1,5 +1,5 @@
-"""Composes the backward of a group from the derivative rules of its members, as a graph over values that the forward
-saves."""
+"""Composes the backward of a group from the derivative rules of the members. The result is a graph over values that the
+forward saves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,28 +16,31 @@ from specc.compiler.expr import (
     substitute,
     variables,
 )
-from specc.compiler.ir.graph import Builder, Graph, Node, Op, Scaled, Tape, TensorType, node_of
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ir.op import Op, Scaled, Tape
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """Returns the variables of a pointwise member that are products of the group. Such products are not stored unless
-    the backward saves them."""
+    """Returns the variables of a pointwise member that are products of the group. Such products are stored only if the
+    backward reads them."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """Returns the name of a pointwise member that reads products in the names of kernels: e.g. `gelu`, or `gelu_pre` if
-    the forward saves the products instead of their derivatives."""
+    """Returns the part of a kernel name that stands for a pointwise member: e.g. `gelu`, or `gelu_pre` if the forward
+    saves the products instead of derivatives."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
 
 
 def spelled(forward: Graph, ref: str) -> str:
-    """Returns the backward's name of a forward value: unchanged for inputs, else e.g. `act` or `slope`."""
+    """Returns the name of a forward value in the backward: unchanged for inputs, otherwise e.g. `act` or `slope`."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
@@ -55,8 +58,8 @@ class Derivation:
     """The backward under construction. It declares a forward value as an input when a rule first reads it.
 
     Attributes:
-        members: The nodes of `forward`, by name, before outputs were added for the values to save.
-        forward: The forward graph, with those outputs.
+        members: The nodes of `forward`, by name, before the outputs for saved values were added.
+        forward: The forward graph, including the outputs for saved values.
         keep: The choice of the values that the forward saves.
     """
 
@@ -66,8 +69,9 @@ class Derivation:
     b: Builder = field(default_factory=lambda: Builder(""))
 
     def run(self, name: str) -> Graph:
-        """Returns the backward as a graph named `name`: from `d`, the gradient of the output, and the saved values to
-        the gradients of the forward's inputs, in order. Inputs that no gradient reaches have no output."""
+        """Returns the backward as a graph named `name`. Its inputs are `d`, the gradient of the output, and the saved
+        values. Its outputs are the gradients of the forward's inputs, in order. Inputs without a gradient have no
+        output."""
         b = self.b
         b.name = name
         last = self.forward.nodes[-1]
@@ -84,7 +88,7 @@ class Derivation:
         return b.build({f"d_{ref}": self.multiplied(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
     def saved(self, ref: str) -> str:
-        """Returns the backward's name of a forward value, and declares the value as an input if necessary."""
+        """Returns the name of a forward value in the backward. Declares the value as an input if necessary."""
         name = spelled(self.forward, ref)
         return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
 
@@ -107,20 +111,19 @@ class Derivation:
         """Returns a rule's result with the scalar factor `by` of its incoming gradient still pending."""
         if isinstance(value, str):
             return Scaled(value, by)
-        product = (
-            self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)) if by else value.by
-        )
-        return Scaled(value.value, product)
+        if not by:
+            return value
+        return Scaled(value.value, self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)))
 
     def by_rule(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a node's inputs by the op's own rule."""
+        """Returns the gradients of a node's inputs by the derivative rule of the op."""
         values = node.op.derivative(NodeTape(self, node, grads))
         assert values is not None
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a pointwise member's inputs: those of products as planned by `plan_backward`, those
-        of other operands by symbolic differentiation."""
+        """Returns the gradients of a pointwise member's inputs. Gradients of products follow `plan_backward`. Gradients
+        of other operands are differentiated symbolically."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])
@@ -174,17 +177,15 @@ class Derivation:
         self.b.add(name, op, inputs)
         results = []
         for ref, type, v in zip(self.b.nodes[-1].outputs, wanted, texts, strict=True):
-            summed = (
-                ref if self.b.types[ref].shape == type.shape else self.b.add(f"{name}.sum", SumTo(type.shape), (ref,))
-            )
-            results.append((operands[v], summed))
+            whole = self.b.types[ref].shape == type.shape
+            results.append((operands[v], ref if whole else self.b.add(f"{name}.sum", SumTo(type.shape), (ref,))))
         return results
 
 
 @dataclass(frozen=True, slots=True)
 class NodeTape(Tape):
-    """The tape that is passed to the derivative rule of one node. `grads` are the gradients of those of its outputs
-    that have one, by index."""
+    """The tape that is passed to the derivative rule of one node. `grads` are the gradients of the node's outputs, by
+    index; outputs without a gradient are absent."""
 
     derivation: Derivation
     node: Node

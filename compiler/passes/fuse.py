@@ -12,22 +12,23 @@ from specc.compiler.pattern import matches
 from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 
-FusePoints = Sequence[Mapping[str, Sequence[str]]]
+FusePoints = Sequence[Mapping[str, Sequence[str] | int]]
 
 
 def fuse(programs: Programs, points: FusePoints) -> Programs:
     """Returns the programs with the nodes of each fusion point replaced by one `fused` node.
 
-    Fusion points apply to the programs in `programs.whole`. Decoding, one token at a time, stays unfused.
+    Fusion points apply to the programs in `programs.whole`. Programs that decode one token at a time are not fused.
 
     Raises:
         LoweringError: If a fusion point cannot be applied. Lists the problems of all fusion points.
     """
     problems: list[Problem] = []
     for i, point in enumerate(points):
-        (pattern, members), *_ = point.items()
+        (pattern, members), *_ = ((key, value) for key, value in point.items() if not isinstance(value, int))
+        chunks = next((value for value in point.values() if isinstance(value, int)), 1)
         try:
-            programs = _fuse_point(programs, pattern, tuple(members))
+            programs = _fuse_point(programs, pattern, tuple(members), chunks)
         except Unfusable as error:
             hint = "remove it from the fusion point; `specc ir --after lower` shows the graph"
             problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
@@ -63,10 +64,11 @@ def _scopes(graph: Graph) -> tuple[str, ...]:
     return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
 
 
-def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> Programs:
+def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...], chunks: int) -> Programs:
     places: dict[tuple[str, str], dict[str, bool]] = {}
+    scopes = {graph.name: _scopes(graph) for graph in programs.graphs}
     for graph, at in _sites(programs):
-        for scope in _scopes(graph):
+        for scope in scopes[graph.name]:
             covered = places.setdefault((graph.name, scope), {})
             covered[at] = matches(pattern, f"{at}.{scope}" if at else scope)
     chosen = [key for key, covered in places.items() if any(covered.values())]
@@ -101,7 +103,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
         hint = "remove it from one of the two fusion points, or join them"
         raise _unmatched("S302", f"{taken[0]} of {pattern} is already in another fusion point", hint)
     for name, scope in fusable:
-        programs = _fuse_graph(programs, name, scope, members)
+        programs = _fuse_graph(programs, name, scope, members, chunks)
     return programs
 
 
@@ -125,12 +127,12 @@ def _short(names: Sequence[str]) -> str:
     return f"{shown}, ..." if len(names) > 8 else shown
 
 
-def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...]) -> Programs:
-    """Returns the programs with the members of one scope in one graph replaced by one node, which has the name of the
-    last member."""
+def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int) -> Programs:
+    """Replaces the members of one scope in one graph by one node with the name of the last member. Returns the
+    programs."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
-    group, known = _shared(programs, build_group(graph, scope, nodes))
+    group, known = _shared(programs, build_group(graph, scope, nodes, chunks))
     last, inside = nodes[-1], {node.name for node in nodes}
     external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
     fused = Node(last.name, Fused(group.name, returned(last.types)), external, last.types)
@@ -151,10 +153,10 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
-    """Returns the named nodes in graph order, with nodes that belong to them.
+    """Returns the named nodes and the nodes that belong to them, in graph order.
 
-    These are linear layers that only a named node reads, e.g. the gate next to `up`, and further nodes of a member that
-    only chosen nodes read, e.g. the cast `logits.f32` of `logits`.
+    A linear layer belongs to a named node that is its only reader, e.g. the gate next to `up`. Another node of a member
+    belongs to it if only returned nodes read it, e.g. the cast `logits.f32` of `logits`.
     """
     chosen = set(names)
     for part in reversed(graph.nodes):
@@ -172,8 +174,7 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
-    """Returns the equal group that another function already has and True, or the group under a unique name and
-    False."""
+    """Returns the equal group of another function and True, or this group under a unique name and False."""
     for known in programs.groups:
         if known == _named(group, known.name):
             return known, True
@@ -182,8 +183,8 @@ def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
 
 
 def _names(group: Group) -> Iterator[str]:
-    """Yields names for a group: its own, then with more words of its scope, then with its last member's word appended
-    repeatedly."""
+    """Yields candidate names for a group: the default name, then names with more words of the scope, then the name with
+    the word of the last member appended repeatedly."""
     name = group.name
     yield name
     for word in reversed(group.scope.split(".")[:-1]):

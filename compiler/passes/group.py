@@ -7,7 +7,9 @@ from specc.compiler import fusions
 from specc.compiler.catalog import catalog
 from specc.compiler.expr import KEEPS, Keep, derive, number, plan_backward, reread, variables
 from specc.compiler.fusions.fusion import Fusion, Rewrite
-from specc.compiler.ir.graph import Builder, Graph, Node, Op, node_of
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ir.op import Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.passes.backward import Derivation, accumulators, spelled, titled
@@ -23,16 +25,18 @@ class Unfusable(Exception):
         self.node, self.reason = node, reason
 
 
-def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
+def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int = 1) -> Group:
     """Builds the group of `members`, after applying all fusions that accept them.
 
     Args:
         graph: The graph of the members.
         scope: The prefix of names that the fusion point matched.
         members: The nodes, in graph order. Only the last may be read from outside.
+        chunks: The number of chunks of rows that are computed one after another.
 
     Returns:
-        The group with the default choice of saved values. Its `others` are the groups of the other save choices.
+        The group with the default choice of saved values. The field `others` holds the groups of the other save
+        choices.
 
     Raises:
         Unfusable: If a member cannot be in a group.
@@ -40,6 +44,8 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     """
     _check_uses(graph, members)
     rewrite = _rewritten(graph, members)
+    if chunks > 1 and not rewrite.nodes[-1].op.by_chunks:
+        raise Unfusable(members[-1].name, "has no chunks; only a group that ends in the loss has")
     inside = {node.name for node in members}
     external = tuple(dict.fromkeys(ref for node in members for ref in node.inputs if node_of(ref) not in inside))
     names = _input_names(external, _labels(rewrite))
@@ -54,20 +60,22 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
         if rewrite.learns:
             backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
         saved = tuple(label for label, _ in backward.inputs if label != "d")
-        choice = Group(name, scope, replaced, _returning(forward, saved), join_epilogues(backward), saved, keep)
+        choice = Group(
+            name, scope, replaced, _returning(forward, saved), join_epilogues(backward), saved, keep, (), chunks
+        )
         if all(replace(choice, keep=other.keep) != other for other in choices):
             choices.append(choice)
     return replace(choices[0], others=tuple(choices[1:]))
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member other than the last is read from outside or not at all, or if a member reads a
-    number that differs from layer to layer."""
+    """Raises Unfusable if a member other than the last is unread or read from outside, or if a member reads a number
+    that differs between layers."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
         if numbers := [ref[1:] for ref in node.inputs if ref[0] == "$"]:
-            raise Unfusable(node.name, f"reads {numbers[0]}, which differs from layer to layer and is not a tensor")
+            raise Unfusable(node.name, f"reads the number {numbers[0]}, which differs between layers")
     for node in members[:-1]:
         readers = [reader.name for reader in graph.consumers[node.name] if reader.name not in inside]
         if readers or node.name in returned:
@@ -115,8 +123,8 @@ def _labels(rewrite: Rewrite) -> Mapping[str, str]:
 
 
 def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns short names for the inputs of a group, by ref. A name is the op's label of the input, else the last word
-    of a parameter's name, else `x` for an activation. Longer names resolve clashes."""
+    """Returns short names for the inputs of a group, by ref. A name is the op's label of the input, the last word of a
+    parameter's name, or `x` for an activation. Longer names resolve clashes."""
     names: dict[str, str] = {}
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
@@ -128,8 +136,8 @@ def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str,
 
 
 def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep) -> Graph:
-    """Returns the members as a graph over short input names. Pointwise members have further outputs for the values that
-    the backward reads."""
+    """Returns the members as a graph over short input names. Pointwise members have additional outputs for the values
+    that the backward reads."""
     b = Builder(name)
     for ref, short in names.items():
         b.input(short, graph.types[ref])
@@ -147,11 +155,13 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite
 
 
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
-    """Returns `op` with further outputs that its backward reads: the values that `plan_backward` saves, and products
-    that are needed themselves."""
+    """Returns `op` with additional outputs for its backward: the values that `plan_backward` saves, and the products
+    that the backward reads."""
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
-        raise Unfusable("the activation", f"has gradient 0 in {flat[0]} everywhere, so {flat[0]} would not learn")
+        raise Unfusable(
+            "the activation", f"has gradient 0 with respect to {flat[0]} everywhere, so {flat[0]} would not be trained"
+        )
     plan = plan_backward(expression, products, keep)
     operands = [v for v in op.variables if v not in products]
     read = {v for operand in operands for v in variables(derive(expression, operand))} | set(plan.needs)
@@ -162,8 +172,8 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
-    """Returns the forward with its epilogues joined, with the values that the backward reads as further outputs, under
-    the backward's names."""
+    """Returns the forward with joined epilogues. The values that the backward reads are additional outputs, under their
+    names in the backward."""
     joined = join_epilogues(forward)
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     for node in joined.nodes:

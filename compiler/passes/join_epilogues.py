@@ -1,4 +1,4 @@
-"""Joins a pointwise node into the matrix products that it reads. It becomes their epilogue, computed before the
+"""Turns a pointwise node into the epilogue of the matrix products that it reads. An epilogue is computed before the
 store."""
 
 from dataclasses import replace
@@ -11,9 +11,9 @@ from specc.compiler.ops.pointwise import Pointwise
 def join_epilogues(graph: Graph) -> Graph:
     """Returns the graph with every pointwise node that is the only reader of a product joined as its epilogue.
 
-    Several linear layers of one input that feed one pointwise node become one node with several accumulators. A
-    pointwise node that reads a scalar, e.g. the gradient of a loss, is not joined: it scales a small tensor, and the
-    product can stay a library call.
+    If a pointwise node reads several linear layers of the same input, they become one node with several accumulators. A
+    pointwise node that reads a scalar, e.g. the gradient of a loss, is not joined: it only scales a small tensor, and
+    the product remains a library call.
     """
     for epilogue in graph.nodes:
         scales = any(not graph.types[ref].shape for ref in epilogue.inputs)
@@ -47,15 +47,9 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
     accumulators = [product.name for product in products]
     operands = [ref for ref in epilogue.inputs if ref not in accumulators]
     variables = tuple(names[ref] for ref in (*accumulators, *operands))
-    weights = tuple(product.inputs[1] for product in products)
-    node = Node(
-        first.name,
-        op,
-        (first.inputs[0], *weights, *operands),
-        epilogue.types,
-        replace(epilogue.op, variables=variables, dtype=""),
-        (*accumulators, epilogue.name),
-    )
+    inputs = (first.inputs[0], *(product.inputs[1] for product in products), *operands)
+    joined = replace(epilogue.op, variables=variables, dtype="")
+    node = Node(first.name, op, inputs, epilogue.types, joined, (*accumulators, epilogue.name))
     nodes = tuple(node if old is epilogue else old for old in graph.nodes if old not in products)
     renamed = dict(zip(epilogue.outputs, node.outputs, strict=True))
     return rename(replace(graph, nodes=nodes), renamed)

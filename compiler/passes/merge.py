@@ -1,7 +1,7 @@
 """Anti-unification: merges several graphs into one list of nodes, each with the set of variants that run it.
 
-Variants of one function are blocks that differ only in parts, or programs that differ only in a cache. A node that all
-variants have is common; other nodes are guarded. Values that replace each other across variants share a variable.
+Variants of a function are blocks that differ only in parts, or programs that differ only in a cache. A node of all
+variants is common; other nodes are guarded. Values that take each other's place in different variants share a variable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, pairwise
 from typing import ClassVar, Literal
 
-from specc.compiler.ir.graph import Dim, Graph, Node, Op, TensorType, output_refs
+from specc.compiler.ir.graph import Graph, Node, output_refs
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.ops.dropout import Dropout
 
 NONE = "None"  # the value of an argument that a variant does not have
@@ -18,7 +20,6 @@ Operand = tuple[tuple[str, Where], ...]  # each value read, with the variants th
 Kind = Callable[[Graph, Node], object]
 
 
-@dataclass(frozen=True, slots=True)
 class Move(Op):
     """Copies a value to another variable."""
 
@@ -31,8 +32,8 @@ class Move(Op):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A node of the merged graph. `name` is that of its first output. `nodes` maps each variant that runs it to its
-    node there."""
+    """A node of the merged graph. `name` is the name of the first output. `nodes` maps each variant that runs the node
+    to the node of that variant."""
 
     name: str
     nodes: Mapping[int, Node]
@@ -44,7 +45,7 @@ class Slot:
 
     @property
     def first(self) -> int:
-        """The variant whose node represents all."""
+        """The variant whose node represents the slot."""
         return min(self.nodes)
 
     @property
@@ -56,7 +57,7 @@ class Slot:
         return output_refs(self.name, len(self.node.types))
 
     def columns(self, side: Literal["inputs", "outputs"]) -> Iterator[dict[int, str]]:
-        """Yields, for each input or each output, its ref in each variant."""
+        """Yields, for each input or each output, the ref in each variant."""
         for refs in zip(*(getattr(node, side) for node in self.nodes.values()), strict=True):
             yield dict(zip(self.nodes, refs, strict=True))
 
@@ -121,7 +122,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
         graphs: The variants. Nodes of equal name, op, epilogue, parameters and types are merged; a dim of 1 token
             matches T tokens.
         labels: The outputs to return, or None for all. A variant may lack some of them.
-        kind: A further key that must be equal for two nodes to be merged, e.g. their kernel.
+        kind: An additional key, e.g. of the kernel. Only nodes with equal keys are merged.
     """
     groups = _matched(graphs, kind)
     while (slots := _ordered(graphs, _united(graphs, groups))) is None:
@@ -141,7 +142,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Returns the nodes of each key, by variant, in an order close to that of each graph."""
+    """Returns the nodes of each key, by variant, in an order close to the order of each graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):
@@ -163,8 +164,7 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
-    """Returns a slot for each group of nodes. Slots of different variants that compute the same from the same values
-    are united."""
+    """Returns a slot for each group of nodes. Slots of different variants with the same computation are united."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []
@@ -213,7 +213,8 @@ def _operand(by_variant: Mapping[int, str]) -> Operand:
 
 
 def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
-    """Returns the first option that is not taken, else the last option with a number from 2 on."""
+    """Returns the first option that is not taken. If all are taken, returns the last option with a number, from 2
+    on."""
     numbered = (f"{options[-1]}_{i}" for i in count(2))
     return next(option for option in chain(options, numbered) if not taken(option))
 
@@ -244,8 +245,8 @@ def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | Non
 def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, set[str]]:
     """Returns the names of the slots that must precede each slot.
 
-    These are the slots it reads, the readers of a state before that state is updated in place, and for a slot that
-    draws random numbers the slots that draw before it.
+    A slot follows the slots that it reads. A slot that updates a state in place follows the readers of the state. A
+    slot that draws random numbers follows the slots that draw earlier.
     """
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     before = {
@@ -268,8 +269,8 @@ def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, 
 
 
 def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
-    """Returns the merged graph in which one value of an operand, still live when another is computed, is moved to a
-    variable of its own."""
+    """Returns the merged graph in which one value of an operand is moved to a separate variable, because it is live
+    when another value of the operand is computed."""
     others = [other for other, _ in operand if other not in (ref, NONE)]
     name = free([f"{others[0].replace(':', '.')}.else"], taken.__contains__)
     type = TensorType((), "f32") if ref == NONE else merged.type(ref, where)
@@ -299,8 +300,8 @@ class _Variables:
         self.sets: dict[str, set[str]] = {}
 
     def join(self) -> tuple[Operand, str, Where] | None:
-        """Joins the values of every operand. Returns the first value that cannot be joined, as its operand, ref and
-        variants, or None if all can."""
+        """Joins the values of every operand. Returns the first value that cannot be joined, as operand, ref and
+        variants; None if all values are joined."""
         for operand in self.operands:
             refs = sorted(
                 (entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.computed_at[entry[0]]
@@ -321,8 +322,8 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether both values are live at once in some variant, or one is an input that is never assigned:
-        conditions test whether an optional input is given."""
+        """Returns whether both values are live at once in some variant, or one of them is an optional input. Conditions
+        test whether an optional input is given, so it is never reassigned."""
         if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(

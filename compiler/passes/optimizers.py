@@ -21,8 +21,8 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
     """Returns parameter name -> index into `optimizers`, in the order of `shapes`.
 
     Raises:
-        LoweringError: If an optimizer matches no remaining parameter or refuses one, or if no optimizer matches a
-            parameter. Lists all problems.
+        LoweringError: If an optimizer matches no remaining parameter, if an optimizer refuses a parameter, or if no
+            optimizer matches a parameter. Lists all problems.
     """
     owner = {
         name: next((i for i, optimizer in enumerate(optimizers) if matches(optimizer.match, name)), None)
@@ -33,7 +33,7 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
         path = ("train", "optimizers", i, "match")
         names = [name for name in shapes if owner[name] == i]
         if not names:
-            left = "no parameter that earlier optimizers leave" if i else "no parameter"
+            left = "no parameter that earlier optimizers do not match" if i else "no parameter"
             hint = f"parameters are named like {', '.join([*shapes][:: max(len(shapes) - 1, 1)])}"
             problems.append(Problem(path, "S308", f"optimizer {optimizer.match} matches {left}", hint))
         refusals = ((name, optimizer.refuses(shapes[name])) for name in names)

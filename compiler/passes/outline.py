@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Graph, Node, Op, TensorType, needed, node_of, output_refs, rename
+from specc.compiler.ir.graph import Graph, Node, needed, node_of, output_refs, rename
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.passes.merge import NONE, Kind, Merged, Slot, Where, align, free, merge
 from specc.compiler.passes.roll import STATES, Loop
 
@@ -17,10 +19,10 @@ class Section(Op):
 
     Attributes:
         method: The name of the method.
-        names: The names of its parameters.
+        names: The names of the method's parameters.
         optional: The parameters that some callers do not pass.
-        labels: The labels of its outputs.
-        keeps: Whether the state is passed to it.
+        labels: The labels of the method's outputs.
+        keeps: Whether the method receives the state.
     """
 
     name: ClassVar[str] = "section"
@@ -38,8 +40,8 @@ class Section(Op):
 
 @dataclass(frozen=True)
 class Outlined:
-    """Programs whose common parts are method calls, and the methods as merged graphs, by name. A program that consists
-    entirely of such a part is itself the method, and is removed from the programs."""
+    """The programs with calls in place of common parts, and the methods as merged graphs, by name. A program that
+    consists entirely of a common part becomes the method and is removed from the programs."""
 
     programs: tuple[Graph, ...]
     methods: Mapping[str, Merged]
@@ -60,9 +62,9 @@ def outline(
         sides: First words of nodes that name a side of the model.
         taken: The names of the model's methods.
         reserved: Names that no argument may have.
-        kind: A further key that must be equal for two nodes to be merged.
-        distinguishes: Returns whether the method of a name can distinguish its variants. If it cannot, a part that
-            fewer programs have in common is tried.
+        kind: An additional key. Only nodes with equal keys are merged.
+        distinguishes: Returns whether a method can distinguish its variants. If not, a part that fewer programs share
+            is tried.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -82,6 +84,8 @@ def outline(
         section = _Section(merged, where, slots, name, sides, reserved, whole)
         if any(refs.keys() < where for refs in section.returned.values()):
             continue  # a program does not compute all that the method returns
+        if any(map(section.reads_itself, where)):
+            continue
         method = merge(section.bodies(), kind=kind)
         if not distinguishes(name, method):
             continue
@@ -102,8 +106,8 @@ def _is_section(graph: Graph, variant: int, slots: Sequence[Slot]) -> bool:
 
 
 def _section(merged: Merged, where: Where) -> Sequence[Slot]:
-    """Returns the slots that the programs `where` have in common, and slots that only some of them run between common
-    slots or on the values that common slots read."""
+    """Returns the slots that all programs `where` run. Includes slots of only some of these programs if they are
+    between common slots, or if common slots read their values."""
     slots = [slot for slot in merged.slots if slot.where <= where]
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     read = {slot.name: {ref for operand in slot.inputs for ref, _ in operand} for slot in slots}
@@ -136,8 +140,8 @@ class _Section:
     """A common part of several programs, with its inputs and outputs in each program.
 
     Attributes:
-        own: The names of its nodes, by program.
-        inputs: Parameter -> the ref that each program passes. State is not a parameter; it is passed as a whole.
+        own: The names of the nodes of the section, by program.
+        inputs: Parameter -> the ref that each program passes. State is not a parameter: it is passed as a whole.
         read: Label -> the ref of the output in each program that reads it outside the section.
         returned: Label -> the ref of the output in each program that computes it.
     """
@@ -154,7 +158,9 @@ class _Section:
     ) -> None:
         self.merged, self.where, self.slots, self.name = merged, where, slots, name
         self.sides, self.reserved = sides, reserved
-        self.own = {variant: {slot.nodes[variant].name for slot in slots if variant in slot.nodes} for variant in where}
+        self.node_names = {
+            variant: {slot.nodes[variant].name for slot in slots if variant in slot.nodes} for variant in where
+        }
         self.inputs = self._inputs()
         if whole is not None:  # the program that the method replaces is called as before
             order = [name for name, _ in merged.variants[whole].inputs]
@@ -169,7 +175,7 @@ class _Section:
             refs = {
                 variant: ref
                 for variant, ref in column.items()
-                if node_of(ref) not in self.own[variant] and ref[0] not in "@$" and ref != NONE
+                if node_of(ref) not in self.node_names[variant] and ref[0] not in "@$" and ref != NONE
             }
             if all(ref.startswith(STATES) for ref in refs.values()):
                 continue
@@ -183,13 +189,13 @@ class _Section:
         return names
 
     def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """Returns candidate names of a parameter, the most frequent first, of the names that its values have in the
-        programs and in the loops that read them."""
+        """Returns candidate names of a parameter, the most frequent first. The candidates are the names of the passed
+        values in the programs and in the loops that read them."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]
             for node in graph.nodes:
-                if isinstance(node.op, Loop) and node.name in self.own[variant] and ref in node.inputs[1:]:
+                if isinstance(node.op, Loop) and node.name in self.node_names[variant] and ref in node.inputs[1:]:
                     options.append(node.op.names[node.inputs.index(ref, 1) - 1])
             if not ref.startswith(STATES):
                 options += _names(graph, ref, self.sides)[:1]
@@ -200,7 +206,7 @@ class _Section:
         values: dict[tuple[str, int], dict[int, str]] = {}
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
-            read = {ref for node in graph.nodes if node.name not in self.own[variant] for ref in node.inputs}
+            read = {ref for node in graph.nodes if node.name not in self.node_names[variant] for ref in node.inputs}
             read |= {ref for _, ref in graph.outputs}
             for slot in self.slots:
                 if variant in slot.nodes and not slot.node.op.in_place:
@@ -221,7 +227,8 @@ class _Section:
         return names
 
     def _computed(self, refs: Mapping[int, str]) -> dict[int, str]:
-        """Returns an output in all programs that compute it, given its refs in those that read it."""
+        """Returns the refs of an output in all programs that compute it. `refs` are the refs in the programs that read
+        it."""
         computed = dict(refs)
         for column in (column for slot in self.slots for column in slot.columns("outputs")):
             if column.items() & refs.items():
@@ -238,7 +245,7 @@ class _Section:
         bodies = []
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
-            nodes = tuple(node for node in graph.nodes if node.name in self.own[variant])
+            nodes = tuple(node for node in graph.nodes if node.name in self.node_names[variant])
             names = {refs[variant]: name for name, refs in self.inputs.items() if variant in refs}
             read = {ref for node in nodes for ref in node.inputs}
             inputs = tuple((name, graph.types[ref]) for ref, name in names.items())
@@ -248,9 +255,16 @@ class _Section:
             bodies.append(rename(Graph(graph.name, inputs, params, nodes, outputs, graph.scalars), names))
         return bodies
 
+    def reads_itself(self, variant: int) -> bool:
+        """Returns whether an argument of the call depends on a value of the section, through nodes outside of it."""
+        graph, section = self.merged.variants[variant], self.node_names[variant]
+        rest = [node for node in graph.nodes if node.name not in section]
+        ahead = needed(rest, (refs[variant] for refs in self.inputs.values() if variant in refs))
+        return any(node_of(ref) in section for node in ahead for ref in node.inputs)
+
     def calling(self, variant: int) -> Graph:
         """Returns the program with its section replaced by a call."""
-        graph, section = self.merged.variants[variant], self.own[variant]
+        graph, section = self.merged.variants[variant], self.node_names[variant]
         passed = {name: refs.get(variant, NONE) for name, refs in self.inputs.items()}
         optional = frozenset(name for name, refs in self.inputs.items() if refs.keys() != self.where)
         keeps = any(
@@ -275,14 +289,14 @@ class _Section:
 
 
 def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-    """Returns whether two parameters are the same: at least one program passes both, and every such program passes the
-    same value for both."""
+    """Returns whether two parameters are equal: at least one program passes both, and each such program passes the same
+    value for both."""
     both = refs.keys() & others.keys()
     return bool(both) and all(refs[variant] == others[variant] for variant in both)
 
 
 def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
-    """Returns names for a value, shorter names first: an input's own name, else the op's output label and parts of the
+    """Returns names for a value, shorter names first: the name of an input, or the op's output label and parts of the
     node's path."""
     node = graph.by_name.get(node_of(ref))
     if node is None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Graph, Node, Op, rename
+from specc.compiler.ir.graph import Graph, Node, node_of, rename
+from specc.compiler.ir.op import Op
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.merge import NONE
 from specc.compiler.programs.programs import Programs, without_scoring_groups
@@ -20,14 +21,17 @@ class Loop(Op):
 
     Attributes:
         at: The path of the module list.
-        names: The blocks' names of the inputs after the first. The first input is the residual stream. A name for which
-            blocks read different values occurs once for each, with the value after it.
+        names: The names of the blocks' inputs, without the first, which is the residual stream. If blocks read
+            different values under one name, the name occurs once per value, followed by the value.
         some: Input -> the blocks that read it, for inputs that not all blocks read.
-        earlier: Input -> pairs of a run and the earlier run whose output it reads.
+        earlier: Input -> the label of the output that it is, empty for the residual stream, and pairs of a run and the
+            earlier run whose output that run reads.
+        returns: The labels of the outputs of blocks besides the residual stream and the state.
         joined: The module list of the modules that join an earlier run's output to the stream.
         join_methods: Block after the join -> method of the join, if it is not `forward`.
         runs: The block indices in the order in which they run.
-        joins: Run -> the index in `joined` of the join before it, and the run whose output it joins to the stream.
+        joins: Run -> the index in `joined` of the join before the run, and the earlier run whose output is joined to
+            the stream.
         methods: The methods of the blocks that the runs call, without class name.
         keeps: Whether each block has state.
     """
@@ -38,7 +42,8 @@ class Loop(Op):
     at: str
     names: tuple[str, ...]
     some: tuple[tuple[str, Layers], ...] = ()
-    earlier: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = ()
+    earlier: tuple[tuple[str, str, tuple[tuple[int, int], ...]], ...] = ()
+    returns: tuple[str, ...] = ()
     joined: str = ""
     join_methods: tuple[tuple[int, str], ...] = ()
     runs: Layers = field(default=(), compare=False)
@@ -116,8 +121,8 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """Yields the nodes in order, in runs. A run is a sequence of calls of blocks of one module list, or of calls that
-    each read the value of the call before. Any other node is a run of its own."""
+    """Yields the nodes in order, grouped in runs. A run is a sequence of calls of blocks of one module list, or of
+    calls that each read the value of the previous call. Any other node is a run by itself."""
     run: list[Node] = []
     for node in nodes:
         place = field_of(node)
@@ -142,15 +147,17 @@ def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
     arguments = [_arguments(programs, call) for call in blocks]
     shared: dict[str, str] = {}
     some: dict[str, Layers] = {}
-    earlier: dict[str, tuple[tuple[int, int], ...]] = {}
+    earlier: list[tuple[str, str, tuple[tuple[int, int], ...]]] = []
     keeps = False
     for name in merged_order([list(passed) for passed in arguments])[1:]:
         values = {i: passed[name] for i, passed in enumerate(arguments) if name in passed}
         refs = set(values.values())
         if all(map(of_block, refs)):
             keeps = True
-        elif refs <= numbers.keys():
-            earlier[name] = tuple((i, numbers[ref]) for i, ref in values.items())
+        elif {node_of(ref) for ref in refs} <= numbers.keys():
+            pairs = tuple((i, numbers[node_of(ref)]) for i, ref in values.items())
+            (label,) = {_label(programs, calls, ref) for ref in refs}
+            earlier.append((name, label, pairs))
         else:
             for ref in sorted(refs):
                 key = name if len(refs) == 1 else f"{name} {ref}"
@@ -163,7 +170,8 @@ def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
         place,
         tuple(shared),
         tuple(some.items()),
-        tuple(earlier.items()),
+        tuple(earlier),
+        _returned(programs, blocks),
         field_of(joined[0][0]) if joined else "",
         tuple((index_of(after), method_of(call)) for call, after in joined if method_of(call) != "forward"),
         runs,
@@ -172,6 +180,25 @@ def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
         keeps,
     )
     return Node(place, op, (calls[0].inputs[0], *shared.values()), calls[-1].types[:1])
+
+
+def returns_of(graph: Graph) -> Iterator[str]:
+    """Yields the labels of the outputs of a block's function besides the residual stream and the state."""
+    state = {name for name, _ in graph.inputs}
+    return (label for label, _ in graph.outputs[1:] if label not in state)
+
+
+def _returned(programs: Programs, blocks: Sequence[Node]) -> tuple[str, ...]:
+    functions = dict.fromkeys(call.op.callee for call in blocks if isinstance(call.op, Call))
+    return tuple(dict.fromkeys(label for name in functions for label in returns_of(programs.function(name))))
+
+
+def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
+    """Returns the label of an output of a block; empty for the residual stream."""
+    call = next(call for call in calls if ref in call.outputs)
+    assert isinstance(call.op, Call)
+    index = call.outputs.index(ref)
+    return programs.function(call.op.callee).outputs[index][0] if index else ""
 
 
 def of_block(ref: str) -> bool:
@@ -199,8 +226,8 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
     """Returns rolled programs in which all loops over a list have the same inputs in the same order.
 
-    An input that a loop lacks is the value that another program passes if its own program computes that value earlier,
-    else `None`.
+    An input that a loop lacks becomes the value that another program passes, if the program of the loop computes this
+    value earlier; otherwise `None`.
     """
     loops = [(node.op, node.inputs) for graph in graphs for node in graph.nodes if isinstance(node.op, Loop)]
 

@@ -1,5 +1,4 @@
-"""Chooses a kernel for every planned node, the lowest rank among the kernels that do not reject it, and the values that
-each group saves for its backward."""
+"""Chooses a kernel for each planned node, and a save choice for each group."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,9 +8,9 @@ from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
-from specc.compiler.ir.graph import Graph, Node, TensorType
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.ops.region import Fused
 from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, locked_kernel
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
 from specc.compiler.programs.cost import graph_costs
@@ -26,8 +25,9 @@ MANY = 4096  # the size of a symbolic dim when the save choices of a group are c
 def select_kernels(programs: Programs, target: Target, title: str, source: str, lock: Lock = NO_LOCK) -> Plan:
     """Returns the plan of `programs` on `target`.
 
-    A node gets the kernel that `lock` has measured to be fastest, else that of the lowest rank. A group gets the save
-    choice that was measured to be fastest, else the choice that moves the fewest bytes.
+    A node has the fastest measured kernel in `lock`. Without a measurement, it has the kernel of the lowest rank among
+    those that accept it. A group has the fastest measured save choice. Without a measurement, it has the save choice
+    that moves the fewest bytes.
 
     Args:
         programs: The programs, with fused groups.
@@ -102,8 +102,8 @@ def _chosen(
 
 
 def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: Target, lock: Lock) -> SaveChoices:
-    """Returns the save choices of a group with one chosen: that of the lock, else the choice that moves the fewest
-    bytes. Ties go to the default choice."""
+    """Returns the save choices of a group, and the chosen one: the choice in the lock, or the choice that moves the
+    fewest bytes. A tie selects the default."""
     group = options[0].group
     name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))  # differs by variant
     label = group_pattern(programs, group, group.scope)
@@ -125,13 +125,8 @@ def _moved(option: SaveChoice) -> int:
 
 
 def group_pattern(programs: Programs, group: Group, node: str) -> str:
-    """Returns the path pattern of a group's node over all places that run the group."""
-    callers = (
-        graph.name
-        for graph in programs.graphs
-        if any(isinstance(node.op, Fused) and node.op.group == group.name for node in graph.nodes)
-    )
-    return place_pattern(programs, tuple(callers), node)
+    """Returns the path pattern of a node of a group, over all places that run the group."""
+    return place_pattern(programs, programs.callers[group.name], node)
 
 
 def _place(programs: Programs, group: Group | None, graph: Graph, node: Node) -> tuple[str | int, ...]:
@@ -152,13 +147,14 @@ def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, tar
 
 
 def _rows(type: TensorType) -> TensorType:
-    """Returns a type of any leading dims with the leading dims B, T of a whole sequence. Other types are unchanged."""
+    """Replaces the leading dims of a type of rows by the dims B, T of a whole sequence. Other types are unchanged."""
     leading = isinstance(type.shape[0], str) if type.shape else False
     return type.with_shape("B", "T", type.width) if leading else type
 
 
 def _tail(member: str, part: str) -> str:
-    """Returns a member's name without its common prefix with another node's label, to be appended to that label."""
+    """Returns the name of a member without the prefix that it shares with the label of another node. The result is
+    appended to that label."""
     if member.startswith(f"{part}."):
         return member.removeprefix(f"{part}.")
     return member.partition(".")[2]
@@ -175,7 +171,7 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
     if entry is not None:
         best = _measured(site, entry, taking, rejected)
     others = [kernel for kernel in taking if kernel.name != best.name]
-    slower = "not the one that was measured fastest" if entry else f"comes after {best.name} by rule; not measured"
+    slower = "was measured slower, or not measured" if entry else f"{best.name} has the lower rank; not measured"
     rejected += [(kernel.name, slower) for kernel in others]
     return Choice(graph.name, site, best, best.render(site), tuple(rejected), tuple(others), entry)
 
@@ -198,7 +194,8 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
 
 
 def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Yields the choices. A file that several nodes share is rendered again with the labels of all of them."""
+    """Yields the choices. If several nodes share a file, the file is rendered again with the labels of all these
+    nodes."""
     labels: dict[str, list[str]] = {}
     for choice in choices:
         labels.setdefault(choice.rendered.module, []).append(choice.site.label)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from specc.compiler.ir.graph import Dim, Graph, Node, TensorType
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.programs.programs import Programs
@@ -12,15 +13,31 @@ class VerifyError(AssertionError):
     """Raised if a pass broke an invariant. The message names pass, graph and node."""
 
 
-def verify(programs: Programs, after: str) -> None:
-    """Raises VerifyError unless every graph is well formed and well typed, and every call matches its callee. `after`
-    is the name of the pass."""
-    shapes = {param.name: param.shape for param in programs.params} | {name: t.shape for name, t in programs.buffers}
+def verify(programs: Programs, after: str, before: Programs | None = None) -> None:
+    """Checks programs after a pass.
+
+    Args:
+        programs: the programs.
+        after: the name of the pass.
+        before: verified programs. If `programs` have the same graphs and shapes of parameters, nothing is checked.
+
+    Raises:
+        VerifyError: unless every graph is well formed and well typed, and every call matches its callee.
+    """
+    shapes = _shapes(programs)
+    if before is not None and (shapes, programs.graphs, programs.groups) == (
+        _shapes(before), before.graphs, before.groups
+    ):  # fmt: skip
+        return
     inner = [graph for group in programs.groups for graph in (group.forward, group.backward)]
     graphs = (*inner, *programs.functions, *programs.programs)  # callees before callers
     for graph in graphs:
         for problem in _problems(programs, graph, shapes):
             raise VerifyError(f"after {after}: {graph.name}: {problem}")
+
+
+def _shapes(programs: Programs) -> Mapping[str, tuple[Dim, ...]]:
+    return {param.name: param.shape for param in programs.params} | {name: t.shape for name, t in programs.buffers}
 
 
 def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, ...]]) -> Iterator[str]:
@@ -59,8 +76,8 @@ def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, 
 
 
 def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
-    """Checks the types of a node against those that its op infers. Further outputs of a pointwise op are saved for a
-    backward, and may have any dtype."""
+    """Checks the types of a node against those that its op infers. Additional outputs of a pointwise op are saved for a
+    backward and may have any dtype."""
     saves = isinstance(node.op, Pointwise) and len(outputs) > 1
     if len(outputs) != len(node.types):
         yield f"{node.name} has {len(node.types)} types, but its op infers {len(outputs)}"
@@ -73,10 +90,10 @@ def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
 def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
     """Checks that an epilogue names every accumulator and operand, and that it preserves the shape of the products."""
     products = node.op.infer(inputs[: node.op.arity])
-    given = len(products) + len(inputs) - node.op.arity
+    count = len(products) + len(inputs) - node.op.arity
     assert isinstance(node.epilogue, Pointwise)
-    if given != node.epilogue.arity:
-        yield f"{node.name} passes {given} values to an epilogue of {node.epilogue.arity}"
+    if count != node.epilogue.arity:
+        yield f"{node.name} passes {count} values to an epilogue of {node.epilogue.arity}"
     wrong = [type for type in node.types if type.shape != products[0].shape]
     yield from (f"{node.name} is typed {type}, but its op infers {products[0]}" for type in wrong)
 

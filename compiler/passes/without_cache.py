@@ -17,9 +17,9 @@ def uncached(programs: Programs) -> Programs:
     """Returns the programs `score`, `encode` and `logits` of a model of pairs. The latter two are the halves of
     `score`.
 
-    `encode`, source i64[B,S] -> state at `encoder`, contains every node that depends only on the source and is not part
-    of the decoder. `logits`, inputs i64[B,T] and that state -> f32[B,T,V], contains the decoder, including its keys and
-    values of the source.
+    `encode` maps source i64[B,S] to the state at `encoder`. It contains every node that depends only on the source and
+    is not part of the decoder. `logits` maps inputs i64[B,T] and this state to f32[B,T,V]. It contains the decoder,
+    including the keys and values of the source.
 
     Raises:
         ValueError: If `score` does not shift targets, does not contain a loss, or runs fused groups.
@@ -37,11 +37,11 @@ def uncached(programs: Programs) -> Programs:
     names = {ref: f"v{i}" for i, ref in enumerate(passed)}
     nodes = needed(read, passed)
     types = score.types
-    given = ((shift.outputs[0], shift.type), *((names[ref], types[ref]) for ref in passed))
+    inputs = ((shift.outputs[0], shift.type), *((names[ref], types[ref]) for ref in passed))
     renamed = tuple(replace(node, inputs=tuple(names.get(ref, ref) for ref in node.inputs)) for node in write)
     halves = (
         _program(score, READ, score.inputs[:1], nodes, {f"state.encoder.{name}": ref for ref, name in names.items()}),
-        _program(score, WRITE, given, needed(renamed, [logits]), {"logits": logits}),
+        _program(score, WRITE, inputs, needed(renamed, [logits]), {"logits": logits}),
     )
     table = {graph.name: graph for graph in programs.graphs}
     called = {graph.name for graph in walk(table, score)}

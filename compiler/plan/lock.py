@@ -1,8 +1,9 @@
-"""The lock file of a spec: the kernel and tile that was measured fastest for each node, and the machine."""
+"""The lock file of a spec: the fastest measured kernel and tile of each node, and the machine that measured."""
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,12 +14,10 @@ from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.errors import Diagnostic, SpeccError, SpecError
 from specc.compiler.expr import Keep
-from specc.compiler.ir.graph import ADDED
+from specc.compiler.ir.op import ADDED
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
-from specc.compiler.spec.messages.expected import places
-from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
 from specc.compiler.strict import One, Positive, PositiveFloat, StrictModel
-from specc.compiler.text.source import read
+from specc.compiler.text.source import name_of, read, read_text
 
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 Sites = Sequence[Sequence[Site]]  # the nodes of a group that have kernels, for each of its save choices
@@ -31,10 +30,10 @@ NOTHING: Mapping[str, Any] = {}
 class Entry(StrictModel):
     """The measured kernel of one node.
 
-    `key` states the node (`Site.key`), so that a changed node does not get the tile. `ms` is the kernel's median time
-    over `rows` rows. `floor_ms` is the time of its bytes and operations at the machine's ceilings. `others` are the
-    times of the other kernels in ms, each with its best tile. Locks of earlier versions have `site`, a digest of the
-    node, instead of `key`.
+    `key` states the node (`Site.key`), so the entry does not apply to a changed node. `ms` is the median time of the
+    kernel over `rows` rows. `floor_ms` is the minimum time of the node's bytes and operations on the machine. `others`
+    are the times of the other kernels in ms, each with the best tile of the kernel. Locks of earlier versions have
+    `site`, a digest of the node, instead of `key`.
     """
 
     node: Word
@@ -57,11 +56,11 @@ class Entry(StrictModel):
 
 
 class GroupEntry(StrictModel):
-    """The measured choice of what one group saves for its backward.
+    """The measured save choice of one group.
 
-    `key` is a digest of the group's nodes in all its save choices (`group_key`), so that a changed group does not get
-    the entry. `ms` is the time of all its kernels, forward and backward, per choice. Locks of earlier versions have
-    `group`, another digest, instead of `key`.
+    `key` is a digest of the nodes in all save choices (`group_key`), so the entry does not apply to a changed group.
+    `ms` is, for each save choice, the time of all kernels of the group, forward and backward. Locks of earlier versions
+    have `group`, another digest, instead of `key`.
     """
 
     key: Word | None = None
@@ -80,7 +79,7 @@ class GroupEntry(StrictModel):
     @model_validator(mode="after")
     def _has_a_time(self) -> "GroupEntry":
         if self.keep not in self.ms:
-            raise ValueError(f"`keep` is {self.keep}, which has no time in `ms`")
+            raise ValueError(f"`ms` has no time for the choice {self.keep} of `keep`")
         return self
 
 
@@ -97,8 +96,8 @@ def _with_one_of(entry: Model, new: str, old: str) -> Model:
 class Machine(StrictModel):
     """The machine and software versions of an entry.
 
-    `nvcc` and `cutlass` (the headers) are the versions that compiled its CUTLASS kernels. They are None if not
-    installed, and in locks of versions that did not record them. Such a lock does not equal any machine that has them.
+    `nvcc` and `cutlass` (the headers) are the versions that compiled the CUTLASS kernels. They are None if they were
+    not installed or not recorded. Such an entry does not match a machine that has them.
     """
 
     gpu: Word
@@ -118,7 +117,7 @@ class Machine(StrictModel):
 
 
 class Timing(StrictModel):
-    """The time of a node that a library computes, which has no tile to choose. `ms` is one call over `rows` rows."""
+    """The time of a node that a library computes. `ms` is the time of one call over `rows` rows."""
 
     node: Word
     rows: Positive
@@ -129,7 +128,8 @@ class StepTiming(StrictModel):
     """The time of a whole training step.
 
     `key` states everything that runs in the step (`specc.compiler.report.step`). `tokens` are the tokens of the step.
-    `memory` is its peak, in bytes. `classes` are the milliseconds of each class of work that is not a node of the plan.
+    `memory` is the peak memory in bytes. `classes` are the milliseconds of each class of work that is not a node of the
+    plan.
     """
 
     key: Word
@@ -143,7 +143,7 @@ class TargetLock(StrictModel):
     """The measurements of one target.
 
     `kernels` are by symbol, `groups` by name and first kernel, and `timings` by the key of a node that a library
-    computes. `step` is a whole step.
+    computes. `step` is the time of a whole training step.
     """
 
     machine: Machine
@@ -190,7 +190,7 @@ class Lock(StrictModel):
             kernels: entries of kernels, by symbol.
             groups: entries of groups, by name.
             timings: times of nodes that a library computes, by the key of the node (`Site.key`).
-            step: the time of a whole step; None leaves it as it is.
+            step: the time of a whole step; None leaves the old time unchanged.
         """
         known = self.targets.get(target)
         if known is None or known.machine != machine:
@@ -210,7 +210,7 @@ class Lock(StrictModel):
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
 
 
-NO_LOCK = Lock()
+NO_LOCK = Lock.model_construct()
 # tune starts from the lock, so it cannot repair an entry
 MEASURE_AGAIN = "delete the entry, or the whole lock, and measure again: specc tune"
 
@@ -223,25 +223,40 @@ def lock_path(spec: Path, name: str) -> Path:
 def read_lock(path: Path) -> Lock:
     """Returns the lock at `path`; an empty lock if there is no file. Raises SpecError if the lock is invalid.
 
-    The error has the file and line of each problem.
+    The error states the file and line of each problem.
     """
     if not path.exists() and not path.is_symlink():  # a broken symbolic link is a separate error
         return NO_LOCK
     try:
-        source = read(path)
+        text = read_text(path)
+        with suppress(ValueError, RecursionError):  # the slower reader of specs locates what is wrong
+            return Lock.model_validate(json.loads(text, object_pairs_hook=_json_object))
+        source = read(text, name_of(path))
     except SpecError as error:
         raise SpecError(_as_of_a_lock(error.diagnostics), error.texts) from None
     try:
         return Lock.model_validate(source.data)
     except ValidationError as error:
+        from specc.compiler.spec.messages.expected import places
+        from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
+
         diagnostics, _ = diagnostics_of(error, source, dict(places(Lock, source.data)), Lock)
         raise SpecError(_as_of_a_lock(diagnostics), source.texts) from None
+
+
+def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Returns a JSON object with its lists as tuples. Raises ValueError if a key is repeated, for example after a merge
+    of two branches."""
+    data = {key: tuple(value) if isinstance(value, list) else value for key, value in pairs}
+    if len(data) < len(pairs):
+        raise ValueError("a key is repeated")
+    return data
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
     """Returns the diagnostics with a hint for locks.
 
-    Hints for specs do not apply, because nobody edits a lock by hand.
+    The hints for specs do not apply, because locks are not edited by hand.
     """
     hint = "specc tune writes this file: restore it, or delete it and measure again"
     return (replace(diagnostic, hint=hint) for diagnostic in diagnostics)
@@ -267,7 +282,8 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 
 def site_digest(site: Site) -> str:
-    """Returns the node's key in locks of earlier versions: twelve hex digits over `repr` of the op and epilogue."""
+    """Returns the key of the node in locks of earlier versions: twelve hex digits of the digest of `repr` of the op and
+    epilogue."""
     types, op = map(str, (*site.inputs, *site.node.types)), site.node.op
     added = [field for field in fields(op) if field.metadata == ADDED]
     text = repr(op)
@@ -277,23 +293,24 @@ def site_digest(site: Site) -> str:
 
 
 def group_digest(options: Sites) -> str:
-    """Returns the group's key in locks of earlier versions: twelve hex digits over `site_digest` of its nodes."""
+    """Returns the key of the group in locks of earlier versions: twelve hex digits of the digest of the nodes'
+    `site_digest`."""
     return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in options))
 
 
 def group_key(options: Sites) -> str:
-    """Returns twelve hex digits over the keys of a group's nodes, in each of its save choices."""
+    """Returns twelve hex digits of the digest of the node keys of a group, in all save choices."""
     return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in options))
 
 
 def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
-    """Returns twelve hex digits over the node, target, kernel and tile. All files of a kernel state its plan key.
+    """Returns the plan key: twelve hex digits of the digest of node, target, kernel and tile. All files of a kernel
+    state the plan key.
 
     Args:
         kernel: the kernel that computes the node.
         site: the node and its target.
-        tile: the effective tile, as in `Rendered.tile`. It differs from the kernel's tile if that is chosen by
-            rule.
+        tile: the effective tile, as in `Rendered.tile`. It differs from `kernel.tile` if a rule chooses the tile.
     """
     settings = json.dumps(tile_data(kernel), sort_keys=True)
     return _digest("\n".join((site.target.name, site.key, kernel.name, tile, settings)))
@@ -312,7 +329,7 @@ def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:
 def locked_kernel(entry: Entry) -> Kernel:
     """Returns the kernel of an entry, with its tile.
 
-    Raises SpeccError if this compiler does not have the kernel, or if the tile is not valid for it.
+    Raises SpeccError if this compiler does not have the kernel, or if the tile is invalid.
     """
     known_kernels: dict[str, Kernel] = {kernel.name: kernel for kernel in catalog(kernels, Kernel).values()}
     kernel, node = known_kernels.get(entry.kernel), entry.node

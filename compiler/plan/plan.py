@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.region import Call, Scan
 from specc.compiler.plan.lock import Entry, GroupEntry, TargetLock, plan_key
 from specc.compiler.programs.programs import Group, Programs
 from specc.compiler.targets import Target
@@ -20,7 +19,7 @@ class Choice:
         kernel: the chosen kernel.
         rendered: the kernel's files.
         rejected: the other kernels, each with the reason why it was not chosen.
-        passed_over: those of the other kernels that could compute the node.
+        passed_over: the other kernels that could compute the node.
         measured: the lock's entry of the node; None if it was not measured.
     """
 
@@ -40,19 +39,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class SaveChoice:
-    """One choice of what a group saves for its backward: the resulting group, and the kernels of its nodes."""
+    """One save choice: the group that saves these values, and the kernels of its nodes."""
 
     group: Group
     choices: tuple[Choice, ...]
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """The choices whose kernels have files of their own."""
+        """The choices whose kernels have separate files."""
         return tuple(choice for choice in self.choices if choice.rendered.function)
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The saved values that the group computes itself."""
+        """The saved values that the group computes. Inputs of the group are not included."""
         inputs = {name for name, _ in self.group.forward.inputs}
         return tuple(name for name in self.group.saved if name not in inputs)
 
@@ -64,8 +63,9 @@ class SaveChoices:
     Attributes:
         label: the path of the group.
         name: the name of the group's entry in a lock.
-        options: the save choices, beginning with that of the programs' group, then its `others`.
-        chosen: the save choice of the plan: the measured one, else the one that moves the fewest bytes.
+        options: the save choices, beginning with the default of the group.
+        chosen: the selected save choice: the fastest measured one, or, without a measurement, the one that moves the
+            fewest bytes.
         measured: the lock's entry of the group; None if it was not measured.
     """
 
@@ -77,7 +77,7 @@ class SaveChoices:
 
     @property
     def sites(self) -> tuple[tuple[Site, ...], ...]:
-        """The nodes that have kernels, per save choice. They identify the group's entry in a lock."""
+        """The nodes that have kernels, per save choice. They identify the entry of the group in a lock."""
         return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 
@@ -85,8 +85,8 @@ class SaveChoices:
 class Plan:
     """The input of rendering.
 
-    `source` is the spec's path as generated files state it. `save_choices` are those of the groups that have more than
-    one save choice. `locked` are all measurements of the target.
+    `source` is the spec's path as generated files state it. `save_choices` contains the groups with more than one save
+    choice. `locked` are all measurements of the target.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Plan:
     locked: TargetLock | None = None
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
-        """Returns the choice of a node; None if Torch runs the node without a kernel of its own."""
+        """Returns the choice of a node; None if Torch runs the node and the plan has no kernel for it."""
         matching = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(matching, None)
 
@@ -112,7 +112,7 @@ class Plan:
     def called(self, choice: Choice) -> str:
         """Returns the name of a kernel's function in model.py.
 
-        It is the file's name if several kernels share a function name.
+        The result is the name of the file if several kernels have the same function name.
         """
         function = choice.rendered.function
         modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
@@ -121,8 +121,7 @@ class Plan:
 
 def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str:
     """Returns a node's path with wildcards, e.g. `blocks.*.mlp.up` for a node of functions that several blocks call."""
-    calls = [call.op for program in programs.programs for call in program.nodes if isinstance(call.op, Call | Scan)]
-    places = [call.at.split(".") for call in calls if call.callee in graphs]
+    places = [path.split(".") for graph in graphs for path in programs.call_paths.get(graph, ())]
     if not places:
         return node
     if len(set(map(len, places))) > 1:  # paths of a stage's block and of a loop over time have different depths

@@ -16,7 +16,7 @@ class NodeCost:
         name: the full name of the node.
         op: the name of its op.
         flops: the number of floating-point operations.
-        bytes: the bytes that it moves if it reads each input and writes each output once.
+        bytes: the bytes that the node moves if it reads each input once and writes each output once.
         matrix: whether the op is a matrix product or attention.
     """
 
@@ -30,8 +30,8 @@ class NodeCost:
 def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     """Returns the cost of every node of a program, with its symbolic dims set to `sizes`.
 
-    A loop over time has, in addition to its own node, one entry per node of its step, with the cost of all steps. A
-    multiply-add counts as two operations.
+    A loop over time has one entry for the loop, and one entry per node of the step function with the cost of all steps.
+    A multiply-add counts as two operations.
     """
     graph = flatten(programs, programs.program(program))
     costs = list(graph_costs(graph, sizes))
@@ -46,8 +46,8 @@ def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tu
 
 
 def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
-    """Yields the cost of every node of one graph without flattening it. Calls and groups inside it count no
-    operations."""
+    """Yields the cost of every node of one graph without flattening it. Operations inside calls and groups are not
+    counted."""
     types = graph.types
     for node in graph.nodes:
         inputs = [types[ref] for ref in node.inputs]
@@ -62,6 +62,28 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     written = {ref for _, ref in graph.outputs} - read
     return sum(graph.types[ref].bytes(sizes) for ref in read | written)
+
+
+def cached_numbers(programs: Programs, tokens: int) -> int:
+    """Returns how many numbers the cache of one sequence of `tokens` tokens holds, in the program that extends
+    sequences; 0 without such a program."""
+    caches = {name: type for graph in programs.programs for name, type in graph.inputs if name.startswith("cache.")}
+    total = 0
+    for type in caches.values():
+        pages = -(-tokens // int(type.shape[1])) if type.shape[0] == "P" else 0  # the second dim is that of a page
+        total += type.count({"B": 1, "S": tokens, "P": pages})
+    return total
+
+
+def used_parameters(programs: Programs) -> int:
+    """Returns the number of parameters that one token uses: of experts, those that are chosen for it."""
+    graph = flatten(programs, programs.program("train"))
+    shares = {param.name: 1.0 for param in programs.params}
+    for node in graph.nodes:
+        share = node.op.used_share([graph.types[ref] for ref in node.inputs])
+        if share < 1:
+            shares |= {ref[1:]: share for ref in node.inputs if ref.startswith("@")}
+    return round(sum(param.count * shares[param.name] for param in programs.params))
 
 
 def flops_per_token(programs: Programs, tokens: int) -> int:

@@ -10,7 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from specc.compiler.expr import PRIMITIVES, Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
-from specc.compiler.ir.graph import Graph, Input, Node, TensorType, TorchCall, node_of
+from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ir.torch_call import ARITHMETIC, COMPARISONS, Input, TorchCall
+from specc.compiler.ir.types import DTYPES, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.programs.programs import Programs, class_name, flatten, group_functions, scalar_values
@@ -18,19 +20,8 @@ from specc.compiler.programs.programs import Programs, class_name, flatten, grou
 if TYPE_CHECKING:
     from torch import fx, nn
 
-ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
-COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 KEYWORDS = {keyword for primitive in PRIMITIVES.values() for keyword in primitive.torch_keywords}
-TORCH_DTYPES = {
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "i32": "int32",
-    "i8": "int8",
-    "i64": "int64",
-    "bool": "bool",
-}
 
 
 class Mismatch(Exception):
@@ -38,7 +29,8 @@ class Mismatch(Exception):
 
 
 def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
-    """Returns the fx graph of one method of a generated module. Calls of the functions in model.py are single nodes."""
+    """Returns the fx graph of one method of a generated module. The trace does not enter functions of model.py: each
+    call is one node."""
     import types
 
     from torch import arange, fx
@@ -60,7 +52,7 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
 
 @contextmanager
 def _whole_groups(source: ModuleType) -> Iterator[None]:
-    """Makes fx record each application of an autograd function in model.py as one node."""
+    """A context in which fx records each application of an autograd function of model.py as one node."""
     from torch import autograd
 
     groups = [v for v in vars(source).values() if isinstance(v, type) and issubclass(v, autograd.Function)]
@@ -74,7 +66,7 @@ def _whole_groups(source: ModuleType) -> Iterator[None]:
 
 
 def _recorded(group: Any) -> Callable[..., Any]:
-    """Returns a `group.apply` that, under fx, is one call of a function with the group's name."""
+    """Returns a replacement of `group.apply`. fx records it as one call of a function with the name of the group."""
     apply = group.apply
 
     def run(*args: Any) -> Any:
@@ -93,8 +85,7 @@ def _recorded(group: Any) -> Callable[..., Any]:
 def round_trip(programs: Programs, program: str, traced: "fx.Graph") -> int:
     """Checks the ops, settings, paths and wiring of a traced program against the plan.
 
-    Returns the number of nodes that match. Raises Mismatch if the trace and the plan differ, or if the plan has a node
-    that the trace does not compute.
+    Returns the number of matching nodes. Raises Mismatch if the trace and the plan differ.
     """
     graph = flatten(programs, programs.program(program), groups=False)
     seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
@@ -115,7 +106,7 @@ def compare(
         groups: the name of the function that runs each fused group, by the group's name.
 
     Returns:
-        The traced node that computes each node of the graph, by the node's name.
+        By the name of each graph node, the traced node that computes it.
 
     Raises:
         Mismatch: if the trace and the graph differ.
@@ -151,12 +142,7 @@ def check_types(
     seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
     sizes = {"B": rows, "T": tokens, "S": tokens}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [
-        torch.zeros(
-            [sizes[d] if isinstance(d, str) else d for d in type.shape], dtype=getattr(torch, TORCH_DTYPES[type.dtype])
-        )
-        for _, type in graph.inputs
-    ]
+    inputs = [torch.zeros(type.extents(sizes), dtype=_dtype(type)) for _, type in graph.inputs]
     FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(*inputs)
     checked = 0
     for name, actual in seen.items():
@@ -167,11 +153,15 @@ def check_types(
     return checked
 
 
-def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int]) -> None:
+def _dtype(type: TensorType) -> Any:
+    """Returns the Torch dtype of a type."""
     import torch
 
-    shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in type.shape)
-    if tuple(value.shape) != shape or value.dtype != getattr(torch, TORCH_DTYPES[type.dtype]):
+    return getattr(torch, DTYPES[type.dtype].removeprefix("torch."))
+
+
+def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int]) -> None:
+    if tuple(value.shape) != type.extents(sizes) or value.dtype != _dtype(type):
         raise Mismatch(f"{name} is {type} in the plan, but the module makes {value.dtype} {list(value.shape)}")
 
 
@@ -187,8 +177,8 @@ class _Comparison:
     waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
 
     def run(self, traced: "fx.Graph") -> dict[str, "fx.Node"]:
-        """Walks from the only output. Returns the traced node that computes each node of the plan, by the
-        node's name."""
+        """Compares all nodes, beginning at the only output. Returns, by the name of each plan node, the traced node
+        that computes it."""
         (output,) = (node for node in traced.nodes if node.op == "output")
         ((_, ref),) = self.graph.outputs
         self.value(ref, output.args[0])
@@ -238,10 +228,10 @@ class _Comparison:
             self.kernel(node, actual, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
 
     def group(self, node: Node, function: str, actual: Any) -> None:
-        """Checks a fused group: a function call or, if the group has a gradient, an application of its autograd
+        """Checks a fused group. It is a function call or, if the group has a gradient, an application of an autograd
         function.
 
-        An autograd function may receive its rows flattened to one dim. Its result is then unflattened.
+        The rows of an argument may be flattened to one dim. The result is then unflattened.
         """
         if self.called(actual) == function:
             self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), actual)

@@ -1,12 +1,14 @@
-"""The result of lowering a spec: programs over one parameter table, the functions they call, and the fused groups."""
+"""The result of lowering a spec: programs, functions and fused groups over one parameter table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from specc.compiler.blocks.init import Init
 from specc.compiler.expr import KEEPS, Keep
-from specc.compiler.ir.graph import Dim, Graph, Named, Node, TensorType, node_of
-from specc.compiler.ops.region import Call, Fused
+from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped
+from specc.compiler.ir.types import COMPUTE, Dim, TensorType
+from specc.compiler.ops.region import Call, Fused, Scan
+from specc.compiler.programs.init import Init
 from specc.compiler.strict import Path, Problem
 
 
@@ -29,6 +31,7 @@ class Parameter:
         init: the initialization.
         storage: the format in which the deployed model stores it; empty if it is not quantized.
         optimizer: the index into `train.optimizers`; None until an optimizer is assigned.
+        training: whether only programs of training read it, so that artifacts do not have it.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Parameter:
     init: Init
     storage: str = ""
     optimizer: int | None = None
+    training: bool = False
 
     @property
     def count(self) -> int:
@@ -53,12 +57,14 @@ class Group:
     Attributes:
         name: the name of the group.
         scope: the scope of its nodes.
-        members: the names of the nodes of the function that it replaced.
+        members: the names of the replaced nodes of the function.
         forward: the forward graph, whose nodes carry epilogues.
         backward: the backward graph, whose nodes carry epilogues; empty if no gradient flows through the group.
         saved: the values of `forward` that `backward` reads in addition to the incoming gradient.
         keep: the kind of value that the forward saves for the backward.
-        others: the same group with the other save choices; a plan selects among them.
+        others: the same group with the other save choices. The plan selects one.
+        chunks: the number of chunks of rows that are computed one after another. With more than one, the gradients of a
+            chunk are computed right after its results, so that intermediate values of one chunk exist at a time.
     """
 
     name: str
@@ -69,10 +75,17 @@ class Group:
     saved: tuple[str, ...]
     keep: Keep = KEEPS[0]
     others: tuple["Group", ...] = ()
+    chunks: int = 1
+
+    @property
+    def inlined(self) -> bool:
+        """True if the nodes of the group are part of the programs that run it."""
+        return not self.backward.outputs and self.chunks == 1
 
     @property
     def takes_rows(self) -> bool:
-        """True if the group accepts its rows flattened to one dim: it has a matrix product that does not mix tokens."""
+        """True if the group accepts rows that are flattened to one dim. Such a group has a matrix product and does not
+        mix tokens."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
@@ -86,10 +99,10 @@ class Phase:
         train: the program that trains the model.
         score: the program that scores the model.
         rests: the parameters that neither program reads.
-        rounds: whether `train` fake-quantizes the inputs of products as the deployed model quantizes them. Its weights
-            must then be fake-quantized too.
-        writes: the programs that compute decoder inputs if they are not teacher-forced: one that encodes the source,
-            and one that extends the target by a token.
+        rounds: whether `train` fake-quantizes the inputs of products, as the deployed model does. The weights must then
+            be fake-quantized too.
+        writes: the programs that compute decoder inputs without teacher forcing: the first encodes the source, and the
+            second extends the target by one token.
     """
 
     until: float
@@ -100,7 +113,7 @@ class Phase:
     writes: tuple[str, str] = ("encode", "extend")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Programs:
     """All programs of a model. A function is named `class.method`, e.g. `block.forward`; calls run it at a path.
 
@@ -137,8 +150,32 @@ class Programs:
     layers: int = 1
 
     @property
+    def stored(self) -> tuple[Parameter, ...]:
+        """The parameters that artifacts have."""
+        return tuple(param for param in self.params if not param.training)
+
+    @property
     def graphs(self) -> tuple[Graph, ...]:
         return self.programs + self.functions
+
+    @cached_property
+    def callers(self) -> Mapping[str, tuple[str, ...]]:
+        """Maps the name of each group to the names of the graphs that run it."""
+        callers: dict[str, dict[str, None]] = {group.name: {} for group in self.groups}
+        for graph in self.graphs:
+            for node in graph.nodes:
+                if isinstance(node.op, Fused):
+                    callers[node.op.group][graph.name] = None
+        return {name: tuple(graphs) for name, graphs in callers.items()}
+
+    @cached_property
+    def call_paths(self) -> Mapping[str, tuple[str, ...]]:
+        """Maps the name of each function that programs call to the paths at which they call it."""
+        paths: dict[str, list[str]] = {}
+        for node in (node for program in self.programs for node in program.nodes):
+            if isinstance(node.op, Call | Scan):
+                paths.setdefault(node.op.callee, []).append(node.op.at)
+        return {name: tuple(at) for name, at in paths.items()}
 
     def program(self, name: str) -> Graph:
         return next(graph for graph in self.programs if graph.name == name)
@@ -156,11 +193,22 @@ class Programs:
         return max(paths)[1] if paths else ("model",)
 
 
+def in_dtype(programs: Programs, dtype: str) -> Programs:
+    """Returns lowered programs whose compute dtype is `dtype` in place of COMPUTE."""
+
+    def change(type: TensorType) -> TensorType:
+        return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type
+
+    params = (replace(p, dtype=dtype) if p.dtype == COMPUTE else p for p in programs.params)
+    functions, graphs = (tuple(retyped(g, change) for g in group) for group in (programs.functions, programs.programs))
+    return replace(programs, params=tuple(params), functions=functions, programs=graphs)
+
+
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "") -> Graph:
     """Returns `graph` with every call replaced by the nodes of its function, under full names. Loops over time are not
     expanded.
 
-    Scalars that calls bind are named `$place.name`; `scalar_values` returns their values.
+    A scalar argument of a call is named `$place.name`. `scalar_values` returns the values of these scalars.
 
     Args:
         programs: the programs that hold the functions and groups.
@@ -168,12 +216,10 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "")
         groups: whether to expand every fused group. If false, only groups without a gradient are expanded.
         at: the path at which `graph` runs.
     """
-    nodes: list[Node] = []
-    renamed = _inline(programs, graph, at, at, {name: name for name, _ in graph.inputs}, nodes, groups, {})
-    outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
+    nodes, outputs = _inlined(programs, graph, groups, at)
     params = (*((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params), *programs.buffers)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
-    return Graph(graph.name, graph.inputs, params, tuple(nodes), outputs, scalars)
+    return Graph(graph.name, graph.inputs, params, nodes, outputs, scalars)
 
 
 def read_by(programs: Programs, name: str) -> frozenset[str]:
@@ -188,63 +234,55 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
     return {f"{at}.{name}": value for at, scalars in calls for name, value in scalars}
 
 
-def _inline(
-    programs: Programs,
-    graph: Graph,
-    at: str,
-    run: str,
-    values: Mapping[str, str],
-    nodes: list[Node],
-    groups: bool,
-    dims: Mapping[Dim, Dim],
-) -> dict[str, str]:
-    """Appends the nodes of `graph` to `nodes`, under full names, and returns the new reference of each of its values.
+def _inlined(
+    programs: Programs, graph: Graph, groups: bool, at: str = "", calls: bool = True
+) -> tuple[tuple[Node, ...], tuple[tuple[str, str], ...]]:
+    """Returns the nodes of `graph` under full names, with groups and calls replaced by their nodes, and its outputs.
 
     Args:
         programs: the programs that hold the functions and groups.
         graph: the graph to inline.
-        at: the path prefix of its parameters.
-        run: the prefix of the names of its nodes.
-        values: the references that replace the graph's inputs.
-        nodes: the list that receives the nodes.
         groups: whether to expand every fused group; see `flatten`.
-        dims: the dims that replace those of the graph, such as S for T in a function that runs in an encoder.
+        at: the path at which `graph` runs.
+        calls: whether to expand calls.
     """
-    here = dict(values)
-    prefix, scope = (f"{name}." if name else "" for name in (run, at))
+    nodes: list[Node] = []
 
-    def place(ref: str) -> str:
-        return here.get(ref, f"{ref[0]}{scope}{ref[1:]}" if ref[0] in "@$" else ref)
+    def inline(graph: Graph, at: str, run: str, values: dict[str, str], dims: Mapping[Dim, Dim]) -> list[str]:
+        """Adds the nodes of `graph` and returns the references of its outputs. Names of parameters begin with `at`,
+        names of nodes with `run`. `values` replace its references, and `dims` its dims, such as S for T in an
+        encoder."""
+        prefix, scope = (f"{name}." if name else "" for name in (run, at))
 
-    ran: set[str] = set()
-    for node in graph.nodes:
-        inputs = tuple(map(place, node.inputs))
-        if isinstance(node.op, Call):
-            callee = programs.function(node.op.callee)
-            given = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
-            begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
-            ran.add(node.op.at)
-            (_, x), *_ = callee.inputs
-            passed = [dims.get(dim, dim) for dim in graph.types[node.inputs[0]].shape]
-            within: dict[Dim, Dim] = {
-                dim: other for dim, other in zip(x.shape, passed, strict=True) if isinstance(dim, str)
-            }
-            place_of_callee = f"{scope}{node.op.at}", f"{prefix}{begins}"
-            inner = _inline(programs, callee, *place_of_callee, given, nodes, groups, within)
-            results = [inner[ref] for _, ref in callee.outputs]
-        elif isinstance(node.op, Fused) and (groups or not programs.group(node.op.group).backward.outputs):
-            forward = programs.group(node.op.group).forward
-            given = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
-            inner = _inline(programs, forward, at, run, given, nodes, groups, dims)
-            results = [inner[ref] for _, ref in forward.outputs]
-        else:
-            name = f"{prefix}{node.name}"
-            members = tuple(f"{prefix}{member}" for member in node.members)
-            types = tuple(type.with_shape(*(dims.get(dim, dim) for dim in type.shape)) for type in node.types)
-            nodes.append(replace(node, name=name, inputs=inputs, members=members, types=types))
-            results = list(nodes[-1].outputs)
-        here |= zip(node.outputs, results, strict=False)
-    return here
+        def place(ref: str) -> str:
+            return values.get(ref, f"{ref[0]}{scope}{ref[1:]}" if ref[0] in "@$" else ref)
+
+        ran: set[str] = set()
+        for node in graph.nodes:
+            inputs = tuple(map(place, node.inputs))
+            if isinstance(node.op, Call) and calls:
+                callee = programs.function(node.op.callee)
+                arguments = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
+                begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
+                ran.add(node.op.at)
+                passed = [dims.get(dim, dim) for dim in graph.types[node.inputs[0]].shape]
+                dims_of_x = zip(callee.inputs[0][1].shape, passed, strict=True)
+                within: dict[Dim, Dim] = {dim: other for dim, other in dims_of_x if isinstance(dim, str)}
+                results = inline(callee, f"{scope}{node.op.at}", f"{prefix}{begins}", arguments, within)
+            elif isinstance(node.op, Fused) and (groups or programs.group(node.op.group).inlined):
+                forward = programs.group(node.op.group).forward
+                arguments = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
+                results = inline(forward, at, run, arguments, dims)
+            else:
+                members = tuple(f"{prefix}{member}" for member in node.members)
+                types = tuple(type.with_shape(*(dims.get(dim, dim) for dim in type.shape)) for type in node.types)
+                nodes.append(Node(f"{prefix}{node.name}", node.op, inputs, types, node.epilogue, members))
+                results = list(nodes[-1].outputs)
+            values |= zip(node.outputs, results, strict=False)
+        return [place(ref) for _, ref in graph.outputs]
+
+    outputs = inline(graph, at, at, {name: name for name, _ in graph.inputs}, {})
+    return tuple(nodes), tuple((label, ref) for (label, _), ref in zip(graph.outputs, outputs, strict=True))
 
 
 def class_name(name: str) -> str:
@@ -255,8 +293,8 @@ def class_name(name: str) -> str:
 def group_functions(programs: Programs) -> Mapping[str, str]:
     """Returns the name of the function that runs each group, by the group's name.
 
-    Groups with the same computation, such as the rotation of q and that of k, share a function, which is named after
-    its members if that name is free.
+    Groups with the same computation, such as the rotation of q and the rotation of k, share one function. The function
+    is named after the members of the group if the name is free.
     """
     shared: dict[object, list[Group]] = {}
     for group in programs.groups:
@@ -272,10 +310,11 @@ def group_functions(programs: Programs) -> Mapping[str, str]:
 
 
 def _computation(group: Group) -> object:
-    """Returns a key of a group's computation that ignores the names of its nodes and inputs, but not those of saved
-    values."""
+    """Returns a key that is equal for groups with the same computation.
+
+    The names of saved values are part of the key. The names of nodes and inputs are not.
+    """
     graphs: list[object] = []
-    known: dict[str, str] = {}
     for graph in (group.forward, group.backward):
         names = {name: f"{graph is group.forward}{i}" for i, (name, _) in enumerate(graph.inputs)}
         for i, node in enumerate(graph.nodes):
@@ -283,26 +322,13 @@ def _computation(group: Group) -> object:
         nodes = [(n.op, n.epilogue, tuple(names.get(r, r) for r in n.inputs), n.types) for n in graph.nodes]
         outputs = [names.get(ref, ref) for _, ref in graph.outputs]
         graphs.append((tuple(nodes), tuple(type for _, type in graph.inputs), tuple(outputs)))
-        known |= names
-    return tuple(graphs), group.saved
+    return tuple(graphs), group.saved, group.chunks
 
 
 def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
     """Returns the graph with each group without a gradient replaced by its nodes. Such a group needs no function."""
-    nodes: list[Node] = []
-    names: dict[str, str] = {}
-    for node in graph.nodes:
-        node = replace(node, inputs=tuple(names.get(ref, ref) for ref in node.inputs))
-        group = programs.group(node.op.group) if isinstance(node.op, Fused) else None
-        if group is None or group.backward.outputs:
-            nodes.append(node)
-            continue
-        given = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
-        for member in group.forward.nodes:
-            nodes.append(replace(member, inputs=tuple(given.get(ref, ref) for ref in member.inputs)))
-        names |= zip(node.outputs, (given.get(ref, ref) for _, ref in group.forward.outputs), strict=False)
-    outputs = tuple((label, names.get(ref, ref)) for label, ref in graph.outputs)
-    return replace(graph, nodes=tuple(nodes), outputs=outputs)
+    nodes, outputs = _inlined(programs, graph, groups=False, calls=False)
+    return replace(graph, nodes=nodes, outputs=outputs)
 
 
 def owner(ref: str) -> str:

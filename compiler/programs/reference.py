@@ -1,29 +1,25 @@
-"""The second witness: runs a program by the plain Torch references of its ops, in float64. It shares no code with the
+"""The second witness: runs a program in float64 with the plain Torch references of the ops. It shares no code with
 generated modules."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.types import Tensor, Tensors
 from specc.compiler.ops.region import Scan
 from specc.compiler.programs.programs import Programs, flatten, scalar_values
 
-if TYPE_CHECKING:
-    from torch import Tensor, dtype
-
-
 # Called with each node, which has its full name, and the node's inputs and outputs.
-Observe = Callable[[Node, list["Tensor"], tuple["Tensor", ...]], None]
+Observe = Callable[[Node, list[Tensor], tuple[Tensor, ...]], None]
 
 
 def run(
     programs: Programs,
     program: str,
-    inputs: Mapping[str, "Tensor"],
-    params: Mapping[str, "Tensor"],
+    inputs: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
     observe: Observe | None = None,
-) -> dict[str, "Tensor"]:
-    """Runs a program by the references of its ops, in the precision of `params`. The programs must not be fused.
+) -> dict[str, Tensor]:
+    """Runs a program with the references of the ops, in the precision of `params`. The programs must not be fused.
 
     Args:
         programs: the programs of the model.
@@ -37,77 +33,56 @@ def run(
     """
     import torch
 
-    graph = flatten(programs, programs.program(program))
     dtype = next((tensor.dtype for tensor in params.values() if tensor.is_floating_point()), torch.float64)
     numbers = {
         f"${name}": torch.tensor(value, dtype=torch.float64)
         for name, value in scalar_values(programs.program(program)).items()
     }
     fixed = {**{f"@{name}": tensor for name, tensor in params.items()}, **numbers}
-    return _outputs(programs, graph, inputs, fixed, observe, dtype)
+
+    def outputs_of(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the outputs of a flattened graph by label.
+
+        A node without floating-point inputs, such as sinusoidal positions, has no precision to inherit, so its
+        floating-point outputs are cast to `dtype`.
+        """
+        values = {**inputs, **fixed}
+        for node in graph.nodes:
+            operands = [values[ref] for ref in node.inputs]
+            outputs = loop(node.op, operands) if isinstance(node.op, Scan) else node_value(node, operands)
+            if not any(value.is_floating_point() for value in operands):
+                outputs = tuple(value.to(dtype) if value.is_floating_point() else value for value in outputs)
+            if observe is not None:
+                observe(node, operands, outputs)
+            values |= zip(node.outputs, outputs, strict=True)
+        return {label: values[ref] for label, ref in graph.outputs}
+
+    def loop(scan: Scan, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Runs a loop over time step by step and returns its outputs."""
+        step = flatten(programs, programs.function(scan.callee), at=scan.at)
+        last = scan.carried + scan.stepped
+        carried, stepped, others = inputs[: scan.carried], inputs[scan.carried : last], inputs[last:]
+        rows: list[list[Tensor]] = []
+        for t in range(stepped[0].shape[1]):
+            operands = (*carried, *(sequence.narrow(1, t, 1) for sequence in stepped), *others)
+            named = {name: value for (name, _), value in zip(step.inputs, operands, strict=True)}
+            outputs = list(outputs_of(step, named).values())
+            carried = outputs[: scan.carried]
+            rows.append(outputs[scan.carried :])
+        return *carried, *(torch.cat(outputs, 1) for outputs in zip(*rows, strict=True))
+
+    return outputs_of(flatten(programs, programs.program(program)), inputs)
 
 
-def _outputs(
-    programs: Programs,
-    graph: Graph,
-    inputs: Mapping[str, "Tensor"],
-    fixed: Mapping[str, "Tensor"],
-    observe: Observe | None,
-    dtype: "dtype",
-) -> dict[str, "Tensor"]:
-    """Returns the outputs of a flattened graph by label.
-
-    `fixed` holds the parameters and scalars. A node without floating-point inputs, such as sinusoidal positions, has no
-    precision to inherit, so its floating-point outputs are cast to `dtype`.
-    """
-    values = {**inputs, **fixed}
-    for node in graph.nodes:
-        operands = [values[ref] for ref in node.inputs]
-        if isinstance(node.op, Scan):
-            outputs = _loop(programs, node.op, operands, fixed, observe, dtype)
-        else:
-            outputs = node_value(node, operands)
-        if not any(value.is_floating_point() for value in operands):
-            outputs = tuple(value.to(dtype) if value.is_floating_point() else value for value in outputs)
-        if observe is not None:
-            observe(node, operands, outputs)
-        values |= zip(node.outputs, outputs, strict=True)
-    return {label: values[ref] for label, ref in graph.outputs}
-
-
-def _loop(
-    programs: Programs,
-    scan: Scan,
-    inputs: list["Tensor"],
-    fixed: Mapping[str, "Tensor"],
-    observe: Observe | None,
-    dtype: "dtype",
-) -> tuple["Tensor", ...]:
-    """Runs a loop over time step by step and returns its outputs."""
-    import torch
-
-    step = flatten(programs, programs.function(scan.callee), at=scan.at)
-    last = scan.carried + scan.stepped
-    carried, stepped, others = inputs[: scan.carried], inputs[scan.carried : last], inputs[last:]
-    rows: list[list[Tensor]] = []
-    for t in range(stepped[0].shape[1]):
-        operands = (*carried, *(sequence.narrow(1, t, 1) for sequence in stepped), *others)
-        named = {name: value for (name, _), value in zip(step.inputs, operands, strict=True)}
-        outputs = list(_outputs(programs, step, named, fixed, observe, dtype).values())
-        carried = outputs[: scan.carried]
-        rows.append(outputs[scan.carried :])
-    return *carried, *(torch.cat(outputs, 1) for outputs in zip(*rows, strict=True))
-
-
-def node_value(node: Node, inputs: list["Tensor"], every: Sequence["Tensor"] | None = None) -> tuple["Tensor", ...]:
+def node_value(node: Node, inputs: list[Tensor], every: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
     """Returns all outputs of one node, including its epilogue.
 
-    `inputs` may be a sample of the rows of `every`. Outputs without rows, such as a sum over rows, are computed from
-    `every`.
+    `every` are all rows of the inputs, and `inputs` may be a sample of these rows. Outputs without rows, such as a sum
+    over rows, are computed from `every`.
     """
     import torch
 
-    def many(value: "Tensor | tuple[Tensor, ...]") -> tuple["Tensor", ...]:
+    def many(value: Tensors) -> tuple[Tensor, ...]:
         return (value,) if isinstance(value, torch.Tensor) else value
 
     every = inputs if every is None else every
@@ -119,9 +94,9 @@ def node_value(node: Node, inputs: list["Tensor"], every: Sequence["Tensor"] | N
     return epilogue_value(node, (*products, *inputs[arity:]))
 
 
-def epilogue_value(node: Node, operands: tuple["Tensor", ...]) -> tuple["Tensor", ...]:
-    """Applies an epilogue to its accumulators and operands. Its further outputs come first, because the value may read
-    them."""
+def epilogue_value(node: Node, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Applies an epilogue to its accumulators and operands. The additional outputs are computed first, because the
+    value may read them."""
     from specc.compiler.expr import reread, torch_value
     from specc.compiler.ops.pointwise import Pointwise
     from specc.compiler.ops.quantized import rounded

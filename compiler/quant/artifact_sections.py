@@ -1,11 +1,9 @@
 """Layout of the sections of an artifact, derived from the arrays that a spec stores.
 
-The runtime's `artifact` package defines the format. Arrays whose names differ only in numbers (`blocks.*.mlp.up`,
-codes) have one role. The arrays of a role are concatenated along rows into one stream. Roles of few bytes share one
-stream per kind. A stream is cut between rows into sections.
+The runtime's `artifact` package defines the format. Arrays whose names differ only in numbers have the same role, such
+as the codes of all `blocks.*.mlp.up`. The arrays of a role are concatenated along rows into one stream. Small roles of
+the same kind share a stream. A stream is cut between rows into sections.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
@@ -41,7 +39,8 @@ TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)  # at most one section each, 
 
 
 def kind_of(stored: Stored) -> Kind:
-    """Returns the kind of an array. Row scales have their own kind, because they compress worse among other floats."""
+    """Returns the kind of an array. Row scales are a separate kind, because they compress worse when mixed with other
+    floats."""
     if stored.dtype == "i8":
         return Kind.CODES
     return Kind.SCALES if (stored.suffix, stored.dtype) == ("scale", "f16") else Kind[stored.dtype.upper()]
@@ -90,8 +89,7 @@ def streams(layout: Sequence[tuple[str, Stored]]) -> list[Stream]:
 def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -> int:
     """Returns an upper bound on the bytes of an artifact in addition to its compressed arrays.
 
-    The header is exact. A text section counts as its size before compression plus CODEC_BYTES, an upper bound on the
-    size of incompressible text.
+    The header is exact. For a text section, the bound is the size before compression plus CODEC_BYTES.
 
     Args:
         layout: (parameter name, stored array) of all arrays in order, from `Scheme.stored`.

@@ -5,13 +5,12 @@ of Information Theory", theorem 8.6.5), and brotli-11 comes within 1 % of the or
 have heavier tails and compress better.
 """
 
-from __future__ import annotations
-
 import math
+from functools import lru_cache
 from itertools import pairwise
-from statistics import NormalDist
 
 
+@lru_cache(maxsize=1024)  # tensors of one shape ask again
 def normal_bits(clip: float, top: int) -> float:
     """Returns the entropy, in bits per value, of standard normal values quantized to codes -top .. top.
 
@@ -27,7 +26,9 @@ def normal_bits(clip: float, top: int) -> float:
 def normal_clip(columns: int, quantile: float = 1.0) -> float:
     """Returns the approximate `quantile` of |row| for `columns` standard normal values.
 
-    It is at most the median of the largest |value|, which is the result for quantile 1.
+    The result for quantile 1 is the median of the largest |value|.
     """
+    from statistics import NormalDist  # imports much that only `allocate` needs
+
     largest = 0.5 ** (1 / columns)
     return NormalDist().inv_cdf((1 + min(quantile, largest)) / 2)

@@ -1,19 +1,15 @@
 """GPTQ: rounds a matrix column by column and adjusts the remaining columns to compensate for the error."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
-from specc.compiler.quant.scheme import Array, SchemeError, Seen, check_weight
+from specc.compiler.quant.scheme import Array, SchemeError, Seen, Solution, check_weight
 from specc.compiler.strict import Positive, PositiveFloat, later
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Quantile = Annotated[float, Field(gt=0, le=1)]
 
@@ -26,19 +22,18 @@ class Gptq(PerRow):
     Pre-trained Transformers", arXiv 2210.17323).
 
     Each row is solved once per clip, and is also rounded to nearest. For each row, the codes with the smallest
-    Hessian-weighted error dw H dw^T are selected. Because rows do not interact, the selection is exact, and no row or
-    matrix has a larger error than with rounding to nearest.
+    Hessian-weighted error dw H dw^T are selected. Rows are independent, so the error of no row and no matrix exceeds
+    the error of rounding to nearest.
 
     Attributes:
         damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
-        block: the columns that are rounded before the error is propagated to the rest. It affects the time, and the
-            codes only through float64 rounding.
+        block: the columns that are rounded before the error is propagated to the rest. The block size affects the time.
+            It affects the codes only through float64 rounding.
         clip_quantiles: the clips, as quantiles of |row|.
         clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394),
-            instead of quantiles. These steps are coarser than the error alone would select, but the smaller codes
-            compress to fewer bytes. Each row is then also rounded to nearest with each of these clips, instead of with
-            its maximum.
+            instead of quantiles. Such clips give a larger error, but smaller codes, which compress to fewer bytes.
+            Rounding to nearest then also uses these clips instead of the maximum of the row.
     """
 
     scheme: Literal["gptq"] = "gptq"
@@ -58,8 +53,8 @@ class Gptq(PerRow):
     needs_hessian: ClassVar[bool] = True
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
-        if len(shape) != 2:
-            return f"{self.label()} needs a matrix, but the shape is {list(shape)}"
+        if len(shape) not in (2, 3):
+            return f"{self.label()} needs a matrix, or one of each expert, but the shape is {list(shape)}"
         return super().rejects(shape)
 
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
@@ -68,17 +63,20 @@ class Gptq(PerRow):
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """Quantizes with the Hessian [columns, columns], which must be symmetric positive semidefinite.
 
-        In addition to the conditions of the base class, raises SchemeError if the Hessian is missing, has another
-        shape, holds NaN or infinity, or is indefinite under the largest damping.
+        The matrices [experts, rows, columns] of experts have one Hessian each, of the rows that the expert multiplies.
+        Raises SchemeError as the base class does, and if the Hessian is missing, has another shape, holds NaN or
+        infinity, or is indefinite under the largest damping.
         """
         import torch
 
         shape = tuple(weight.shape)
         check_weight(self, weight)
         if seen.hessian is None:
-            raise SchemeError("gptq needs the Hessian of its input, and there is none")
-        if tuple(seen.hessian.shape) != (shape[1], shape[1]):
-            raise SchemeError(f"the Hessian is {list(seen.hessian.shape)}, not [{shape[1]}, {shape[1]}]")
+            raise SchemeError("gptq needs the Hessian of the input, which was not measured")
+        if (have := list(seen.hessian.shape)) != (want := [*shape[:-2], shape[-1], shape[-1]]):
+            raise SchemeError(f"the Hessian is {have}, not {want}")
+        if len(shape) == 3:
+            return self._of_experts(weight, seen)
         factor = factorize(seen.hessian.to(weight.device).double(), self.damping, self.order)
         seen.solved(factor.solution)
         candidates = len(self.clip_stds or self.clip_quantiles)
@@ -87,6 +85,20 @@ class Gptq(PerRow):
         parts = [self._rows(weight[start : start + step].detach().double(), factor) for start in starts]
         arrays = arrays_of(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), shape)
         return self.mended(arrays, weight, factor.hessian)
+
+    def _of_experts(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
+        """Quantizes each of the matrices [experts, rows, columns]. An expert without rows is rounded to nearest."""
+        import numpy as np
+
+        assert seen.hessian is not None
+        solutions: list[Solution] = []
+        arrays = [
+            self.quantize_seen(matrix, Seen(hessian, solved=solutions.append))
+            for matrix, hessian in zip(weight, seen.hessian, strict=True)
+        ]
+        damping = max(solution.damping for solution in solutions)
+        seen.solved(Solution(self.damping, damping, sum(solution.dead for solution in solutions)))
+        return {suffix: np.stack([entry[suffix] for entry in arrays]) for suffix in arrays[0]}
 
     def with_clip(self, deviations: float) -> Self:
         return self.model_copy(update={"clip_stds": (deviations,)})

@@ -1,19 +1,15 @@
 """The linear algebra of GPTQ, in float64.
 
-With H^-1 = U^T U, U upper triangular, rounding columns from left to right needs only the rows of U: the error of column
-j, e = (w_j - q_j) / U_jj, changes each later column k by -e U_jk (Frantar et al. 2022, step 3). Here U comes from one
-factorization: with the order of columns reversed, Cholesky yields H = R R^T with R upper triangular, and U = R^-1.
+Let H^-1 = U^T U with U upper triangular. Columns are rounded from left to right. The error of column j, e = (w_j - q_j)
+/ U_jj, changes each later column k by -e U_jk (Frantar et al. 2022, step 3). U comes from one factorization: Cholesky
+of H with reversed columns yields H = R R^T with R upper triangular, and U = R^-1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.scheme import SchemeError, Solution
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGEST_DAMPING = 10.0  # in mean diagonals; with more damping the solution is practically rounding to nearest
 
@@ -48,7 +44,7 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
 
     if not bool(hessian.isfinite().all()):
         raise SchemeError("its Hessian holds NaN or infinity")
-    asked, diagonal = damping, hessian.diagonal()
+    requested, diagonal = damping, hessian.diagonal()
     if float(diagonal.min()) < 0:
         raise SchemeError("its Hessian has a negative diagonal, so it is not X^T X of any input")
     dead = diagonal == 0
@@ -73,11 +69,10 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
             upper = lower.flip(0, 1)
             inverse = torch.linalg.solve_triangular(upper, torch.eye(len(dead)).to(upper), upper=True)
             if bool(inverse.isfinite().all()):
-                return Factor(scaled, inverse, by, Solution(asked, damping, int(dead.sum())))
+                return Factor(scaled, inverse, by, Solution(requested, damping, int(dead.sum())))
         if damping * 10 > LARGEST_DAMPING:
-            raise SchemeError(
-                f"its Hessian is not positive definite with {damping:g} mean diagonals added; calibrate again"
-            )
+            message = f"its Hessian is not positive definite with {damping:g} mean diagonals added; calibrate again"
+            raise SchemeError(message)
         damping *= 10
 
 

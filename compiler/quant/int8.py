@@ -1,22 +1,18 @@
 """Products on int8 codes: quantization of weights, inputs and biases, with sums in int32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.ops.quantized import LARGEST_K, step_of
 from specc.compiler.quant.entropy import normal_bits
 from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.rows import LARGEST_SCALE, SMALLEST_SCALE, PerRow, arrays_of, dequantized
 from specc.compiler.quant.scheme import Array, Range, SchemeError, Seen, Stored, check_arrays, check_codes, check_weight
 from specc.compiler.strict import later
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LARGEST_OFFSET = 2**30  # largest |code| of a bias: with it, sums of int8 products fit in int32
 SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # limits of an input's scale, so that f32 suffices for all values
@@ -30,19 +26,18 @@ FAINTEST = 2.0**-12
 class Int8(PerRow):
     """Products computed on int8 codes.
 
-    A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. Its input is quantized with one scale
-    s_in, the largest magnitude in calibration divided by 127. The bias of the product is int32, round(b / (s_in *
-    s_w)), and is added to the int32 sums exactly. All codes are symmetric: there is no zero point.
+    A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. The input of the product is quantized
+    with one scale s_in, the largest magnitude in calibration divided by 127. The bias of the product is int32, round(b
+    / (s_in * s_w)), and is added exactly to the int32 sums. All codes are symmetric, without a zero point.
 
     Attributes:
         weights: `per_tensor` uses one scale for all rows of a matrix.
-        activations: `per_channel` uses a scale s_in r_k, r_k <= 1, for each feature k of the input, and rounds the
-            weights W_nk r_k. The sums are the same, and features that are small compared to the others have more
-            precision (SmoothQuant, Xiao et al. 2022; here the exponent minimizes the expected error, see
-            `input_scale`).
-        activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does: the input is two
-            codes, s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. For the hidden weights of an LSTM
-            the input is h, which is rounded at every step.
+        activations: `per_channel` uses a scale s_in r_k with r_k <= 1 for each feature k of the input, and rounds the
+            weights W_nk r_k. The product is unchanged, and features of small magnitude have more precision
+            (SmoothQuant, Xiao et al. 2022; here the exponent minimizes the expected error, see `input_scale`).
+        activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does: the input is s_in
+            (q1 + q2 / 254) with two codes q1 and q2, and each code is multiplied in int8 by the weight. For the hidden
+            weights of an LSTM, the input is h, which is rounded at every step.
         correction_rank: 0, because a correction would add a float product.
     """
 
@@ -73,7 +68,7 @@ class Int8(PerRow):
         return None if len(shape) == 1 else super().rejects(shape)
 
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
-        raise SchemeError("int8 needs the range of its product's input, and nothing was calibrated")
+        raise SchemeError("int8 needs the measured range of the product's input, but nothing was calibrated")
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored arrays of its weight.
@@ -86,28 +81,28 @@ class Int8(PerRow):
             return self._bias(weight, seen.weight)
         if seen.input_scale is None:
             return self.quantize(weight, None)
-        given = seen.input_scale.detach().cpu().float().numpy()
-        _check_scales("the scale of its input", given, SMALLEST_INPUT, LARGEST_INPUT)
-        weight = weight.detach() * _shares(given).to(weight)
+        input_scale = seen.input_scale.detach().cpu().float().numpy()
+        _check_scales("the scale of its input", input_scale, SMALLEST_INPUT, LARGEST_INPUT)
+        weight = weight.detach() * _shares(input_scale).to(weight)
         scale = self.scales(self.clip_without_data(weight.double()))
         codes = self.nearest(weight, scale)
         if seen.hessian is not None:
-            codes = self._solved(weight.double(), scale, codes, seen, given)
-        return {**arrays_of(codes, scale, shape), "input_scale": given}
+            codes = self._solved(weight.double(), scale, codes, seen, input_scale)
+        return {**arrays_of(codes, scale, shape), "input_scale": input_scale}
 
-    def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, given: Array) -> Tensor:
-        """Returns the codes of GPTQ, or `nearest` for rows whose error GPTQ does not reduce.
+    def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, input_scale: Array) -> Tensor:
+        """Returns the codes of GPTQ. Returns the codes `nearest` for rows whose error GPTQ does not reduce.
 
-        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies the rounded values of x_k /
-        r_k, so the solver uses their second moments, including the variance of the rounding. This variance is the only
-        damping, except for LEAST_DAMPING.
+        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k, so
+        the solver uses the second moments of these values, including the variance of the rounding. The damping is this
+        variance, and at least LEAST_DAMPING.
         """
         import torch
 
         assert seen.hessian is not None
-        share, hessian = _shares(given).to(weight), seen.hessian.to(weight)
+        share, hessian = _shares(input_scale).to(weight), seen.hessian.to(weight)
         moments = hessian / share[:, None] / share if len(share) > 1 else hessian.clone()
-        moments.diagonal().add_((float(given.max()) * step_of(self.activation_bits)) ** 2 / 12)
+        moments.diagonal().add_((float(input_scale.max()) * step_of(self.activation_bits)) ** 2 / 12)
         factor = factorize(moments, LEAST_DAMPING, "descending")
         solved = solve(weight, scale.double(), factor, self.top, BLOCK)
         wrong, still = (
@@ -126,12 +121,12 @@ class Int8(PerRow):
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
         """Returns the scale f32 [1] or [K] of an input that `weights`, [N, K] each, multiply.
 
-        It is 1 / 127 for an input of zeros.
+        For an input of zeros, the scale is 1 / 127.
 
-        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where top is the largest of all features and a
-        is the value of EXPONENTS that minimizes the expected squared error of all sums. The error is, summed over n and
-        k, s_k^2 / 12 * W_nk^2 for rounding the input plus step_n^2 / 12 * E[x_k^2] / s_k^2 for rounding W_nk s_k to the
-        step of its row. Inputs of 16 bits use the same exponent as inputs of 8 bits.
+        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127. `top` is the largest of all largest_k. `a` is
+        the value of EXPONENTS that minimizes the expected squared error of all sums. The error is the sum over n and k
+        of two terms: s_k^2 / 12 * W_nk^2 for rounding the input, and step_n^2 / 12 * E[x_k^2] / s_k^2 for rounding W_nk
+        s_k to the step of row n. Inputs of 16 bits use the same exponent as inputs of 8 bits.
         """
         top = float(seen.largest.max())
         if not self.input_by_feature or not top:
@@ -173,9 +168,8 @@ class Int8(PerRow):
         codes = (bias.detach().cpu().double() / scale.double()).round()
         if float(codes.abs().max()) > LARGEST_OFFSET:
             worst = int(codes.abs().argmax())
-            raise SchemeError(
-                f"its number {worst}, {float(bias[worst]):.4g}, is {float(codes[worst]):.4g} steps of int32"
-            )
+            message = f"its number {worst}, {float(bias[worst]):.4g}, is {float(codes[worst]):.4g} steps of int32"
+            raise SchemeError(message)
         return {"codes": codes.to(torch.int32).numpy(), "scale": scale.numpy()}
 
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:
@@ -197,12 +191,12 @@ class Int8(PerRow):
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
         """Estimates the compressed bytes of a weight or bias.
 
-        A weight counts as the entropy of the codes of normal rows (entropy.py) plus its other arrays. With one input
-        scale per tensor, 2 % are added for brotli-11 on the small matrices of int8 models. Scales per feature give the
-        weights heavier tails, so nothing is added. A bias counts 5 of its 8 bytes per number.
+        For a weight, the estimate is the entropy of the codes of normal rows (entropy.py) plus the other arrays. With
+        one input scale per tensor, 2 % are added for brotli-11 on the small matrices of int8 models. Scales per feature
+        give the weights heavier tails, so nothing is added. For a bias, the estimate is 5 of the 8 bytes per number.
 
-        Source: poly_attn after 30 steps has 413 kB, and 406 kB by feature. Per number of a bias, the code takes 1.7
-        bytes and the scale 3.1.
+        Source: poly_attn after 30 steps has 413 kB with one input scale per tensor, and 406 kB with scales per feature.
+        Per number of a bias, the code takes 1.7 bytes and the scale 3.1 bytes.
         """
         if len(shape) == 1:
             return 5 * shape[0]
@@ -212,7 +206,8 @@ class Int8(PerRow):
 
 
 def steps(weight: Mapping[str, Array]) -> Tensor:
-    """Returns s_in * s_w, f32 [N]: the value of one unit of the int32 sums, from the stored arrays of a weight."""
+    """Returns s_in * s_w, f32 [N], the value of one unit of the int32 sums. `weight` are the stored arrays of the
+    weight."""
     import torch
 
     return float(weight["input_scale"].max()) * torch.from_numpy(weight["scale"].copy()).float()
@@ -227,7 +222,8 @@ def _shares(input_scale: Array) -> Tensor:
 
 
 def _check_scales(what: str, scale: Array, smallest: float, largest: float) -> None:
-    """Raises SchemeError, naming the first invalid scale, unless all are numbers from `smallest` to `largest`."""
+    """Raises SchemeError, which names the first invalid scale, unless all scales are between `smallest` and
+    `largest`."""
     wrong = ~((scale >= smallest) & (scale <= largest))
     if wrong.any():
         where = int(wrong.argmax())

@@ -4,15 +4,10 @@ L [rows, rank] is stored in 2 bits, -2 to 1, with one scale per column. R [rank,
 with one scale per 64 columns of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.scheme import Array, SchemeError, Stored
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 GROUP = 64
 LEFT, RIGHT = (-2, 1), (-8, 7)  # smallest and largest code
@@ -32,7 +27,7 @@ def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
 
 
 def bits(rows: int, columns: int, rank: int) -> int:
-    """Returns the size of a correction in bits if codes were packed, including scales."""
+    """Returns the size of a correction in bits with packed codes, including scales."""
     return rank * (2 * rows + 4 * columns + 16 + 16 * -(-columns // GROUP))
 
 
@@ -91,7 +86,7 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
 def product(arrays: Mapping[str, Array]) -> Tensor:
     """Computes L R in float64 on the CPU, summed in the order of the ranks, so that all devices have the same result.
 
-    Raises SchemeError if `correction` cannot have written the arrays.
+    Raises SchemeError if the arrays cannot be a result of `correction`.
     """
     import torch
 

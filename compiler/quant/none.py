@@ -1,14 +1,10 @@
 """No quantization: parameters stored as floating-point numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.scheme import ITEM_BYTES, Array, Scheme, SchemeError, Stored, check_arrays, check_weight
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Unquantized(Scheme):

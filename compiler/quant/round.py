@@ -1,24 +1,21 @@
 """Rounds each row of a parameter to the nearest symmetric integers, without calibration data."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.rows import PerRow, arrays_of, row_quantile
 from specc.compiler.quant.scheme import Array, check_weight
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Round(PerRow):
     """Symmetric rounding to nearest with one scale per row, for example for embeddings.
 
     Attributes:
-        clip: the quantile of |row| that maps to the largest code; larger values are clipped. 1 is the maximum.
+        clip: a quantile of the absolute values of a row, from 0 to 1. This value gets the largest code, and larger
+            values are clipped. With 1, the quantile is the maximum, and nothing is clipped.
     """
 
     scheme: Literal["round"] = "round"
@@ -28,7 +25,7 @@ class Round(PerRow):
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
         shape = tuple(weight.shape)
         check_weight(self, weight)
-        rows = weight.detach().double().reshape(shape[0], -1)
+        rows = weight.detach().double().reshape(-1, shape[-1])
         scale = self.scales(self.clip_without_data(rows))
         return self.mended(arrays_of(self.nearest(rows, scale), scale, shape), weight, None)
 

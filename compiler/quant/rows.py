@@ -1,26 +1,22 @@
 """Symmetric integer codes with one float16 scale per row: the common base of `round`, `gptq` and `int8`.
 
 A value is code * scale, with the code in [-(2^(bits-1) - 1), 2^(bits-1) - 1] stored in one byte. Codes are not packed:
-brotli compresses bytes to their entropy, whereas packed bits hide it (13 % larger at int6, 25 % at int5). A row is one
-index of the first axis; the other axes are flattened.
+brotli compresses whole bytes almost to their entropy. Packed bits compress worse: 13 % larger at int6, 25 % at int5. A
+row is the values along the last axis.
 """
-
-from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeGuard
+from typing import Annotated, ClassVar, Self, TypeGuard
 
 from pydantic import Field, ValidationError
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.quant import low_rank
 from specc.compiler.quant.entropy import normal_bits, normal_clip
 from specc.compiler.quant.scheme import Array, Scheme, SchemeError, Stored, check_arrays, check_codes
 from specc.compiler.strict import later
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 LARGEST_SCALE = 65504.0  # largest finite float16
@@ -32,8 +28,8 @@ class PerRow(Scheme):
     Attributes:
         bits: the bits of a code.
         clip_floor: the least |w| that maps to the largest code. Rows with smaller values share one step and therefore
-            compress better. Parameter-golf's records use 1.0 (their scale is at least 1/31 at int6). With 0, every row
-            has its own step.
+            compress better. The records of parameter-golf use 1.0, so that a scale is at least 1/31 at int6. With 0,
+            each row has a separate step.
         correction_rank: the rank of a low-rank correction of the rounding error, in 2 and 4 bits.
     """
 
@@ -57,7 +53,7 @@ class PerRow(Scheme):
         return float(self.bits)
 
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
-        codes = (Stored("codes", "i8", shape), Stored("scale", "f16", shape[:1]))
+        codes = (Stored("codes", "i8", shape), Stored("scale", "f16", shape[:-1]))
         if not self.correction_rank:
             return codes
         return (*codes, *low_rank.stored(shape[0], math.prod(shape[1:]), self.correction_rank))
@@ -65,6 +61,8 @@ class PerRow(Scheme):
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:
             return f"{self.label()} needs rows and columns, but the shape is {list(shape)}"
+        if len(shape) > 2 and self.correction_rank:
+            return f"a correction needs a matrix, but the shape is {list(shape)}"
         return f"the shape {list(shape)} holds no values" if math.prod(shape) == 0 else None
 
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:
@@ -82,7 +80,8 @@ class PerRow(Scheme):
         return (plain.double() + low_rank.product(arrays).reshape(shape)).float()
 
     def mended(self, arrays: dict[str, Array], weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
-        """Adds the arrays of the low-rank correction, if the scheme has one, to the codes and scales of `weight`."""
+        """Adds the arrays of the low-rank correction to the codes and scales of `weight`, if the scheme has a
+        correction."""
         import torch
 
         if not self.correction_rank:
@@ -98,12 +97,11 @@ class PerRow(Scheme):
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
         """Returns the entropy of the codes of normal rows (entropy.py) plus 2 bytes per row and the packed correction.
 
-        This is the size of a hardly trained model. Trained matrices with clips near the maximum took 3.65 bits per
-        value at int5, compared to 4.28 for normal rows of 512.
+        This is the size of a model after little training. Trained matrices with clips near the maximum took 3.65 bits
+        per value at int5, compared to 4.28 for normal rows of 512.
         """
-        columns = math.prod(shape[1:])
-        bits = normal_bits(self.normal_clip(columns), self.top)
-        codes = math.ceil(math.prod(shape) * bits / 8) + 2 * shape[0]
+        bits = normal_bits(self.normal_clip(shape[-1]), self.top)
+        codes = math.ceil(math.prod(shape) * bits / 8) + 2 * math.prod(shape[:-1])
         return codes + math.ceil(low_rank.bits(shape[0], math.prod(shape[1:]), self.correction_rank) / 8)
 
     def with_bits(self, bits: int) -> Self:
@@ -117,7 +115,7 @@ class PerRow(Scheme):
         """Returns the float16 row scales that map each value of `clip` (the |w| of the largest code) to `top`.
 
         Scales have the shape of `clip`. They are rounded up to float16, so that no value within the clip exceeds the
-        codes. They are at least 2^-24, which is also the scale of rows of zeros. Raises SchemeError if a scale exceeds
+        largest code. A scale is at least 2^-24. A row of zeros has this scale. Raises SchemeError if a scale exceeds
         float16.
         """
         exact = self._exact_scales(clip)
@@ -129,7 +127,7 @@ class PerRow(Scheme):
         return _rounded_up(exact)
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        flat = weights.float().flatten(0, 1).flatten(1)
+        flat = weights.float().flatten(0, -2)
         scale = _rounded_up(self._exact_scales(self.clip_without_data(flat)).clamp(max=LARGEST_SCALE)).float()[:, None]
         codes = (flat / scale).round_().clamp_(-self.top, self.top)
         return (codes * scale).reshape(weights.shape)
@@ -156,24 +154,29 @@ def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
 
 
 def largest_rank(shape: tuple[int, ...]) -> int:
-    """Returns the largest useful rank of a correction. A matrix has no more ranks than rows or columns."""
-    return min(shape[0], math.prod(shape[1:]))
+    """Returns the largest useful rank of a correction: a matrix has no more ranks than rows or columns.
+
+    It is 0 for the matrices of experts, which cannot be corrected.
+    """
+    return min(shape) if len(shape) == 2 else 0
 
 
 def arrays_of(codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> dict[str, Array]:
-    """Returns the stored arrays: int8 codes of `shape` and float16 scales."""
+    """Returns the stored arrays: int8 codes of `shape` and float16 scales, one per row."""
     import torch
 
-    return {"codes": codes.to(torch.int8).reshape(shape).cpu().numpy(), "scale": scale.cpu().numpy()}
+    return {
+        "codes": codes.to(torch.int8).reshape(shape).cpu().numpy(),
+        "scale": scale.reshape(shape[:-1]).cpu().numpy(),
+    }
 
 
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
     """Returns code * scale in float32.
 
-    Conversions are exact and there is one rounding, so all devices have the same result.
+    The conversions are exact and only the product rounds, so all devices return the same result.
     """
-    rows = scale.float().reshape(-1, *([1] * (codes.dim() - 1)))
-    return codes.float() * rows
+    return codes.float() * scale.float().unsqueeze(-1)
 
 
 def _rounded_up(exact: Tensor) -> Tensor:

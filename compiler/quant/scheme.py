@@ -1,6 +1,8 @@
-"""The interface of quantization schemes: the arrays stored for a parameter, and the conversions in both directions."""
+"""The interface of quantization schemes: the arrays stored for a parameter, and the conversions in both directions.
 
-from __future__ import annotations
+A new scheme is a subclass of `Scheme` in a new module of this folder. docs/extending.md has the steps.
+runtime/quantize/schemes.py decides which parameter has which scheme.
+"""
 
 import math
 from abc import abstractmethod
@@ -8,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from specc.compiler.ir.types import Tensor
 from specc.compiler.strict import StrictModel
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from torch import Tensor
 
     Array = npt.NDArray[Any]
 else:
@@ -27,7 +29,7 @@ ITEM_BYTES: Mapping[StoredType, int] = {"i8": 1, "i32": 4, "f16": 2, "bf16": 2, 
 
 
 class SchemeError(ValueError):
-    """Raised if a scheme cannot quantize a parameter, or cannot have written stored arrays.
+    """Raised if a scheme cannot quantize a parameter, or if stored arrays are invalid.
 
     The message does not name the parameter; the runtime adds the name.
     """
@@ -50,7 +52,7 @@ class Stored:
         """Returns the size in bytes before compression."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
-    def numpy_dtype(self) -> np.dtype[Any]:
+    def numpy_dtype(self) -> "np.dtype[Any]":
         """Returns the little-endian numpy dtype of the array."""
         import numpy as np
 
@@ -64,8 +66,8 @@ class Range:
     Attributes:
         largest: the largest magnitude of each feature [K].
         products: the mean of x^T x [K, K].
-        beyond: for an input that already has a scale, the mean square of what clipping to its codes removes [K].
-        clipped: the fraction of all values that lose more than half a scale by clipping.
+        beyond: for an input that already has a scale, the mean square of the values that clipping cuts off [K].
+        clipped: the fraction of all values that clipping changes by more than half a scale.
     """
 
     largest: Tensor
@@ -84,12 +86,12 @@ class Solution:
     """A report on how a Hessian was used to solve for a matrix.
 
     Attributes:
-        asked: the requested damping, in mean diagonals of the Hessian.
+        requested: the requested damping, in mean diagonals of the Hessian.
         damping: the damping with which Cholesky succeeded, in mean diagonals.
         dead: the number of columns without input, which were rounded to nearest.
     """
 
-    asked: float
+    requested: float
     damping: float
     dead: int
 
@@ -125,7 +127,7 @@ class Scheme(StrictModel):
 
     @abstractmethod
     def bits_per_value(self) -> float:
-        """Returns the bits of one stored value without scales. The plan groups parameters by it."""
+        """Returns the bits of one stored value without scales. The plan groups parameters by this number."""
 
     @abstractmethod
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
@@ -155,7 +157,8 @@ class Scheme(StrictModel):
 
     @property
     def input_by_feature(self) -> bool:
-        """Returns True if `input_scale` has one number per feature, [K]. All weights that share an input must agree."""
+        """Returns True if `input_scale` has one number per feature, [K]. The result must be equal for all weights that
+        share an input."""
         return False
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
@@ -166,7 +169,7 @@ class Scheme(StrictModel):
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:
         """Returns the float32 parameter of `shape`, bitwise equal in every process and on every device.
 
-        Raises SchemeError if `quantize` cannot have written the arrays.
+        Raises SchemeError if the arrays cannot be a result of `quantize`.
         """
 
     def on_grid(self, weights: Tensor) -> Tensor:
@@ -188,14 +191,14 @@ class Scheme(StrictModel):
     def with_bits(self, bits: int) -> Self:
         """Returns this scheme with another number of bits.
 
-        Raises SchemeError if it has no such setting or rejects `bits`.
+        Raises SchemeError if the scheme has no setting `bits` or rejects the number.
         """
-        raise SchemeError(f"{self.label()} has no width to change")
+        raise SchemeError(f"{self.label()} has no setting `bits`")
 
     def with_clip(self, deviations: float) -> Self:
         """Returns this scheme with rows clipped at `deviations` standard deviations.
 
-        Raises SchemeError if it has no such setting.
+        Raises SchemeError if the scheme has no setting for clips.
         """
         raise SchemeError(f"{self.label()} has no clip in standard deviations")
 

@@ -1,6 +1,6 @@
 """Renders the class of the blocks of a module list.
 
-All blocks of a list share one class, with optional arguments for inputs that only some of them have.
+All blocks of a list share one class. Inputs that only some blocks have are optional arguments.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.int8.fake_quantize import SUFFIX
-from specc.compiler.ir.graph import Graph, Named, Node, TensorType
+from specc.compiler.ir.graph import Graph, Named, Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.merge import Merged, Where, free, merge
-from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block
+from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block, returns_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import class_name, owner, without_scoring_groups
 from specc.compiler.render.body import Body, Fact, constants_of, facts_of, flag_variants
@@ -39,8 +40,9 @@ class Tables:
         taken: the names of other constants.
         texts: the definition of each constant, by name.
         values: the value of each constant as text, by name.
-        layers: the name of the constant with a set of blocks, by list and set.
-        arguments: the name of the constant with the blocks that receive an optional argument, by list and argument.
+        layers: the name of the constant that holds a set of blocks, by module list and set.
+        arguments: the name of the constant that holds the blocks that receive an optional argument, by module list and
+            argument.
     """
 
     taken: frozenset[str] = frozenset()
@@ -89,13 +91,13 @@ class BlockClass:
     """The class of a module list.
 
     Attributes:
-        context: its text.
+        context: the text of the class.
         order: the arguments of a call after the stream.
-        optional: those that a call may leave out.
-        flags: arguments that are true or false.
-        begin_flags: those of `begin`.
-        keeps: whether it takes a cache.
-        make: the text that makes its modules in a comprehension over `layer`.
+        optional: the arguments that a call may omit.
+        flags: the boolean arguments.
+        begin_flags: the boolean arguments of `begin`.
+        keeps: whether the class takes a cache.
+        make: the expression that creates one module, in a comprehension over `layer`.
     """
 
     context: ClassContext
@@ -111,8 +113,8 @@ class BlockClass:
 class _Uses:
     """The functions of a module list.
 
-    `layers` are the blocks that run each function. `state` are the inputs that are state. `scalars` are the values of
-    each scalar by block, and `formulas` their formulas.
+    `layers` are the blocks that run each function. `state` are the inputs that hold state. `scalars` are the values of
+    each scalar by block, and `formulas` the formulas of the scalars.
     """
 
     place: str
@@ -157,7 +159,7 @@ def _uses(plan: Plan, place: str, calls: Sequence[Node]) -> _Uses:
 
 
 def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str], taken: set[str]) -> BlockClass:
-    """Returns the class of one module list. Its name is added to `taken`.
+    """Returns the class of one module list. Adds the class name to `taken`.
 
     Args:
         plan: the plan.
@@ -171,28 +173,30 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     kind = owner(uses.functions[0].name)
     name = class_name(kind if class_name(kind) not in taken else uses.place.replace(".", "_"))
     taken.add(name)
-    merged = merge(runs, [runs[0].outputs[0][0]], Speller(plan).kernel)
+    labels = dict.fromkeys(label for graph in runs for label in (graph.outputs[0][0], *returns_of(graph)))
+    merged = merge(runs, list(labels), Speller(plan).kernel)
     inputs = _inputs(merged, uses)
     flags = flag_variants([_flags(graph, runs) for graph in runs])
-    given = {"cache": flags.pop("cache", frozenset()), **{name: where for name, _, where in inputs}}
-    facts = facts_of(merged, given, flags)
+    having = {"cache": flags.pop("cache", frozenset()), **{name: where for name, _, where in inputs}}
+    facts = facts_of(merged, having, flags)
     layer_facts = _layer_facts(merged, uses, facts)
     body = _body(plan, merged, uses, (*facts, *layer_facts), reserved)
-    used = tuple(flag for flag in flags if flag in body.asked)
+    used = tuple(flag for flag in flags if flag in body.conditions)
     caches = [(name, type) for name, type, _ in merged.inputs() if name in uses.state]
-    keeps = bool(caches) or "cache" in body.asked
-    doc = types_doc(((name, type) for name, type, _ in inputs), [merged.type(*merged.outputs[0][1][0])])
+    keeps = bool(caches) or "cache" in body.conditions
+    returned = [merged.type(*operand[0]) for _, operand in merged.outputs]
+    doc = types_doc(((name, type) for name, type, _ in inputs), returned)
     if caches:
         doc += f" The cache is of {types_doc(caches, [])[: -len(' -> .')]}, updated in place."
     arguments = optional_arguments(merged, inputs, used, ["cache=None"] * keeps)
     methods = [method(body, "forward", doc, arguments)]
     begin_flags: tuple[str, ...] = ()
     attributes = {fact.name: uses.having(runs[i] for i in sorted(fact.where)) for fact in layer_facts}
-    asked = set(body.asked)
+    conditions = set(body.conditions)
     if begins:
-        begin, begin_flags = _begin(plan, uses, begins, reserved, attributes, asked)
+        begin, begin_flags = _begin(plan, uses, begins, reserved, attributes, conditions)
         methods.append(begin)
-    attributes = {name: layers for name, layers in attributes.items() if name in asked}
+    attributes = {name: layers for name, layers in attributes.items() if name in conditions}
     table = f"{name.upper()}_{BUFFERS}"
     buffers, definitions = _buffers(uses, table, tables)
     init = _init(uses, attributes, tables, buffers)
@@ -202,12 +206,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     doc = f"One block: {', '.join(parts)}." if parts else f"One {kind}."
     numbered = any("layer" in text for text in init)
     context = ClassContext(
-        name,
-        tuple(docstring(doc)),
-        ("layer: int",) if numbered else (),
-        init,
-        tuple(methods),
-        tables=definitions,
+        name, tuple(docstring(doc)), ("layer: int",) if numbered else (), init, tuple(methods), tables=definitions
     )
     over = f"range({max(uses.every) + 1})"
     make = f"{name}(layer) for layer in {over}" if numbered else f"{name}() for _ in {over}"
@@ -222,8 +221,8 @@ def _method(graph: Graph) -> str:
 def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
     """Returns the flags of a function.
 
-    `cache`: it extends a cache. `training`: it trains, and another function scores. `rounded`: it fake-quantizes. A
-    function other than `forward`, `extend` and `score` has its own name as a flag.
+    `cache`: the function extends a cache. `training`: the function trains, and another function scores. `rounded`: the
+    function fake-quantizes. Any other function has its name as a flag.
     """
     plain = _method(graph).removesuffix(SUFFIX)
     flags = {"rounded"} if plain != _method(graph) else set()
@@ -235,12 +234,12 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
 
 
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Collection[str] = ()) -> list[Fact]:
-    """Returns the conditions that attributes of a block decide, for variants that the arguments do not distinguish.
+    """Returns the conditions on attributes of a block, for variants that the arguments do not distinguish.
 
     Args:
         merged: the variants.
         uses: the functions of the module list.
-        facts: the conditions that there are.
+        facts: the existing conditions.
         taken: the names of other attributes.
     """
     known = {fact.where for fact in facts}
@@ -288,7 +287,8 @@ def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserv
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """Returns the inputs other than state: those of all variants, then of some blocks, then of some programs."""
+    """Returns the inputs other than state: first the inputs of all variants, then the inputs of some blocks, then the
+    inputs of some programs."""
 
     def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
         having = uses.having(merged.variants[variant] for variant in entry[2])
@@ -303,12 +303,12 @@ def _begin(
     begins: Sequence[Graph],
     reserved: frozenset[str],
     attributes: dict[str, frozenset[int]],
-    asked: set[str],
+    conditions: set[str],
 ) -> tuple[Function, tuple[str, ...]]:
-    """Returns the method that creates the state of a block, and the flags that it has as arguments.
+    """Returns the method that creates the state of a block, and the flags among its arguments.
 
-    Adds to `attributes` the attributes that it needs, each with the blocks in which it is true, and to `asked` the
-    names of all that it reads.
+    Adds the attributes that the method needs to `attributes`, each with the blocks in which it is true. Adds the names
+    of all conditions that the method reads to `conditions`.
     """
     merged = merge(begins, kind=Speller(plan).kernel)
     flags = flag_variants([_flags(graph, begins) for graph in begins])
@@ -318,8 +318,8 @@ def _begin(
     layer_facts = _layer_facts(merged, uses, facts, attributes)
     attributes |= {fact.name: uses.having(begins[i] for i in sorted(fact.where)) for fact in layer_facts}
     body = _body(plan, merged, uses, (*facts, *layer_facts), reserved)
-    asked |= body.asked
-    used = tuple(flag for flag in flags if flag in body.asked)
+    conditions |= body.conditions
+    used = tuple(flag for flag in flags if flag in body.conditions)
     graph = begins[0]
     doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs])
     arguments = (*(f"{name}: Tensor" for name, _ in graph.inputs), *(f"{flag}: bool = False" for flag in used))
@@ -330,7 +330,7 @@ def _begin(
 
 
 def _other_shapes(uses: _Uses, path: str, type: TensorType) -> Iterator[tuple[str, frozenset[int]]]:
-    """Yields the shapes of a parameter other than that of `type`, each with the blocks that have it."""
+    """Yields each shape of a parameter that differs from the shape of `type`, and the blocks with this shape."""
     for other in dict.fromkeys(dict(graph.params).get(path, type) for graph in uses.functions):
         if other != type:
             yield shape_text(other), uses.having(g for g in uses.functions if dict(g.params).get(path) == other)

@@ -1,6 +1,6 @@
 """Renders merged graphs as the body of one Python function.
 
-Names are short, lines are limited in complexity, and no value is computed twice.
+Names are short, the complexity of a line is limited, and no value is computed twice.
 """
 
 import re
@@ -23,15 +23,16 @@ Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 
 
 class Indistinguishable(LookupError):
-    """Raised if no condition distinguishes the variants of a function, so they cannot share it."""
+    """Raised if no condition distinguishes the variants of a function, so that they cannot be rendered as one
+    function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A condition that distinguishes variants at run time: it holds in the variants `where` and in no others.
+    """A condition in generated code that holds in the variants `where` and in no others.
 
-    `name` is an argument or an attribute, which is never reassigned. If `optional`, the condition is that it is not
-    None, else that it is true.
+    `name` is an argument or an attribute, which is never reassigned. If `optional`, the condition is `name is not
+    None`; otherwise, it is `name`.
     """
 
     name: str
@@ -45,15 +46,15 @@ class Fact:
         return f"{'not ' * (not holds)}{self.name}"
 
 
-def facts_of(merged: Merged, given: Mapping[str, Where], flags: Mapping[str, Where]) -> list[Fact]:
+def facts_of(merged: Merged, optional: Mapping[str, Where], flags: Mapping[str, Where]) -> list[Fact]:
     """Returns the conditions on arguments, in order of preference.
 
     Args:
         merged: the variants.
-        given: the variants that have each optional argument.
+        optional: the variants that have each optional argument.
         flags: the variants in which each flag is true.
     """
-    facts = [Fact(name, where, True) for name, where in given.items()]
+    facts = [Fact(name, where, True) for name, where in optional.items()]
     facts += [Fact(flag, where) for flag, where in flags.items()]
     return [fact for fact in facts if fact.where and fact.where != merged.every]
 
@@ -70,22 +71,22 @@ class Body:
 
     Attributes:
         merged: the graphs to render, as variants of one function.
-        spell: returns the text of calls of kernels, groups and blocks, and None for plain ops.
+        spell: returns the text of a call of a kernel, group or block; None for plain ops.
         names: the Python names of inputs, for inputs whose Python name differs.
         facts: the conditions that distinguish the variants, in order of preference.
         reserved: names that locals must not have.
-        alive: inputs that are still read after the body.
-        scopes: first words of paths that names omit.
+        alive: the inputs that are read after the body.
+        scopes: the first words of paths, which names omit.
         wanted: preferred names of some values.
-        unpacks: lines that unpack state: the names that each assigns, its text, and its variants. Each is inserted
-            before the first reader of its names.
+        unpacks: the lines that unpack state, each as assigned names, text and variants. A line is inserted before the
+            first read of an assigned name.
         constants: names of numbers, by their digits.
-        regions: adds the lines of a node that is not an expression, and returns whether it did.
+        regions: adds the lines of a node that is not an expression. Returns False for other nodes.
         guarded: the lines, each with its variants.
         texts: the text of each value that has been assigned.
         held: the values that each name has had.
         pending: values that are not assigned yet, to be inlined into the line of a reader.
-        asked: the names of the facts that conditions use.
+        conditions: the names of the facts that conditions use.
         position: the index of the current node.
         ahead: whether lines are being inserted before the line of the current node.
         guard: the variants of the current line.
@@ -107,7 +108,7 @@ class Body:
     texts: dict[str, str] = field(default_factory=lambda: {NONE: NONE})
     held: dict[str, list[str]] = field(default_factory=dict)
     pending: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # text, cost, whether a node is heavy
-    asked: set[str] = field(default_factory=set)
+    conditions: set[str] = field(default_factory=set)
     ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -167,8 +168,8 @@ class Body:
                 yield from ("else:", *(f"    {text}" for text in other))
 
     def _joined(self, where: Where, condition: str, group: Sequence[str], other: Sequence[str]) -> Sequence[str] | None:
-        """Returns shorter lines for two lines that assign one variable under opposite conditions: a conditional
-        expression, or the second as a term added to the first. Returns None if the lines do not have this form."""
+        """Returns shorter lines for two lines that assign the same variable under opposite conditions: a conditional
+        expression, or a first line and a conditional addition. Returns None if the lines do not have this form."""
         if len(group) != 1 or len(other) != 1:
             return None
         (name, equals, value), (same, _, otherwise) = group[0].partition(" = "), other[0].partition(" = ")
@@ -196,7 +197,7 @@ class Body:
                 names, texts, variants = zip(*some, strict=True)
                 for word, combined in ((" and ", frozenset.intersection), (" or ", frozenset.union)):
                     if combined(*variants) == where:
-                        self.asked |= set(names)
+                        self.conditions |= set(names)
                         return word.join(texts)
         raise Indistinguishable(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
 
@@ -216,11 +217,12 @@ class Body:
             self.assign(slot, text)
 
     def _release_state(self, slot: Slot) -> None:
-        """Assigns the pending values that read the state which the current node is about to change."""
+        """Assigns the pending values that read the state that the current node changes."""
         self.release(self.text(slot.inputs[0]))
 
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
-        """Returns the node's expression, its cost, and whether it contains a heavy node.
+        """Returns the expression of the node, the cost of the expression, and whether the expression contains a heavy
+        node.
 
         Pending inputs are assigned first if the expression would repeat them or exceed a line's complexity.
         """
@@ -303,7 +305,7 @@ class Body:
         self.ahead, self.guard = before, guard
 
     def release(self, *names: str) -> None:
-        """Assigns the pending values that read one of `names`, which are about to be reassigned."""
+        """Assigns the pending values that read one of `names`, before these names are reassigned."""
         while waiting := next(
             (ref for ref, (text, _, _) in self.pending.items() if any(mentions(text, name) for name in names)), None
         ):
@@ -319,7 +321,7 @@ class Body:
             self.hold(name, ref)
 
     def hold(self, name: str, ref: str) -> None:
-        """Records the name of a value, and of the values that share its variable."""
+        """Records that the variable `name` holds the value `ref`. Values merged with `ref` then use the same name."""
         self.texts[ref] = name
         self.held.setdefault(name, []).append(ref)
         if (root := self.merged.variables.get(ref)) is not None:
@@ -328,7 +330,8 @@ class Body:
     # Names
 
     def name_for(self, slot: Slot, index: int) -> str:
-        """Returns a short name that no live value has, else a longer one. An unread value of several outputs is `_`."""
+        """Returns a short name that no live value has, or a longer name if all short names are taken. If an output of
+        several is unread, its name is `_`."""
         ref = slot.outputs[index]
         if len(slot.node.types) > 1 and ref not in self._reads:
             return "_"
@@ -343,7 +346,7 @@ class Body:
     def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
         """Returns the possible names of a value, in order of preference.
 
-        These are the name in `wanted`, the graph's label of the output, the op's label of the output, the component of
+        The candidates are the name in `wanted`, the label in the graph, the label of the op's output, the component of
         the spec, and the whole path.
         """
         ref, node = slot.outputs[index], slot.node
@@ -369,7 +372,7 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """Returns a value of the same variable as the output of a Move that is not itself the output of a Move."""
+        """Returns, for the output of a Move, a value of the same variable that is not the output of a Move."""
         root = self.merged.variables[slot.name]
         refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
@@ -394,7 +397,13 @@ class Body:
 
     def returned(self) -> str:
         """Returns the text of the returned values."""
-        return ", ".join(self.text(operand) for _, operand in self.merged.outputs)
+        return ", ".join(map(self._result, dict(self.merged.outputs).values()))
+
+    def _result(self, operand: Operand) -> str:
+        """Returns the text of a returned value; None in the variants that do not have it."""
+        where = frozenset(variant for _, variants in operand for variant in variants)
+        text = self.text(operand)
+        return text if where == self.merged.every else f"{text} if {self.condition(where)} else None"
 
 
 def constants_of(plan: Plan) -> Mapping[str, str]:
@@ -405,8 +414,8 @@ def constants_of(plan: Plan) -> Mapping[str, str]:
 def _grouped(lines: Sequence[tuple[Where, str]]) -> list[tuple[Where, list[str]]]:
     """Returns the lines grouped by guard.
 
-    Lines of one guard are joined if no common line is between them and all guards there are disjoint. Groups are sorted
-    by their first variant.
+    Lines with the same guard are joined if all lines between them have guards that are disjoint from it. Groups are
+    sorted by their first variant.
     """
     runs: list[dict[Where, list[str]]] = [{}]
     for where, text in lines:
@@ -430,7 +439,7 @@ def mentions(text: str, name: str) -> bool:
 
 
 def _heavy(node: Node) -> bool:
-    """Returns whether a node is a product, a planned node or a call, of which a line has at most one."""
+    """Returns whether a node is a product, a planned node or a call. A line contains at most one such node."""
     return node.op.matrix or node.op.everywhere or isinstance(node.op, Fused | Call | Scan)
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specc.compiler.expr.python_lines import fitted, operand
-from specc.compiler.ir.graph import Graph, Named, Node, TensorType, spelled
+from specc.compiler.ir.graph import Graph, Named, Node
+from specc.compiler.ir.types import TensorType, spelled
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.passes.merge import NONE, Merged, Where
 from specc.compiler.passes.outline import Section
@@ -64,7 +65,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
         name: The name of the method.
         doc: The docstring of the method.
         arguments: The arguments besides `self`, with annotations.
-        annotation: The annotation of the result; by default that of as many tensors as the body returns.
+        annotation: The annotation of the result; by default, as many tensors as the body returns.
 
     Returns:
         The method.
@@ -94,8 +95,8 @@ def optional_arguments(
         flags: The names of arguments that are true or false.
         state: The text of the argument for state, if there is one.
     """
-    given = (name if where == merged.every else f"{name}=None" for name, _, where in inputs)
-    return [*given, *state, *(f"{flag}=False" for flag in flags)]
+    names = (name if where == merged.every else f"{name}=None" for name, _, where in inputs)
+    return [*names, *state, *(f"{flag}=False" for flag in flags)]
 
 
 def docstring(text: str) -> list[str]:
@@ -112,20 +113,19 @@ def types_doc(inputs: Iterable[Named], outputs: Sequence[TensorType]) -> str:
     by_type: dict[str, list[str]] = {}
     for name, type in inputs:
         by_type.setdefault(typed(type), []).append(name)
-    given = ", ".join(f"{', '.join(names)} {type}" for type, names in by_type.items())
-    return f"{given} -> {', '.join(map(typed, outputs))}."
+    types = ", ".join(f"{', '.join(names)} {type}" for type, names in by_type.items())
+    return f"{types} -> {', '.join(map(typed, outputs))}."
 
 
 def typed(type: TensorType) -> str:
-    """Returns a type with the names that sizes have in code."""
+    """Returns a type as text, with the names of sizes in generated code."""
     return f"{type.dtype}[{', '.join(map(spelled, type.shape))}]"
 
 
 def applied(group: Group, name: str, args: Sequence[str]) -> str:
     """Returns the call of a group's function on `args`.
 
-    For a group that takes rows, several leading dims of an argument are flattened to one dim, and the result is
-    unflattened.
+    If the group takes rows, the leading dims of an argument are flattened to one dim, and the result is unflattened.
     """
     first, flat = "", list(args)
     if group.takes_rows:
@@ -173,21 +173,21 @@ class Speller:
     def _section(self, graph: Graph, op: Section, args: Sequence[str]) -> str:
         """Returns the call of a method that several programs share."""
         pairs = list(zip(op.names, args, strict=True))
-        given = [text for name, text in pairs if name not in op.optional]
-        given += [f"{name}={text}" for name, text in pairs if name in op.optional and text != NONE]
-        given += [f"{self.keeper}={self.keeper}"] if op.keeps else []
-        given += [f"{flag}=True" for flag in self.sections[op.method] if flag in self.flags[graph.name]]
-        return f"self.{op.method}({', '.join(given)})"
+        arguments = [text for name, text in pairs if name not in op.optional]
+        arguments += [f"{name}={text}" for name, text in pairs if name in op.optional and text != NONE]
+        arguments += [f"{self.keeper}={self.keeper}"] if op.keeps else []
+        arguments += [f"{flag}=True" for flag in self.sections[op.method] if flag in self.flags[graph.name]]
+        return f"self.{op.method}({', '.join(arguments)})"
 
     def kernel(self, graph: Graph, node: Node) -> str:
-        """Returns the function of a node's kernel; empty if Torch runs the node without a kernel of its own.
+        """Returns the name of the kernel function of a node; empty if the plan has no kernel for the node.
 
         Nodes of a group without a backward are inlined in the program, so their choice is looked up in the group.
         """
         homes = [graph]
         for group in self.plan.programs.groups:
             member = group.forward.by_name.get(node.name)
-            if member is not None and member.op == node.op and not group.backward.outputs:
+            if member is not None and member.op == node.op and group.inlined:
                 homes.append(group.forward)
         choice = next((choice for home in homes if (choice := self.plan.choice(home, node)) is not None), None)
         return self.plan.called(choice) if choice is not None and choice.rendered.function else ""

@@ -1,10 +1,12 @@
-"""Renders each fused group that has a backward as an autograd.Function."""
+"""Renders each fused group that is not part of a program as an autograd.Function."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from specc.compiler.ir.graph import Graph
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.graph import Graph, Node, rename
+from specc.compiler.passes.backward import spelled
 from specc.compiler.passes.merge import merge
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.plan.plan import Plan
@@ -12,19 +14,21 @@ from specc.compiler.programs.programs import Group, class_name, group_functions
 from specc.compiler.render.body import Body
 from specc.compiler.render.function import LOCALS, Function, Speller, docstring
 
+NO_NAMES: Mapping[str, str] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """A fused group as an autograd.Function.
+    """A fused group as an autograd.Function, without a backward if no gradient flows through it.
 
-    `saved` are the values that its forward saves. `restored` are their names in the backward; it is empty if the
-    backward passes all of them on directly.
+    `saved` are the values that the forward saves. `restored` are the names of the saved values in the backward; empty
+    if the backward only passes them on.
     """
 
     name: str
     doc: tuple[str, ...]
     forward: Function
-    backward: Function
+    backward: Function | None
     saved: str
     restored: str
 
@@ -32,18 +36,102 @@ class GroupContext:
 def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
     """Returns the groups that have a backward. Groups that compute the same share one context."""
     names = group_functions(plan.programs)
-    learned = [group for group in plan.programs.groups if group.backward.outputs]
+    learned = [group for group in plan.programs.groups if not group.inlined]
     firsts = {names[group.name]: group for group in reversed(learned)}
     called = dict.fromkeys(names[group.name] for group in learned)
     return tuple(
-        _context(plan, firsts[name], name, [group for group in learned if names[group.name] == name]) for name in called
+        (_context if firsts[name].chunks == 1 else chunked_context)(
+            plan, firsts[name], name, [group for group in learned if names[group.name] == name]
+        )
+        for name in called
     )
+
+
+def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
+    """Returns the context of a group that computes its rows in chunks.
+
+    Its forward also computes the gradients, for each chunk, and saves only these. Values without rows are computed
+    before the first chunk.
+    """
+    rows = [label for label, type in group.forward.inputs if type.shape and isinstance(type.shape[0], str)]
+    first, rest = _split(group.forward, rows)
+    reserved = LOCALS | {"ctx", "rows", "share", "count", "results"}
+    before, forward = _body(plan, first), _body(plan, rest, frozenset(group.saved), reserved)
+    refs = [spelled(group.forward, ref) for _, ref in first.outputs]
+    lines = [*before.lines, *_bound(zip(refs, (before.text(ref) for _, ref in first.outputs), strict=True))]
+    outputs = dict(rest.outputs)
+    inside = [*forward.lines]
+    (label, _), *_ = group.forward.outputs
+    gradients = dict(group.backward.outputs)
+    types = dict(group.forward.inputs)
+    saved, ending = [], ""
+    if gradients:
+        results = ((label, forward.text(outputs.get(label, label))) for label in group.saved)
+        backward = _body(plan, group.backward, reserved=reserved, names={"d": "share"})
+        lines += [f"count, results = {rows[0]}.shape[0], 0.0"]
+        total = f"results = results + share * {operand(forward.text(outputs[label]))}"
+        inside = [f"share = {rows[0]}.shape[0] / count", *inside, total, *_bound(results), *backward.lines]
+        for gradient, value in gradients.items():
+            of = gradient.removeprefix("d_")
+            if of in rows:
+                lines.append(f"{gradient}_parts = []")
+                inside.append(f"{gradient}_parts.append({backward.text(value)})")
+                saved.append(f"torch.cat({gradient}_parts)")
+                continue
+            wide = types[of].dtype in ("f32", "f64")
+            lines.append(f"{gradient} = torch.zeros_like({of}{'' if wide else ', dtype=torch.float32'})")
+            inside.append(f"{gradient} += {backward.text(value)}")
+            saved.append(gradient if wide else f"{gradient}.type_as({of})")
+        ending = "results"
+    else:
+        lines.append("results = []")
+        inside.append(f"results.append({forward.text(outputs[label])})")
+        ending = "torch.cat(results)"
+    lines.append(f"rows = zip({', '.join(f'{label}.chunk({group.chunks})' for label in rows)}, strict=True)")
+    lines += [f"for {', '.join(rows)} in rows:", *(f"    {line}" for line in inside)]
+    places = "; ".join(dict.fromkeys(_group_doc(plan, alike) for alike in groups))
+    gradient = "Keeps its gradients for the backward." if gradients else "Has no gradient."
+    doc = f"Fused group {places}, in {group.chunks} chunks of rows. {gradient}"
+    inputs = list(types)
+    learned = [f"d * d_{label}" if f"d_{label}" in gradients else "None" for label in inputs]
+    many = "tuple[" + ", ".join("None" if text == "None" else "Tensor" for text in learned) + "]"
+    arguments = tuple(f"{label}: Tensor" for label in inputs)
+    return GroupContext(
+        class_name(name),
+        tuple(docstring(doc)),
+        Function("forward", "", ("ctx", *arguments), tuple(lines), ending, "Tensor"),
+        Function("backward", "", ("ctx", "d: Tensor"), (), ", ".join(learned), many) if gradients else None,
+        ", ".join(saved),
+        ", ".join(gradients),
+    )
+
+
+def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
+    """Returns the nodes of a graph that read no rows, and the others, which receive their values as inputs."""
+    first: list[Node] = []
+    known = {name for name, _ in graph.inputs if name not in rows}
+    for node in graph.nodes:
+        if known.issuperset(node.inputs):
+            first.append(node)
+            known.update(node.outputs)
+    rest = [node for node in graph.nodes if node not in first]
+    read = {ref for node in rest for ref in node.inputs} | set(dict(graph.outputs).values())
+    passed = [ref for node in first for ref in node.outputs if ref in read]
+    renamed = {ref: spelled(graph, ref) for ref in passed}
+    inputs = (*graph.inputs, *((renamed[ref], graph.types[ref]) for ref in passed))
+    before = replace(graph, nodes=tuple(first), outputs=tuple((renamed[ref], ref) for ref in passed))
+    return before, rename(replace(graph, inputs=inputs, nodes=tuple(rest)), renamed)
+
+
+def _bound(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Returns the assignments of texts to names, without those of a name to itself."""
+    return [f"{name} = {text}" for name, text in pairs if name != text]
 
 
 def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
     """Returns the context of a group with a backward.
 
-    A group with products accepts rows with any leading shape, flattened to one dim.
+    If the group has products, it accepts any leading dims, flattened to one dim.
     """
     forward = _body(plan, group.forward, frozenset(group.saved))
     (_, result), *_ = group.forward.outputs
@@ -84,8 +172,14 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     )
 
 
-def _body(plan: Plan, graph: Graph, alive: frozenset[str] = frozenset(), reserved: frozenset[str] = LOCALS) -> Body:
-    return Body(merge([graph]), Speller(plan), reserved=reserved, alive=alive)
+def _body(
+    plan: Plan,
+    graph: Graph,
+    alive: frozenset[str] = frozenset(),
+    reserved: frozenset[str] = LOCALS,
+    names: Mapping[str, str] = NO_NAMES,
+) -> Body:
+    return Body(merge([graph]), Speller(plan), names, reserved=reserved, alive=alive)
 
 
 def _group_doc(plan: Plan, group: Group) -> str:

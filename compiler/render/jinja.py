@@ -12,6 +12,7 @@ import jinja2
 
 from specc.compiler.errors import SpeccError
 
+TEMPLATES = Path(str(importlib.resources.files("specc.templates")))
 MEND = "mend the template; `git diff templates` shows what changed in it"
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -48,17 +49,9 @@ class TemplateFault(SpeccError):
     """An error in a template. `message` states its file and line."""
 
 
-class _Loader(jinja2.BaseLoader):
-    def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, None]:
-        file = importlib.resources.files("specc.templates").joinpath(template)
-        if not file.is_file():
-            raise jinja2.TemplateNotFound(template)
-        return file.read_text(encoding="utf-8"), str(file), None
-
-
 def exists(template: str) -> bool:
     """Returns whether the template exists."""
-    return importlib.resources.files("specc.templates").joinpath(template).is_file()
+    return (TEMPLATES / template).is_file()
 
 
 @cache
@@ -68,13 +61,14 @@ def environment() -> jinja2.Environment:
     Undefined names raise an error. Lines with only a block tag leave no blank line.
     """
     env = jinja2.Environment(
-        loader=_Loader(),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
         auto_reload=False,
+        optimized=False,  # templates contain no constants to fold
     )
     env.filters = {"py": _py, "cpp": _cpp, "ident": _ident, "join": env.filters["join"]}
     return env
@@ -107,24 +101,24 @@ def render(template: str, context: object, source: str, key: str) -> str:
 
 def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
     """Returns the template and line of a rendering error, from the innermost frame of Jinja."""
-    root, place = str(importlib.resources.files("specc.templates")), (template, 1)
+    place = template, 1
     for frame, line in traceback.walk_tb(error.__traceback__):
         if (file := frame.f_code.co_filename).endswith(".jinja"):
-            place = (Path(file).relative_to(root).as_posix(), line)
+            place = Path(file).relative_to(TEMPLATES).as_posix(), line
     return place
 
 
 def _require_python(text: str, template: str) -> None:
     """Raises TemplateFault if `text` is not valid Python.
 
-    The error has the template's line, if the wrong line is in the template as rendered.
+    The error states the line of the template, if the invalid line appears unchanged in the template.
     """
     try:
         ast.parse(text)
     except SyntaxError as error:
         lines = text.splitlines()
         wrong = lines[min(error.lineno or 1, len(lines)) - 1] if lines else ""
-        written = importlib.resources.files("specc.templates").joinpath(template).read_text(encoding="utf-8")
+        written = (TEMPLATES / template).read_text(encoding="utf-8")
         at = next((f":{i}" for i, line in enumerate(written.splitlines(), 1) if line == wrong), "")
         message = f"templates/{template}{at}: what it renders is no Python: line {error.lineno}, {error.msg}: {wrong}"
         raise TemplateFault(message, MEND) from None

@@ -19,7 +19,7 @@ STATE = "state"  # a dict with one tuple per path in the spec
 def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
     """Adds the tables that loops over blocks read.
 
-    They are the order of the blocks, the blocks that receive an optional input, and the earlier outputs that are
+    The tables hold the order of the blocks, the blocks that receive an optional input, and the runs whose outputs are
     joined.
     """
     for loop in loops:
@@ -31,8 +31,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
                 elif layers is not None:
                     word = key.partition(" ")[2].partition(":")[0].replace(".", "_")
                     tables.arguments[loop.at, key] = tables.of(loop.at, frozenset(layers), word)
-        for name, pairs in loop.earlier:
-            comment = "block -> the earlier block whose output it also reads"
+        for name, label, pairs in loop.earlier:
+            comment = f"block -> the earlier block whose {'values' if label else 'output'} it also reads"
             table = tables.add(loop.at, f"{name.upper()}S", repr(dict(pairs)), comment, [run for run, _ in pairs])
             tables.arguments[loop.at, name] = table
         if loop.repeats:
@@ -46,8 +46,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns the values of each argument, as names of the loop, each with the blocks that read it. The last has None
-    if all other blocks read it."""
+    """Returns the values of each argument. Each value is an input name of the loop and the blocks that read it. For the
+    last value, None stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -108,22 +108,28 @@ class LoopText:
             over, index = self._table("order", ranges, orders), "layer"
         joins = self._joins(name, index)
         inner, arguments = self._arguments(index)
-        reads = bool(loop.earlier or joins)
+        lists = self._lists(joins)
         item, module = ("layer", f"self.{loop.at}[layer]") if index == "layer" else ("block", "block")
         if re.search(r"\bi\b", " ".join((*joins, *inner, *arguments))):
             over, item = f"enumerate({over})", f"i, {item}"
-        if reads:
-            body.line("outputs: list[Tensor] = []")
+        for known in lists.values():
+            body.line(f"{known}: list[Tensor] = []")
         body.line(f"for {item} in {over}:")
-        for line in (*joins, *inner, f"{name} = {module}({', '.join((name, *arguments))})"):
+        results = {"": name, **{label: label if label in lists else "_" for label in loop.returns}}
+        for line in (*joins, *inner, f"{', '.join(results.values())} = {module}({', '.join((name, *arguments))})"):
             body.line(f"    {line}")
-        if reads:
-            body.line(f"    outputs.append({name})")
+        for label, known in lists.items():
+            body.line(f"    {known}.append({results[label]})")
         body.hold(name, slot.name)
 
+    def _lists(self, joins: Sequence[str]) -> Mapping[str, str]:
+        """Returns the name of the list of each output of blocks that later blocks read, by label."""
+        read = {label for _, label, _ in self.loop.earlier} | ({""} if joins else set())
+        return {label: f"all_{label}" if label else "outputs" for label in sorted(read)}
+
     def _table(self, name: str, plain: Mapping[int, str], values: Mapping[int, object]) -> str:
-        """Returns the table of each variant's value, or its `plain` text without one. Adds a line that assigns it to
-        `name` if variants differ."""
+        """Returns the table that holds the values of a variant, or the text `plain` if there is no table. If variants
+        differ, adds a line that assigns the table to `name`."""
         named = {variant: self.tables.named(repr(value)) for variant, value in values.items()}
         texts = {**plain, **named}
         text, *others = dict.fromkeys(texts[variant] for variant in sorted(self.slot.nodes))
@@ -154,25 +160,25 @@ class LoopText:
     def _arguments(self, index: str) -> tuple[Sequence[str], Sequence[str]]:
         """Returns the lines before a block's call, and the arguments of the call after the residual stream."""
         body, loop, block = self.body, self.loop, self.block
-        given = {key: body.text(operand) for key, operand in zip(loop.names, self.slot.inputs[1:], strict=True)}
+        texts = {key: body.text(operand) for key, operand in zip(loop.names, self.slot.inputs[1:], strict=True)}
         values: dict[str, str] = {}
         some: set[str] = set()
         for name, parts in _values(loop).items():
             text = NONE
             for key, layers in reversed(parts):
                 if layers is None:
-                    text = given[key]
+                    text = texts[key]
                 else:
-                    text = f"{given[key]} if {index} in {self.tables.arguments[loop.at, key]} else {text}"
+                    text = f"{texts[key]} if {index} in {self.tables.arguments[loop.at, key]} else {text}"
                     some.add(name)
             if text != NONE:
                 values[name] = text
-        for name, _ in loop.earlier:
-            table = self.tables.arguments[loop.at, name]
-            values[name] = f"outputs[{table}[i]] if i in {table} else None"
+        for name, label, _ in loop.earlier:
+            table, known = self.tables.arguments[loop.at, name], f"all_{label}" if label else "outputs"
+            values[name] = f"{known}[{table}[i]] if i in {table} else None"
         inner: list[str] = []
         taken = set(body.held)
-        conditional = {*some, *dict(loop.earlier)}
+        conditional = {*some, *(name for name, _, _ in loop.earlier)}
         for name in [name for name in values if name in conditional]:
             local = free((name, name.rpartition("_")[2], f"own_{name}", f"some_{name}"), taken.__contains__)
             taken.add(local)
@@ -222,12 +228,12 @@ def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, W
     begin = slot.node.op
     assert isinstance(begin, Begin)
     _assign_pending(body, slot.inputs)
-    given = ", ".join((*map(body.text, slot.inputs), *_flag_arguments(body, slot, block.begin_flags, flags)))
+    arguments = ", ".join((*map(body.text, slot.inputs), *_flag_arguments(body, slot, block.begin_flags, flags)))
     name = begin.at.rpartition(".")[2]
     while name in body.reserved or name in body.held:  # the list of blocks may have the name of a value or a function
         name = f"{name}_begun"
     key = f'f"{begin.at}.{{i}}"'
-    body.line(f"{name} = {{{key}: block.begin({given}) for i, block in enumerate(self.{begin.at})}}")
+    body.line(f"{name} = {{{key}: block.begin({arguments}) for i, block in enumerate(self.{begin.at})}}")
     body.hold(name, slot.name)
 
 

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specc.compiler.expr.python_lines import fitted
-from specc.compiler.ir.graph import Named, TensorType, spelled
+from specc.compiler.ir.graph import Named
+from specc.compiler.ir.types import DTYPES, TensorType, spelled
 from specc.compiler.render.body import BODY
 from specc.compiler.render.function import Function, tuple_text
-
-# The dtypes of buffers, in which deployed models store the operands of int8 products.
-STORED = {"i8": "torch.int8", "i32": "torch.int32", "f32": "torch.float32"}
 
 BUFFERS = "BUFFERS"
 
@@ -44,7 +42,7 @@ def parameter_lines(
 
     Args:
         params: the paths and types of the parameters. Those whose type has `storage` become buffers.
-        where: the condition under which an instance of the class has a parameter, for those that not all instances
+        where: the condition under which an instance of the class has a parameter, for parameters that not all instances
             have.
         modules: paths of modules that are created elsewhere; the lines create their parent modules.
         table: the table of buffers, by name or as an expression.
@@ -70,7 +68,9 @@ def parameter_lines(
     parents = [at.rpartition(".")[0] for at in (*holders, *bare)]
     empty = dict.fromkeys((*parents, *bare, *(at.rpartition(".")[0] for at in modules)))
     lines += [f"self.{at} = nn.Module()" for at in empty if at and at not in holders]
-    for holder, entries in holders.items():
+    parts = (holder.split(".") for holder in holders)
+    above = dict.fromkeys(".".join(words[: i + 1]) for words in parts for i in range(len(words)))
+    for holder, entries in ((holder, holders[holder]) for holder in above if holder in holders):
         conditions = {otherwise for _, _, otherwise in entries}
         together = conditions.pop() if len(conditions) == 1 else ""
         texts = [f"{name}={shape}{otherwise * (not together)}" for name, shape, otherwise in entries]
@@ -90,7 +90,7 @@ def parameter_lines(
 def buffer_tables(params: Sequence[Named], table: str = BUFFERS) -> tuple[str, ...]:
     """Returns the definition of the table of buffers; empty if there are none."""
     stored = [(path, type) for path, type in params if type.storage]
-    rows = [f'    "{path}": ({shape_text(type)}, {STORED[type.dtype]}),' for path, type in stored]
+    rows = [f'    "{path}": ({shape_text(type)}, {DTYPES[type.dtype]}),' for path, type in stored]
     return ("\n".join((f"{table} = {{", *rows, "}")),) if rows else ()
 
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specc.compiler.int8.fake_quantize import SUFFIX
-from specc.compiler.ir.graph import Graph, TensorType, spelled
+from specc.compiler.ir.graph import Graph
+from specc.compiler.ir.types import TensorType, spelled
 from specc.compiler.passes.merge import Merged, Slot, Where, merge
 from specc.compiler.passes.roll import Begin, Loop, field_of, index_of, method_of
 from specc.compiler.plan.plan import Plan
@@ -22,7 +23,7 @@ FITTING = 72  # characters of a block's state that fit on one line with a compre
 
 
 def keeper_of(programs: Programs) -> str:
-    """Returns the name of the state argument: a cache, or for models of pairs a state dict by path in the spec."""
+    """Returns the name of the state argument: `cache`, or, for models of pairs, `state`, a dict by spec path."""
     names = (name for graph in programs.programs for name, _ in (*graph.inputs, *graph.outputs))
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
 
@@ -30,8 +31,8 @@ def keeper_of(programs: Programs) -> str:
 def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
     """Returns the flags of each program.
 
-    `training`: it trains. `rounded`: it fake-quantizes the inputs of products. `once`: it runs each block once. A phase
-    whose blocks have methods of their own has the name of these methods.
+    `training`: the program trains. `rounded`: the program fake-quantizes the inputs of products. `once`: the program
+    runs each block once. If the blocks have separate methods in a phase, the name of these methods is also a flag.
     """
     trains = {"train", *(phase.train for phase in programs.phases)}
     flags = {}
@@ -65,14 +66,14 @@ class Methods:
         return True
 
     def shared(self, name: str, merged: Merged) -> tuple[Function, tuple[str, ...]]:
-        """Returns a method that several programs call, and the flags that it has as arguments."""
+        """Returns a method that several programs call, and the flags among its arguments."""
         keeper = self.speller.keeper
         flags = self._flags(merged)
         keeping = self._keeping(merged)
         inputs = [entry for entry in merged.inputs() if not self._is_state(entry[0])]
-        given = {keeper: keeping, **{name: where for name, _, where in inputs}}
-        body = self._body(merged, facts_of(merged, given, flags))
-        used = tuple(flag for flag in flags if flag in body.asked)
+        optional = {keeper: keeping, **{name: where for name, _, where in inputs}}
+        body = self._body(merged, facts_of(merged, optional, flags))
+        used = tuple(flag for flag in flags if flag in body.conditions)
         state = [f"{keeper}{'=None' * (keeping != merged.every)}"] if keeping else []
         results = [merged.type(*operand[0]) for _, operand in merged.outputs]
         doc = types_doc(((name, type) for name, type, _ in inputs), results)
@@ -94,8 +95,9 @@ class Methods:
             return replace(method(body, name, doc, arguments, TYPES[STATE]), returns=_new_state(body))
         if graph.name not in self.plan.programs.whole:
             arguments.append(f"{keeper}: {TYPES[keeper]}")
+            count = "starts" if "starts" in dict(inputs) else "start"
             doc = doc[:-1] + (
-                f", of the last; `{keeper}` holds `start` tokens and takes these."
+                f", of the last; `{keeper}` holds `{count}` tokens and takes these."
                 if keeper == CACHE
                 else f"; the token is added to `{keeper}`, in place."
             )
@@ -216,11 +218,12 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: str, tables: Tabl
     Args:
         graph: a program that reads the cache.
         outer_state: the state outside of blocks.
-        param: the name of a parameter, whose dtype and device the cache has.
+        param: the name of a parameter. The cache has the dtype and device of this parameter.
         tables: the tables of the module.
     """
     layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]
     state = {name: type for name, type in graph.inputs if name.startswith(f"{CACHE}.")}
+    paged = any(type.shape[0] == "P" for type in state.values())
     first = [_empty(state.pop(name)) for name in outer_state]
     runs: list[list[str]] = [[] for _ in layers]
     for name, type in state.items():
@@ -230,7 +233,8 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: str, tables: Tabl
         forms.setdefault(tuple_text(tensors) if tensors else "()", set()).add(layer)
     lines = [f"new = self.{param}.new_zeros"] if first or any(runs) else []
     over = "self.blocks" if len(set(layers)) == len(layers) else "ORDER"
-    doc = "Empty state for `rows` sequences of at most `positions` tokens."
+    sizes = ("pages",) if paged else ("rows", "positions")
+    doc = "Empty pages." if paged else "Empty state for `rows` sequences of at most `positions` tokens."
     doc = f"{doc[:-1]}: the embedding's, then each block's." if first else doc
     (each, _), *others = forms.items()
     if others or len(each) > FITTING:
@@ -247,10 +251,12 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: str, tables: Tabl
         returns = f"[first, *({each} for _ in {over})]"
     else:
         returns = f"[{each} for _ in {over}]"
-    return Function("new_cache", doc, ("self", "rows: int", "positions: int"), tuple(lines), returns, TYPES[CACHE])
+    return Function(
+        "new_cache", doc, ("self", *(f"{name}: int" for name in sizes)), tuple(lines), returns, TYPES[CACHE]
+    )
 
 
 def _empty(type: TensorType) -> str:
     """Returns the expression of an empty tensor of state."""
-    dims = ", ".join({"B": "rows", "S": "positions"}.get(str(dim), spelled(dim)) for dim in type.shape)
+    dims = ", ".join({"B": "rows", "S": "positions", "P": "pages"}.get(str(dim), spelled(dim)) for dim in type.shape)
     return f"new({dims})" if type.floating else f"new({dims}, dtype=torch.int64)"

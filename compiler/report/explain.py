@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specc.compiler.ir.graph import Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pattern import matches
@@ -16,7 +17,7 @@ from specc.compiler.programs.programs import Parameter, Programs
 class Explained:
     """The kernel of one node on one target.
 
-    `target` is the folder of the plan's files: that of a target, or that of a deployed plan. `rejected` are the other
+    `target` is the folder of the generated files, for a target or for a deployed plan. `rejected` are the other
     kernels, each with the reason why it was not chosen.
     """
 
@@ -36,7 +37,7 @@ class Explained:
 
 
 def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explained]:
-    """Yields a row for each node that `node` covers.
+    """Yields a row for each node that matches `node`.
 
     Args:
         plan: the plan.
@@ -66,7 +67,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
     for path, unplanned, reason in _without_choice(plan):
         if path not in seen and _covers(node, path):
             seen.add(path)
-            rejected = (("every other", f"{reason}, and Torch and its compiler take it as it is"),)
+            rejected = (("every other", f"{reason}; Torch's compiler computes it"),)
             yield Explained(folder, path, path, str(unplanned), "torch (torch)", (), "", rejected)
 
 

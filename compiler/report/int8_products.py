@@ -14,8 +14,8 @@ from specc.compiler.plan.plan import Choice, Plan
 class ProductRow:
     """One product [M, K] x [N, K]^T.
 
-    `m` is an expression in the programs' sizes. `model_n` and `model_k` are the extents of the model; `n` and `k` are
-    those of the kernel, which are padded with zeros.
+    `m` is an expression over the sizes of the programs. `model_n` and `model_k` are the extents in the model. `n` and
+    `k` are the extents in the kernel, padded with zeros.
     """
 
     node: str
@@ -32,11 +32,10 @@ class ProductRow:
     @property
     def extents(self) -> str:
         """The extents N and K as text, e.g. `N 31 -> 32, K 128` if N is padded from 31 to 32."""
-        n, k = (
-            f"{extent} -> {padded}" if extent != padded else str(padded)
-            for extent, padded in ((self.model_n, self.n), (self.model_k, self.k))
+        dims = (("N", self.model_n, self.n), ("K", self.model_k, self.k))
+        return ", ".join(
+            f"{name} {size} -> {padded}" if size != padded else f"{name} {size}" for name, size, padded in dims
         )
-        return f"N {n}, K {k}"
 
     def data(self) -> dict[str, Any]:
         """Returns the row as JSON data."""
@@ -56,18 +55,10 @@ def products(plan: Plan) -> Iterator[ProductRow]:
         n, k = op.extent(types[op.stored])
         graph = next(graph for graph in plan.programs.graphs if graph.name == choice.graph)
         model_n, model_k = _model_extents(graph, choice.site.node, n)
-        row = ProductRow(
-            path_of(choice),
-            choice.rendered.module,
-            choice.kernel.name,
-            choice.kernel.language,
-            choice.rendered.tile,
-            " x ".join(map(str, graph.types[choice.site.node.inputs[0]].shape[:-1])),
-            n,
-            k,
-            model_n,
-            model_k,
-        )
+        kernel, rendered = choice.kernel, choice.rendered
+        names = (path_of(choice), rendered.module, kernel.name, kernel.language, rendered.tile)
+        m = " x ".join(map(str, graph.types[choice.site.node.inputs[0]].shape[:-1]))
+        row = ProductRow(*names, m, n, k, model_n, model_k)
         if row not in rows:  # several programs may contain the same node
             rows.add(row)
             yield row
@@ -82,7 +73,7 @@ def _model_extents(graph: Graph, product: Node, n: int) -> tuple[int, int]:
     """Returns N and K before padding."""
     for reader in graph.consumers[product.name]:
         if isinstance(reader.op, CropColumns):
-            n = reader.op.columns
+            n = reader.op.features
     read = product.inputs[0]
     while (node := graph.by_name.get(node_of(read))) is not None and isinstance(node.op, TimeMajor | QuantizeRows):
         read = node.inputs[0]

@@ -1,4 +1,4 @@
-"""The use of a lock: which of its entries apply to a spec."""
+"""Which entries of a lock apply to a spec."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ SHOWN = 4  # the most entries that a note names
 
 @dataclass(frozen=True, slots=True)
 class LockUse:
-    """The number of entries of a lock, and the entries that apply to no node of a spec, as target and name."""
+    """The number of entries of a lock, and the unused entries as pairs of target and name."""
 
     entries: int = 0
     idle: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
 def plan_page(summary: Summary) -> str:
     """Returns the text of PLAN.md."""
     main, flops = summary.main, f"{quantity(3 * summary.forward_flops)}FLOP per token forward and backward"
-    head = f"{summary.spec.model.title}: {summary.parameters:,} parameters, {flops}"
+    head = f"{summary.spec.model.title}: {summary.parameters:,} parameters{summary.used}, {flops}"
     lines = [f"# {summary.spec.name}: plan", "", head, "", *_step_table(summary), "", *_facts(summary)]
     lines += ["", f"## {main.target.name}: one row per node, ms of one call x calls per step", ""]
     lines += [*_rows(summary.step, main), *_saved(main), *_not_chosen(main)]
@@ -56,6 +56,7 @@ def _facts(summary: Summary) -> Iterator[str]:
     main = summary.main
     facts = [f"Stored: {summary.stored}{f'; {summary.choice}' if summary.choice else ''}."]
     facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
+    facts += [f"Cache: {summary.cached}."] if summary.cached else []
     facts += [f"Largest gap of what was measured: {summary.gap}."] if summary.gap else []
     facts += summary.changes
     facts += (f"Backward: {text}." for text in summary.saved)
@@ -87,7 +88,7 @@ def _ceilings(target: Target) -> str:
 def _rows(step: Step, plan: Plan) -> list[str]:
     """Returns the table of a target's nodes.
 
-    The nodes of a training step come first, then those that only other programs contain, then those that pad or crop.
+    The nodes of a training step come first, then nodes of other programs only, then nodes that pad or crop.
     """
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
@@ -123,7 +124,7 @@ def kernel_words(choice: Choice) -> str:
 
 
 def _saved(plan: Plan) -> Iterator[str]:
-    """Yields what each group saves for its backward, and the reason."""
+    """Yields the values that each group saves for its backward, and the reason."""
     if plan.save_choices:
         yield from ("", "Saved for the backward:", "")
         yield from map(_save_line, plan.save_choices)
@@ -139,7 +140,7 @@ def _save_line(choices: SaveChoices) -> str:
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
-    """Yields the kernels that were measured to be slower, and the kernels that a user action could enable."""
+    """Yields the kernels that were measured as slower, and the kernels that an action of the user would enable."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
         yield from ("", "Kernels that were not chosen, where they were measured or could be installed:", "", *shown)
@@ -205,14 +206,14 @@ def _deployed(plan: Plan) -> list[str]:
 
 
 def _padding(programs: Programs) -> Iterator[str]:
-    """Yields what is padded for int8 products, one line each, then an empty line."""
+    """Yields one line per padded value of int8 products, then an empty line."""
     lines: list[str] = []
     for graph in programs.graphs:
         for node in graph.nodes:
             extent: tuple[str, object, object]  # the dimension, its extent in the model and in the kernel
             name = node.name
             if isinstance(node.op, CropColumns):
-                extent = "N", node.op.columns, graph.types[node.inputs[0]].width
+                extent = "N", node.op.features, graph.types[node.inputs[0]].width
             elif isinstance(node.op, QuantizeRows):
                 extent = "K", graph.types[node.inputs[0]].width, node.op.columns
                 name = name.removesuffix("_input").removesuffix("_second")

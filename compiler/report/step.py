@@ -1,6 +1,7 @@
 """A training step as rows: each kind of node, how often it runs, its floor, and its time if it was measured.
 
-A floor is the time of a node's operations and bytes at the target's stated ceilings. The step is that of one GPU.
+A floor is the minimum time of the operations and bytes of a node at the peak rates of the target. The step runs on one
+GPU.
 """
 
 import hashlib
@@ -11,7 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from specc.compiler.expr import derive, reread, variables
-from specc.compiler.ir.graph import Graph, Node, Op, Tape, TensorType, node_of
+from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ir.op import Op, Tape
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
@@ -19,7 +22,7 @@ from specc.compiler.passes.select_kernels import group_pattern, together
 from specc.compiler.plan.lock import Machine, StepTiming
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.programs.cost import graph_costs
-from specc.compiler.programs.programs import flatten
+from specc.compiler.programs.programs import Group, flatten
 from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
@@ -41,7 +44,7 @@ class StepRow:
         calls: the number of calls in a step.
         flops: the operations of one call.
         moved: the bytes that one call reads and writes.
-        floor_ms: the floor of one call; None if the target states no ceilings.
+        floor_ms: the floor of one call; None if the target states no peak rates.
         ms: the time of one call; None if it was not measured.
         site: the node; None for work that is not a node of a graph.
         choice: the plan's choice of kernel; None if the plan chooses none for the node.
@@ -124,7 +127,7 @@ class Step:
     def share(self, work: Work) -> float:
         """Returns the share of the step's time that a class of work takes.
 
-        If no times are known, because the target states no ceilings, it is the share of operations.
+        If no times are known, because the target states no peak rates, returns the share of operations.
         """
         if self.expected_ms:
             return work.expected_ms / self.expected_ms
@@ -134,8 +137,8 @@ class Step:
 def step_of(spec: Spec, plan: Plan) -> Step:
     """Returns the training step of a plan.
 
-    It has a row for each attention, product and kernel, forward and backward, and one row for each class of the work
-    between them.
+    The step has a row for each attention, product and kernel, forward and backward, and a row for each other class of
+    work.
     """
     train, window, programs = spec.train, spec.model.window, plan.programs
     sizes = {"B": train.at_once(), "T": window, "S": window}
@@ -150,9 +153,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         rows += (replace(row, calls=micro_batches) for row in _rows_of(plan, graph, node, sizes))
         if isinstance(node.op, Fused):
             group = programs.group(node.op.group)
-            computed = set(group.saved) - {name for name, _ in group.forward.inputs}
-            size = sum(type.bytes(sizes) for name, type in group.backward.inputs if name in computed)
-            saved[group_pattern(programs, group, group.scope)] += size
+            saved[group_pattern(programs, group, group.scope)] += _kept_bytes(group, sizes)
     count = sum(param.count for param in programs.params)
     moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient per value
     for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
@@ -160,21 +161,24 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         floor = plan.target.floor_ms(0, bytes)
         kernel = "Torch's compiler" if name == POINTWISE else ""
         rows.append(StepRow(name, name, "", kernel, calls, 0, bytes, floor, None if ms is None else ms / calls))
-    return Step(
-        plan.target.name,
-        tokens,
-        micro_batches,
-        tuple(_joined(rows)),
-        saved,
-        STATE_BYTES * count + _saved_bytes(graph, sizes) + sum(saved.values()),
-        key,
-        locked.machine if locked is not None else None,
-        timing,
-    )
+    memory = STATE_BYTES * count + _saved_bytes(graph, sizes) + sum(saved.values())
+    machine = locked.machine if locked is not None else None
+    return Step(plan.target.name, tokens, micro_batches, tuple(_joined(rows)), saved, memory, key, machine, timing)
+
+
+def _kept_bytes(group: Group, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes that a group computes for its backward. With chunks, these are its gradients and the values of
+    one chunk."""
+    computed = set(group.saved) - {name for name, _ in group.forward.inputs}
+    size = sum(type.bytes(sizes) for name, type in group.backward.inputs if name in computed)
+    if group.chunks == 1:
+        return size
+    gradients = (group.backward.types[ref] for _, ref in group.backward.outputs)
+    return size // group.chunks + sum(type.bytes(sizes) for type in gradients)
 
 
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
-    """Returns twelve hex digits over a step's programs, kernels, tiles and sizes."""
+    """Returns twelve hex digits of the digest of programs, kernels, tiles and sizes of a step."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
     words = (str(graph), *groups, *(choice.key for choice in plan.choices), str(tokens), str(sizes))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
@@ -256,19 +260,9 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
     moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types, *between))
     work = op.work if op.work != "products" else FUSED if fused else LIBRARY
     kernel = choice.kernel.made_of if choice is not None and fused else TORCH
-    return StepRow(
-        choice.site.label if choice is not None else site.label,
-        work,
-        words_of(site),
-        kernel,
-        1,
-        flops,
-        moved,
-        plan.target.floor_ms(flops, moved),
-        _measured(plan, site, choice, sizes["B"] * sizes["T"]),
-        site,
-        choice,
-    )
+    label = choice.site.label if choice is not None else site.label
+    floor, ms = plan.target.floor_ms(flops, moved), _measured(plan, site, choice, sizes["B"] * sizes["T"])
+    return StepRow(label, work, words_of(site), kernel, 1, flops, moved, floor, ms, site, choice)
 
 
 def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int) -> StepRow:
@@ -330,7 +324,7 @@ def _barrier(node: Node) -> bool:
 def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Returns the least bytes that the work between products, attention and groups moves in a forward pass.
 
-    All nodes between the same barriers are modeled as one kernel. It reads each of its inputs once, and writes each
+    All nodes between the same barriers are modeled as one kernel. The kernel reads each input once, and writes each
     value that other kernels read once.
     """
     views = _aliases(graph, sizes)
@@ -356,8 +350,9 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Returns the bytes of a micro-batch that the forward saves for the backward, except what groups compute inside.
 
-    Saved are the activations that products, attention and groups read, and those from which Torch's compiler recomputes
-    what derivatives of the work between them read: the nearest ones that are saved anyway or that a barrier returns.
+    The forward saves the activations that products, attention and groups read. Torch's compiler recomputes the values
+    that other derivatives read. The forward also saves the inputs of this recomputation: the nearest values that are
+    saved anyway or that a barrier returns.
     """
     views = _aliases(graph, sizes)
     barriers = {ref for node in graph.nodes if _barrier(node) for ref in node.outputs}
@@ -376,7 +371,7 @@ def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def _derivative_reads(node: Node) -> frozenset[str]:
-    """Returns the inputs that the derivative of a node reads. That of a copy reads none."""
+    """Returns the inputs that the derivative of a node reads. The derivative of a copy reads no inputs."""
     if not isinstance(node.op, Pointwise):
         return frozenset(node.inputs if node.op.flops_per_output else ())
     values = dict(zip(node.op.variables, node.inputs, strict=True))

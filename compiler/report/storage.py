@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from specc.compiler.passes.assign_quant import Allocation, allocation, calibrated, looked_up
+from specc.compiler.passes.assign_quant import Allocation, allocation, observed
 from specc.compiler.pattern import matches
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import Programs
@@ -26,7 +26,7 @@ class StoredAs:
         stored_as: the label of the form.
         tensors: the number of tensors.
         parameters: the number of elements.
-        estimated_bytes: an upper estimate of their bytes in an artifact.
+        estimated_bytes: an upper estimate of the bytes in an artifact.
         rule: the rules of `quant` that select the form.
     """
 
@@ -45,7 +45,7 @@ class Storage:
         rows: the storage forms.
         overhead: the bytes of the header, the spec and the table of arrays.
         budget: the limit of `quant.budget_bytes`; None if there is none.
-        chosen: the choice that quantization makes in addition to the rules, in words.
+        chosen: a description of the promotion, allocation or correction that follows the rules.
         warnings: the reasons why the artifact may not fit.
     """
 
@@ -65,10 +65,10 @@ def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
 
     Args:
         spec: the spec.
-        programs: its programs, for the parameters.
+        programs: the programs of the spec, which hold the parameters.
         target: the name of a target to lower to for the warnings.
     """
-    schemes = allocation(spec.quant, programs.params)
+    schemes = allocation(spec.quant, programs.stored)
     rows = tuple(_rows(spec, schemes, programs))
     overhead = _overhead(spec, schemes, programs)
     budget = spec.quant.budget_bytes if spec.quant is not None else None
@@ -79,7 +79,7 @@ def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
 def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[StoredAs]:
     groups: dict[str, list[tuple[int, int]]] = {}
     rules: dict[str, list[str]] = {}
-    for param in programs.params:
+    for param in programs.stored:
         scheme = schemes[param.name]
         groups.setdefault(scheme.label(), []).append((param.count, scheme.estimate_bytes(param.shape)))
     if spec.quant is not None:
@@ -94,12 +94,13 @@ def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[Store
 
 
 def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
-    """Returns the estimated bytes of an artifact besides its arrays. The spec in an artifact has a rule per tensor."""
+    """Returns the estimated bytes of an artifact besides its arrays. The spec in an artifact has one rule per
+    tensor."""
     data = spec.model_dump(mode="json")
     if spec.quant is not None:
         data["quant"]["rules"] = [{"match": name, **scheme.model_dump(mode="json")} for name, scheme in schemes.items()]
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    layout = [(p.name, stored) for p in programs.params for stored in schemes[p.name].stored(p.shape)]
+    layout = [(p.name, stored) for p in programs.stored for stored in schemes[p.name].stored(p.shape)]
     texts = [len(zlib.compress(text.encode(), 9))]
     texts += [ROW_BYTES * len(layout)] if any(scheme.integer for scheme in schemes.values()) else []
     frames = FRAME_BYTES * sum(1 for stream in streams(layout) for _ in stream.cuts())
@@ -108,16 +109,15 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """Returns the choice of bits that quantization makes in addition to the rules, in words; empty if there is none."""
+    """Returns a description of the promotion or allocation that follows the rules; empty if there is none."""
     if quant is None:
         return ""
     if quant.allocate is not None:
         widths = ", ".join(map(str, sorted(set(quant.allocate.bits))))
         stds = ", ".join(f"{clip:g}" for clip in sorted(set(quant.allocate.clip_stds)))
         clips = f" and clips of {stds} deviations" if stds else ""
-        return (
-            f"`{quant.allocate.match}` in {widths} bits{clips}, chosen per tensor within {quant.budget_bytes:,} bytes"
-        )
+        chosen = f"chosen per tensor within {quant.budget_bytes:,} bytes"
+        return f"`{quant.allocate.match}` in {widths} bits{clips}, {chosen}"
     if quant.promote is None:
         return ""
     many = f"the {quant.promote.count} tensors" if quant.promote.count is not None else "as many tensors as fit"
@@ -131,8 +131,8 @@ def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> I
     if (quant := spec.quant) is None or (allocate := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()
-    seen = calibrated(programs) | looked_up(programs)
-    for param in programs.params:
+    seen = frozenset().union(*observed(programs))
+    for param in programs.stored:
         scheme = schemes[param.name]
         chosen = matches(allocate.match, param.name) and param.name in seen
         options = variants(scheme, allocate.bits, allocate.clip_stds) if chosen else ()

@@ -8,12 +8,13 @@ from typing import Any
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
-from specc.compiler.programs.cost import flops_per_token
+from specc.compiler.programs.cost import cached_numbers, flops_per_token, used_parameters
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
 from specc.compiler.report.storage import Storage, storage_of
-from specc.compiler.schedule import Schedule, schedules_in
+from specc.compiler.schedule import Schedule
 from specc.compiler.spec.spec import Spec
+from specc.compiler.strict import values_in
 
 LINES, WIDTH = 25, 120
 
@@ -45,7 +46,8 @@ class Summary:
 
     @cached_property
     def main(self) -> Plan:
-        """The plan that the summary describes: of a target with measurements, else of a target with stated ceilings."""
+        """The plan that the summary describes: the plan of a target with measurements, or else of a target with stated
+        peak rates."""
         return max(self.plans.values(), key=lambda plan: (plan.locked is not None, bool(plan.target.flops)))
 
     @cached_property
@@ -53,9 +55,27 @@ class Summary:
         return sum(param.count for param in self.main.programs.params)
 
     @cached_property
+    def used(self) -> str:
+        """The number of parameters that a token uses, in words; empty if a token uses all."""
+        used = used_parameters(lower(self.spec, next(iter(self.plans))))
+        return f", of which a token uses {used:,}" if used < self.parameters else ""
+
+    @cached_property
     def forward_flops(self) -> int:
-        """Operations of a forward pass per token, without those of padding."""
+        """The operations of a forward pass per token, without operations on padding."""
         return flops_per_token(lower(self.spec, next(iter(self.plans))), self.spec.model.window)
+
+    @cached_property
+    def cached_numbers(self) -> int:
+        """The numbers in the cache of a sequence as long as the context; 0 for a model without one per sequence."""
+        return cached_numbers(self.main.programs, self.spec.model.window)
+
+    @property
+    def cached(self) -> str:
+        """The size of a cache in words; empty without a cache."""
+        window = self.spec.model.window
+        per_token = f"{self.cached_numbers / window:,.1f}".removesuffix(".0")
+        return f"{per_token} numbers per token of a full context of {window:,}" if self.cached_numbers else ""
 
     @cached_property
     def storage(self) -> Storage:
@@ -74,7 +94,9 @@ class Summary:
             if term.input
         ]
         plain = [term.kind for term in self.spec.train.losses if not term.input]
-        changes = [f"`{'.'.join(map(str, path))}` {schedule.words}" for path, schedule in schedules_in(self.spec)]
+        changes = [
+            f"`{'.'.join(map(str, path))}` {schedule.words}" for path, schedule in values_in(self.spec, Schedule)
+        ]
         loss = f"Loss: {' + '.join((*plain, *terms))}." if terms else ""
         return tuple(filter(None, (loss, f"Changes during the run: {'; '.join(changes)}." if changes else "")))
 
@@ -98,7 +120,7 @@ class Summary:
         """The class of work with the largest measured time above its floor, in words; empty if nothing was measured."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
-        return f"{largest[1]}, {milliseconds(largest[0])} ms above its floor" if largest is not None else ""
+        return f"{largest[1]}, {milliseconds(largest[0])} ms above the floor" if largest is not None else ""
 
     @property
     def unmeasured(self) -> tuple[Work, ...]:
@@ -106,19 +128,21 @@ class Summary:
 
     @property
     def stored(self) -> str:
-        """The bytes of an artifact in words, and whether other bits than those of the rules are chosen later."""
+        """The bytes of an artifact in words. States whether quantization may choose other bits than the rules."""
         storage = self.storage
-        against = f" of {storage.budget:,} ({100 * storage.bytes / storage.budget:.1f} %)" if storage.budget else ""
-        rules = " with the bits of the rules" if storage.chosen else ""
-        return f"at most about {storage.bytes:,} bytes{against}{rules}"
+        against = f", {100 * storage.bytes / storage.budget:.1f} % of {storage.budget:,}" if storage.budget else ""
+        rules = ", with the bits of the rules" if storage.chosen else ""
+        return f"estimated {storage.bytes:,} bytes{against}{rules}"
 
     @property
     def choice(self) -> str:
-        """The choice that quantization makes in addition to the rules, in words; empty if there is none."""
+        """A description of the promotion, allocation or correction that follows the rules; empty if there is none."""
         if not self.storage.chosen:
             return ""
         quant = self.spec.quant
-        decides = "; the default's bits do not decide" if quant is not None and quant.allocate is not None else ""
+        decides = (
+            ", which decides whether the budget is met" if quant is not None and quant.allocate is not None else ""
+        )
         return f"then {self.storage.chosen}{decides}"
 
     @property
@@ -145,8 +169,9 @@ def lines(summary: Summary) -> tuple[str, ...]:
     step, storage, forward = summary.step, summary.storage, summary.forward_flops
     rows = [
         f"{summary.spec.name}: {summary.spec.model.title}",
-        f"parameters   {summary.parameters:,} in {len(summary.main.programs.params)} tensors",
+        f"parameters   {summary.parameters:,} in {len(summary.main.programs.params)} tensors{summary.used}",
         f"FLOP/token   {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward",
+        *([f"cache        {summary.cached}"] if summary.cached else []),
         f"artifact     {summary.stored}",
     ]
     if storage.budget and storage.bytes > storage.budget and not storage.chosen:
@@ -184,7 +209,7 @@ def _work_line(summary: Summary, work: Work) -> str:
 
 
 def by(work: Work) -> str:
-    """Returns whose kernels compute a class of work, and whether they were chosen by rule."""
+    """Returns the language or library of the kernels of a class of work, and whether they were chosen by rule."""
     kernels = ", ".join(dict.fromkeys(row.kernel for row in work.rows if row.kernel))
     ruled = any(row.choice is not None and row.choice.rendered.function and row.ms is None for row in work.rows)
     return f"{kernels}, by rule" if ruled else kernels
@@ -206,6 +231,7 @@ def data(summary: Summary) -> dict[str, Any]:
         "parameters": summary.parameters,
         "tensors": len(summary.main.programs.params),
         "flops_per_token": {"forward": summary.forward_flops, "forward_and_backward": 3 * summary.forward_flops},
+        "cached_numbers": summary.cached_numbers,
         "estimated_bytes": storage.bytes,
         "budget_bytes": storage.budget,
         "stored": [asdict(row) for row in storage.rows],
@@ -228,10 +254,5 @@ def data(summary: Summary) -> dict[str, Any]:
 
 
 def _kernel_data(choice: Choice) -> dict[str, Any]:
-    return {
-        "node": choice.site.label,
-        "kernel": choice.kernel.name,
-        "language": choice.kernel.language,
-        "files": sorted(choice.rendered.files),
-        "tile": choice.rendered.tile,
-    }
+    kernel = {"kernel": choice.kernel.name, "language": choice.kernel.language}
+    return {"node": choice.site.label, **kernel, "files": sorted(choice.rendered.files), "tile": choice.rendered.tile}

@@ -1,4 +1,7 @@
-"""Checks a spec and reports all of its problems, each with a code, a position and a hint."""
+"""Checks a spec and reports all of its problems, each with a code, a position and a hint.
+
+The modules that word Pydantic's errors are imported only for a spec that has some.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
@@ -6,11 +9,9 @@ from pathlib import Path as FilePath
 from pydantic import ValidationError
 
 from specc.compiler.errors import Diagnostic, SpecError
-from specc.compiler.spec.messages.expected import Model, keys_of, places
-from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
 from specc.compiler.spec.migrate import refuse_old, upgraded
 from specc.compiler.spec.spec import Spec
-from specc.compiler.strict import Path, Problem, StrictModel
+from specc.compiler.strict import Path, Problem, StrictModel, keys_of
 from specc.compiler.text.overrides import apply_overrides
 from specc.compiler.text.source import Source, read
 
@@ -74,7 +75,7 @@ CODES: Mapping[str, str] = {
     "S238": "a bridge without a recurrent stage on both sides",
     "S239": "a stage that needs a recurrent encoder",
     "S240": "a condition without a value, or one that holds in no layer",
-    "S241": "`features` of a learned value that reads no value",
+    "S241": "a learned value without a shape, or `features` of one that reads no value",
     "S242": "RoPE over two dims with a trained length",
     "S243": "an order of blocks that does not exist, or that omits a block",
     "S244": "quantization-aware training of a model whose weights are not rounded",
@@ -85,7 +86,6 @@ CODES: Mapping[str, str] = {
     "S249": "a document mark that is not an id of the vocabulary",
     "S250": "a schedule whose points do not start at 0 and increase, or leave the run",
     "S251": "a row length that does not divide the context, or rows that a model of lines does not have",
-    "S252": "wiring of a stage that has no residual branch",
     "S254": "a change of a layer that does not exist, or a block without layers",
     "S253": "a decoder that does not read its encoder",
     "S259": "settings of an adaptation that contradict each other or the windows",
@@ -108,7 +108,13 @@ CODES: Mapping[str, str] = {
     "S276": "a mask that lets a query attend to a later key",
     "S277": "TF32 for a model that does not compute in f32",
     "S278": "too few steps for the method of Muon",
+    "S279": "a prefix that nothing reads, or settings that do not go with a prefix",
     "S285": "a norm in an invalid place",
+    "S286": "experts that a token cannot choose, of a width without a product, or a router that cannot learn",
+    "S287": "coefficients of Muon that no iteration reads, or that diverge",
+    "S288": "an optimizer that never updates, or a cautious decay of 0",
+    "S289": "pooled keys of a block that the model does not have, or settings that do not go with the pooling",
+    "S290": "a cache in pages, and a layer with another state",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that matches only some of the blocks that share their code",
@@ -128,10 +134,11 @@ CODES: Mapping[str, str] = {
 
 
 def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, Source]:
-    """Returns the checked spec of a file (a path) or a text (a string), and its source with the position of each value.
+    """Returns the checked spec of a file (a path) or of a text (a string), and the source, which has the position of
+    each value.
 
-    `overrides` are `path=value` texts that are applied first. Raises SpecError with all problems if the spec is
-    invalid, or of an old version.
+    `overrides` are texts `path=value`, which are applied before the check. Raises SpecError with all problems if the
+    spec is invalid or has an old version.
     """
     source = read(origin)
     refuse_old(source)
@@ -140,7 +147,7 @@ def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, S
 
 
 def load_recorded(path: FilePath, overrides: Iterable[str] = ()) -> tuple[Spec, Source, bool]:
-    """Returns the spec that a run recorded, its source, and whether it is of an old version, as `load` does.
+    """Loads the spec that a run recorded. Returns the spec, the source, and whether the file has an old version.
 
     A spec of an old version is rewritten in memory.
     """
@@ -154,10 +161,14 @@ def load_recorded(path: FilePath, overrides: Iterable[str] = ()) -> tuple[Spec, 
 
 
 def check(source: Source) -> Spec:
-    """Returns the spec of a source. Raises SpecError with all problems if its data is invalid (codes S1xx and S2xx)."""
+    """Returns the spec of a source. Raises SpecError with all problems (codes S1xx and S2xx) if the source is
+    invalid."""
     try:
         spec = Spec.model_validate(source.data)
     except ValidationError as error:
+        from specc.compiler.spec.messages.expected import places
+        from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
+
         models = dict(places(Spec, source.data))
         diagnostics, faulty = diagnostics_of(error, source, models, Spec)
         problems = _problems_of_sound_parts(source, models, faulty)
@@ -170,13 +181,13 @@ def check(source: Source) -> Spec:
 def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnostic, ...]:
     """Returns the problems as diagnostics with the positions of their paths in the source.
 
-    A related note is dropped if it is in another file than its problem, e.g. in an override.
+    A related note is dropped if it is in another file than the problem, e.g. in an override.
     """
     return tuple(_placed(problem, source) for problem in problems)
 
 
 def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
-    """Yields the problems that involve several fields, of every model in `value`, with paths from the root."""
+    """Yields the problems that involve several fields, for every model in `value`. Paths are relative to the root."""
     if isinstance(value, StrictModel):
         yield from (problem.under(*path) for problem in value.problems())
         for key, name in zip(keys_of(type(value)), type(value).model_fields, strict=True):
@@ -190,9 +201,9 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
 
 
 def _problems_of_sound_parts(
-    source: Source, models: Mapping[Path, Model], faulty: frozenset[Path]
+    source: Source, models: Mapping[Path, type[StrictModel]], faulty: frozenset[Path]
 ) -> Iterator[Problem]:
-    """Yields the problems that involve several fields, of the parts of a spec that have no Pydantic error."""
+    """Yields the problems that involve several fields, for the parts of a spec without Pydantic errors."""
     sound: list[Path] = []
     for path, model in models.items():
         broken = any(fault[: len(path)] == path for fault in faulty)
@@ -210,7 +221,7 @@ def _problems_of_sound_parts(
 
 
 def _placed(problem: Problem, source: Source) -> Diagnostic:
-    place = source.place(problem.path)
+    place = source.inside(problem.path, problem.offset) if problem.offset else source.place(problem.path)
     near = ((note, source.place(path)) for note, path in problem.related)
     related = tuple((note, at.mark) for note, at in near if at.file == place.file)
     return Diagnostic(problem.code, problem.message, problem.hint, place.file, place.mark, related)

@@ -9,7 +9,7 @@ from specc.compiler.spec.check import load
 
 
 def copied(origin: Path, target: Path, name: str) -> None:
-    """Writes `origin` to `target` under another model name, with its comments.
+    """Writes a copy of `origin`, including comments, to `target` under another model name.
 
     Args:
         origin: the spec to copy.

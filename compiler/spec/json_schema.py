@@ -1,6 +1,6 @@
 """The JSON Schema of a spec, for editors.
 
-It is saved in `specs/schema.json`, which each spec references in its first line.
+The file is `specs/schema.json`. The first line of each spec references it.
 """
 
 import inspect
@@ -49,7 +49,7 @@ def description_of(model: type[StrictModel]) -> str:
 
 
 def field_descriptions(model: type[StrictModel]) -> Mapping[str, str]:
-    """Returns the description of each field, from the `Attributes:` sections of a model and of its bases."""
+    """Returns the description of each field, from the `Attributes:` sections of the model and its base classes."""
     texts: dict[str, str] = {}
     for base in reversed(model.__mro__):
         section = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Attributes:\n")[2]

@@ -9,9 +9,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.tokens import CommentToken
 
-from specc.compiler.blocks.wiring import parse_wiring
 from specc.compiler.errors import Diagnostic, SpecError
 from specc.compiler.expr import Binary, Var, parse, substitute
+from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.text.source import Source, read
 
 VERSION = 2
@@ -73,6 +73,9 @@ def migrated_text(path: FilePath) -> str | None:
         for layer in part.get("layers", ()):
             if "learn" in layer:
                 layer["learn"] = _flow(layer["learn"])
+    for stage in _stages(data):
+        if "learn" in stage:
+            stage["learn"] = _flow(stage["learn"])
     stream = io.StringIO()
     yaml.dump(data, stream)
     return stream.getvalue().rstrip() + "\n"
@@ -81,7 +84,7 @@ def migrated_text(path: FilePath) -> str | None:
 def migrate(data: Data) -> None:
     """Rewrites the data of a spec of version 1 in place.
 
-    The data may lack or misspell fields: what is not of version 1 stays, and is reported when the spec is read.
+    Unknown fields stay in the data and are reported when the spec is read.
     """
     data["spec_version"] = VERSION
     model = data.get("model")
@@ -99,12 +102,18 @@ def migrate(data: Data) -> None:
     _migrate_masks(model)
     for blocks, dim in _block_sections(data):
         _migrate_blocks(blocks, dim)
+    for stage in _stages(data):
+        _migrate_gate(stage)
+        if isinstance(values := stage.pop("values", None), Mapping):
+            learned, fields = _value_embedding(_title(stage), values, "values")
+            _merge(stage, {"learn": learned})
+            _merge(stage, fields)
     if isinstance(train := data.get("train"), MutableMapping):
         _migrate_train(train)
 
 
 def _turn_backward(part: Any) -> None:
-    """States the direction of rotary positions in a part of a model of version 1."""
+    """Adds the direction of rotary positions to a part of a model."""
     if isinstance(part, MutableMapping):
         if isinstance(part.get("rope"), MutableMapping):
             part["rope"]["turn"] = "backward"
@@ -128,8 +137,17 @@ def _migrate_masks(part: Any) -> None:
         part.pop("window", None)
 
 
+def _stages(data: Data) -> Iterator[Data]:
+    """Yields the stages of attention of an encoder-decoder."""
+    model = data.get("model")
+    sides = [model.get(side) or () for side in ("encoder", "decoder")] if isinstance(model, MutableMapping) else []
+    for part in (part for side in sides for part in side):
+        if isinstance(part, MutableMapping) and part.get("kind") == "attention":
+            yield part
+
+
 def _block_sections(data: Data) -> Iterator[tuple[Data, Any]]:
-    """Yields the sections of a spec that describe stacks of blocks, each with its number of features."""
+    """Yields the sections of a spec that describe stacks of blocks, and the number of features of each stack."""
     model = data.get("model")
     if isinstance(model, MutableMapping):
         if isinstance(model.get("blocks"), MutableMapping):
@@ -161,7 +179,7 @@ def _plain(value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """Returns data with tuples for lists, as the reader of specs gives it."""
+    """Returns data with tuples in place of lists, as in the source of a spec."""
     if isinstance(value, dict):
         return {key: _frozen(inner) for key, inner in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
@@ -266,7 +284,7 @@ def _title(layer: Mapping[str, Any]) -> str:
 
 
 def _migrate_gate(layer: Data) -> None:
-    """Rewrites the gate of an attention's heads as a learned value and an expression."""
+    """Rewrites the gate of attention heads as a learned value and an expression."""
     gate = layer.pop("gate", None)
     if isinstance(gate, Mapping):
         act = parse(gate.get("act", "2 * sigmoid(x)"))
@@ -283,20 +301,8 @@ def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> 
         values, fields = layer.pop("values", None), dict[str, Any]()
         if isinstance(values, MutableMapping):
             size = layer.get("head_dim") or (dim or 0) // layer["heads"]
-            common = blocks.setdefault("common", {})
-            common |= {
-                f"{title}_values.table": {
-                    "of": "ids", "shape": values.get("dim"), "init": values.get("init", {"normal": 0.01})
-                },
-                f"{title}_values.project": {
-                    "of": f"{title}_values.table", "shape": layer.get("kv_heads", layer["heads"]) * size
-                },
-                f"{title}_values.scale": {"shape": 1, "init": values.get("scale", 0.1)},
-            }  # fmt: skip
-            fields = {
-                "learn": {"value_scale": {"shape": 1, "init": 1}},
-                "v": f"v + value_scale * ({title}_values.scale * {title}_values.project)",
-            }
+            common, fields = _value_embedding(title, values, layer.get("kv_heads", layer["heads"]) * size)
+            blocks.setdefault("common", {}).update(common)
         exclude = layer.pop("exclude", None)
         listed = {} if exclude is None else {"exclude": {k: v for k, v in exclude.items() if k != "layers"}}
         for part, chosen in ((fields, (values or {}).get("layers")), (listed, (exclude or {}).get("layers"))):
@@ -306,13 +312,29 @@ def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> 
                 _merge(layer, part)
 
 
+def _value_embedding(title: str, values: Mapping[str, Any], shape: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the learned values of a value embedding, and the fields of the attention `title` that add it to the
+    values. `shape` is the width of the values."""
+    learned = {
+        f"{title}_values.table": {
+            "of": "ids", "shape": values.get("dim"), "init": values.get("init", {"normal": 0.01})
+        },
+        f"{title}_values.project": {"of": f"{title}_values.table", "shape": shape},
+        f"{title}_values.scale": {"shape": 1, "init": values.get("scale", 0.1)},
+    }  # fmt: skip
+    return learned, {
+        "learn": {"value_scale": {"shape": 1, "init": 1}},
+        "v": f"v + value_scale * ({title}_values.scale * {title}_values.project)",
+    }
+
+
 def _merge(layer: Data, fields: Mapping[str, Any]) -> None:
     for key, value in fields.items():
         layer[key] = {**layer.get(key, {}), **value} if isinstance(value, dict) and key == "learn" else value
 
 
 def _residual(layer: Data) -> str:
-    """Takes the residual factor from a layer. Returns it as text before the branch, such as `0.5 * `."""
+    """Removes the residual factor from a layer. Returns the factor as a prefix of the branch, such as `0.5 * `."""
     factor = layer.pop("residual", None)
     if factor is None:
         return ""
@@ -387,7 +409,8 @@ def _range(first: int, last: int) -> str:
 
 
 def condition_of(layers: Sequence[int], count: int) -> str:
-    """Returns a condition that holds in these layers of `count`, which ascend."""
+    """Returns a condition that holds in exactly these layers. `layers` are ascending, and `count` is their total
+    number."""
     parts = []
     begin = 0
     for i, layer in enumerate(layers):

@@ -3,15 +3,27 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, Union
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 
 from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.schedule import schedules_in
+from specc.compiler.schedule import Schedule, points_of
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
-from specc.compiler.strict import Name, NodeName, Pattern, Positive, PositiveFloat, Problem, StrictModel, Two, later
+from specc.compiler.strict import (
+    Name,
+    NodeName,
+    Path,
+    Pattern,
+    Positive,
+    PositiveFloat,
+    Problem,
+    StrictModel,
+    Two,
+    later,
+    values_in,
+)
 from specc.compiler.targets import TARGETS
 
 SCHEMES = models(quant, Scheme, "scheme")
@@ -39,18 +51,32 @@ else:
     )
     TargetName = Literal[tuple(TARGETS)]
 
+Members = Annotated[Annotated[tuple[NodeName, ...], Field(min_length=1)], Tag("members")]
+Chunks = Annotated[Annotated[int, Field(ge=2, le=1024)], Tag("chunks")]
+
+
+def _one_pattern(point: dict[str, tuple[str, ...] | int]) -> dict[str, tuple[str, ...] | int]:
+    numbers = {key for key, value in point.items() if isinstance(value, int)}
+    if numbers - {"chunks"} or len(point) - len(numbers) != 1:
+        raise ValueError("a fusion point has one pattern with its nodes, and may have `chunks`, a number")
+    return point
+
+
 FusePoint = Annotated[
-    dict[Pattern, Annotated[tuple[NodeName, ...], Field(min_length=1)]], Field(min_length=1, max_length=1)
+    dict[Pattern, Annotated[Members | Chunks, Discriminator(lambda v: "chunks" if isinstance(v, int) else "members")]],
+    Field(min_length=1, max_length=2),
+    AfterValidator(_one_pattern),
 ]
 
 
 class Promote(StrictModel):
-    """More bits for the tensors of largest sensitivity.
+    """More bits for the most sensitive tensors.
 
     Attributes:
         bits: the bits of the promoted tensors.
         by: the measure of sensitivity.
-        count: how many tensors are promoted. If unset, as many as fit `quant.budget_bytes`, which must then be set.
+        count: how many tensors are promoted. If unset, as many as fit into `quant.budget_bytes`, which is then
+            required.
         match: the pattern of the names of the tensors to choose from.
     """
 
@@ -63,12 +89,12 @@ class Promote(StrictModel):
 class Allocate(StrictModel):
     """A joint choice of bits for several tensors.
 
-    The choice adds the least to the loss within `quant.budget_bytes`. Increases of the loss are estimated from Hessians
-    and gradients. Sizes are measured on quantized, compressed data.
+    The choice minimizes the increase of the loss within `quant.budget_bytes`. Increases of the loss are estimated from
+    Hessians and gradients. Sizes are measured on quantized, compressed data.
 
     Attributes:
-        bits: the bits to choose from. They may be fewer than a tensor's rule has, which stores models that would
-            otherwise exceed the budget.
+        bits: the bits to choose from. They may be fewer than the rule of a tensor states, so that larger models fit the
+            budget.
         clip_stds: clips to try with each number of bits, in standard deviations of a row, if the tensor's scheme
             supports clips. A wider clip has coarser steps, which compress to fewer bytes.
         match: the pattern of the names of the tensors.
@@ -79,7 +105,7 @@ class Allocate(StrictModel):
     match: Pattern = "*"
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if there is only one option to choose from."""
+        """Yields a problem if there is only one option."""
         if len(set(self.bits)) * max(len(set(self.clip_stds)), 1) < 2:
             hint = "list several bits, or several clip_stds"
             yield Problem(("bits",), "S268", "allocate has a single option, so there is nothing to choose", hint)
@@ -130,7 +156,7 @@ class Calibrate(StrictModel):
                 yield Problem((name,), "S260", message, f"add `source: self`, or remove {name}")
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Yields a problem if the model cannot generate the calibration text, or if its windows exceed the context."""
+        """Yields a problem if the model cannot generate the calibration text, or if the windows exceed the context."""
         if self.source == "self" and reads == "lines":
             message = "`source: self` is for text, but the model translates lines"
             yield Problem(("source",), "S261", message, "use `source: train`")
@@ -157,11 +183,12 @@ class QuantSpec(StrictModel):
     allocate: Allocate | None = later(None)
     correct: Correct | None = later(None)
     rules: tuple[AnyRule, ...] = ()
-    calibrate: Calibrate = Calibrate()
+    calibrate: Calibrate = Calibrate.model_construct()
     budget_bytes: Positive | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems of a promotion or allocation without a limit, and of the two together."""
+        """Yields a problem for a promotion or allocation without a limit, and for a promotion together with an
+        allocation."""
         if self.promote is not None and self.promote.count is None and self.budget_bytes is None:
             yield Problem(
                 ("promote",),
@@ -182,11 +209,11 @@ class Spec(StrictModel):
 
     Attributes:
         spec_version: the version of this format.
-        name: the name of the model, of its folder in generated/ and of its runs.
+        name: the name of the model, of the folder in generated/, and of runs.
         targets: the machines to generate code for.
         model: the architecture.
-        fuse: the fusion points: a pattern of parts, and the nodes of each part that are computed together with its
-            product.
+        fuse: the fusion points. Each is a pattern of parts, and a list of nodes of each part that are fused. A point
+            that ends in the loss may have `chunks`, the number of chunks of tokens that are computed one after another.
         quant: how the parameters are stored. If unset, the model is not quantized.
         train: the training run.
         eval: how `specc eval` scores the model.
@@ -199,32 +226,56 @@ class Spec(StrictModel):
     fuse: tuple[FusePoint, ...] = ()
     quant: QuantSpec | None = None
     train: TrainSpec
-    eval: AnyEval = BitsSpec()
+    eval: AnyEval = BitsSpec.model_construct()
 
     @property
     def at_rest(self) -> "Spec":
-        """The spec without quantization-aware training (`train.qat`), for the model outside training."""
-        return self.model_copy(update={"train": self.train.model_copy(update={"qat": None})})
+        """The spec without quantization-aware training (`train.qat`) and without terms of the loss that have modules,
+        for the model outside training."""
+        losses = tuple(term for term in self.train.losses if not term.count)
+        return self.model_copy(update={"train": self.train.model_copy(update={"qat": None, "losses": losses})})
 
     def _problems_of_late_changes(self) -> Iterator[Problem]:
-        """Yields a problem for each change of a schedule at a share of the run after its last step.
+        """Yields a problem for each change in a schedule that begins after the last step of the run.
 
         A run that is limited by seconds is not checked, because its number of steps is unknown.
         """
         if (steps := self.train.steps) is None:
             return
         last = (steps - 1) / steps
-        for path, schedule in schedules_in(self):
+        for path, schedule in values_in(self, Schedule):
             for i, share in schedule.changes:
                 if last < share < 1:
-                    message = f"{path[-1]} changes at {share:.4g} of the run, whose last step begins at {last:.4g}"
+                    message = (
+                        f"{path[-1]} changes at share {share:.4g} of the run, but the last step begins at {last:.4g}"
+                    )
                     hint = "choose an earlier start, or give the run more steps"
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
+
+    def _problems_of_the_prefix(self) -> Iterator[Problem]:
+        """Yields the problems of settings that do not go with a prefix, whose targets are not scored."""
+        least = self.model.unscored + 1
+        if least == 1:
+            return
+        for i, (_, tokens) in enumerate(points_of(self.train.context) if self.train.context is not None else ()):
+            if tokens < least:
+                path: Path = ("train", "context", *(("at", i, 1) if isinstance(self.train.context, Schedule) else ()))
+                message = f"rows of {tokens} tokens are shorter than the prefix of {least}"
+                yield Problem(path, "S279", message, f"use at least {least} tokens")
+        if self.eval.longest and self.eval.longest < least:
+            message = f"a window of {self.eval.longest} tokens is shorter than the prefix of {least}"
+            yield Problem(("eval", "window"), "S279", message, f"use at least {least} tokens")
+        if self.eval.halves:
+            message = "adaptation trains on all targets of a window, but those of the prefix have no score"
+            yield Problem(("eval", "adapt"), "S279", message, "remove adapt")
+        if self.quant is not None and self.quant.calibrate.source == "self":
+            message = f"the model generates text from one token, but the prefix has {least}"
+            yield Problem(("quant", "calibrate", "source"), "S279", message, "use `source: train`")
 
     def problems(self) -> Iterator[Problem]:
         """Yields the problems that involve several sections of the spec.
 
-        Examples: a target that is listed twice, and steps, windows or a vocabulary that do not fit each other.
+        Examples: a target that is listed twice; a window that does not divide the tokens of a step.
         """
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:
@@ -233,12 +284,16 @@ class Spec(StrictModel):
         rows = self.train.problems_of_rows(self.model.window, self.model.reads)
         yield from (problem.under("train") for problem in rows)
         yield from self._problems_of_late_changes()
+        yield from self._problems_of_the_prefix()
         stated = self.model.losses
         for i, term in enumerate(self.train.losses):
             if term.states and term.states not in stated:
                 message = f"no layer states the loss {term.states}"
                 hint = f"choose from {', '.join(sorted(stated))}" if stated else "remove it; this model states none"
                 yield Problem(("train", "losses", i, "name"), "S265", message, hint)
+            for reason in self.model.refuses_modules() if term.count else ():
+                message = f"{term.kind} needs modules that predict later tokens, but {reason}"
+                yield Problem(("train", "losses", i, "kind"), "S265", message, "use `later_token`, or remove the term")
         yield from self.train.data.problems_with(self.model)
         reads = self.model.reads
         if self.train.teacher_forcing is not None and reads != "lines":

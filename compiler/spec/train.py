@@ -25,6 +25,7 @@ from specc.compiler.spec.adapt.adaptation import Adaptation
 from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.spec.data.text import TextData
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
+from specc.compiler.spec.start import Place, StartSpec
 from specc.compiler.strict import NonNegative, Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
 DATA = models(data, DataKind, "kind")
@@ -34,9 +35,23 @@ ADAPTATIONS = models(adapt, Adaptation, "kind")
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
-def _text_unless_said(value: Any) -> Any:
-    """Adds `kind: text` to data that does not state its kind."""
-    return {"kind": "text", **value} if isinstance(value, dict) else value
+def _tagged(key: str, default: str) -> Any:
+    """Returns a validator that adds a tag to a section that does not state it.
+
+    It makes tuples of the lists of JSON, because Pydantic reads what a Python validator returns as Python values.
+    """
+
+    def add(value: Any) -> Any:
+        return {key: default, **_frozen(value)} if isinstance(value, dict) else value
+
+    return BeforeValidator(add)
+
+
+def _frozen(value: Any) -> Any:
+    """Returns data with a tuple for each list."""
+    if isinstance(value, dict):
+        return {key: _frozen(part) for key, part in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 if TYPE_CHECKING:  # type checkers cannot see these unions, which are built from the packages' contents
@@ -48,15 +63,15 @@ else:
     AnyLoss = Annotated[Union[LOSSES], Field(discriminator="kind")]  # noqa: UP007
     AnyOptimizer = Annotated[Union[OPTIMIZERS], Field(discriminator="kind")]  # noqa: UP007
     AnyAdaptation = Annotated[Union[ADAPTATIONS], Field(discriminator="kind")]  # noqa: UP007
-    AnyData = Annotated[Union[DATA], Field(discriminator="kind"), BeforeValidator(_text_unless_said)]  # noqa: UP007
+    AnyData = Annotated[Union[DATA], Field(discriminator="kind"), _tagged("kind", "text")]  # noqa: UP007
 
 
 class ScheduleSpec(StrictModel):
     """The multiplier of the learning rate over a run.
 
-    It rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Each span is set in steps or as a fraction of the
-    run, which is measured in steps or in seconds, as the run itself is. If a shape is set and no span of the warm-down,
-    the warm-down is all of the run after the warm-up.
+    The multiplier rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Each span is set in steps or as a
+    fraction of the run. A fraction refers to seconds if the run is limited by `budget_seconds`, and to steps otherwise.
+    If a shape is set without a span, the warm-down is all of the run after the warm-up.
 
     Attributes:
         warmup_steps: the steps of the warm-up.
@@ -81,22 +96,22 @@ class ScheduleSpec(StrictModel):
         return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
 
     def of(self, steps: int) -> tuple[int, int]:
-        """Returns the steps of warm-up and of warm-down in a run of `steps` steps."""
+        """Returns the number of warm-up steps and of warm-down steps in a run of `steps` steps."""
         # 0.29 * 100 is slightly less than 29 in floating point
         parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
         up, down = (
-            max(given, part) for given, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
+            max(least, part) for least, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
         )
         return up, max(steps - up, 0) if self.falls else down
 
     def down(self, left: float) -> float:
-        """Returns the multiplier of the warm-down, of which the share `left` is still to come."""
+        """Returns the multiplier in the warm-down when the share `left` of it remains."""
         if self.shape == "linear":
             return max(left, self.floor)
         return max(formula_at(SHAPES.get(self.shape, self.shape), 1 - max(left, 0.0)), self.floor)
 
     def below(self, limit: float) -> float:
-        """Returns the largest share of the warm-down still to come at which the multiplier is at most `limit`.
+        """Returns the largest remaining share of the warm-down at which the multiplier is at most `limit`.
 
         The shape falls throughout; see `problems`.
         """
@@ -109,12 +124,12 @@ class ScheduleSpec(StrictModel):
         return low
 
     def lowest(self, steps: int | None, last: int = 1) -> float:
-        """Returns the multiplier of the update that has `last` steps left, including itself.
+        """Returns the multiplier of the update that is number `last` from the end; 1 is the last update.
 
         Args:
-            steps: the steps of the run; None if the run is limited by seconds, for which the result is the lowest
-                multiplier of the schedule.
-            last: the steps left.
+            steps: the steps of the run; None if the run is limited by seconds. The result is then the lowest multiplier
+                of the schedule.
+            last: the number of remaining updates, including this one.
         """
         span = self.warmdown_fraction or self.warmdown_steps or self.falls if steps is None else self.of(steps)[1]
         if not span:
@@ -137,7 +152,7 @@ class EmaSpec(StrictModel):
     """An exponential moving average of the weights. It replaces the weights when the run ends.
 
     Attributes:
-        decay: the weight of the average so far; each step's weights have 1 - `decay`.
+        decay: the factor of the previous average. The factor of the current weights is 1 - `decay`.
     """
 
     kind: Literal["ema"]
@@ -147,7 +162,7 @@ class EmaSpec(StrictModel):
 class SwaSpec(StrictModel):
     """Stochastic weight averaging (Izmailov et al. 2018).
 
-    The mean of weights sampled during the warm-down. It replaces the weights when the run ends.
+    The mean of weight samples from the warm-down replaces the weights when the run ends.
 
     Attributes:
         every: the steps between two samples.
@@ -166,11 +181,11 @@ class QatSpec(StrictModel):
     """Quantization-aware training in the last part of a run.
 
     The model computes with weights that are fake-quantized by the rules of `quant`, before any promotion, allocation or
-    correction. Gradients use the straight-through estimator. If `quant` has int8 products, the scales of their inputs
-    are measured at the first such step and saved for the artifact.
+    correction. Gradients use the straight-through estimator. If `quant` has int8 products, the input scales of these
+    products are measured at the first such step and stored in the artifact.
 
     Attributes:
-        below: the multiplier of the learning rate below which it begins.
+        below: the multiplier of the learning rate below which the rounding begins.
         inputs: whether inputs of int8 products are fake-quantized too, as in the deployed model. Steps are then slower,
             because recurrences run step by step.
     """
@@ -185,7 +200,7 @@ SHAPES = {"cosine": "0.5 * (1 + cos(pi * t))"}
 
 
 class TrainSpec(StrictModel):
-    """One training run. Exactly one of `steps` and `budget_seconds` is set; it also drives the schedule.
+    """One training run. Exactly one of `steps` and `budget_seconds` is set. It is also the time axis of schedules.
 
     The size of a step is set either in tokens or in rows. A row is a window of text or a pair of lines.
 
@@ -201,24 +216,28 @@ class TrainSpec(StrictModel):
         steps: the steps of the run.
         budget_seconds: the training time of the run in seconds.
         seed: the seed of initialization, data order and dropout.
+        start: weights that replace the initial values: a run, an artifact, a folder of Transformers, a file
+            `*.safetensors` or a folder of such files, or a mapping that selects a part of them. If unset, the run
+            starts from initial values.
         teacher_forcing: for models of pairs of lines, the probability with which a decoder position receives the target
-            token, else its own output: a number or a schedule.
+            token instead of the model's previous output: a number or a schedule.
         losses: the terms of the training loss, each with a weight. If unset, the loss of the next token alone.
         optimizers: the optimizers, in order. The first that matches a parameter updates it.
         schedule: the schedule of the learning rate.
-        clip_norm: the largest norm of the gradient over all parameters. If unset, gradients are not clipped.
-        tf32: whether f32 products of a training step on a GPU round their factors to TF32, with 10 bits of mantissa.
-            Strict f32 does not use tensor cores. Evaluation stays in strict f32.
+        clip_norm: the largest norm of the gradient over all parameters but those of optimizers of kind `sign`. If
+            unset, gradients are not clipped.
+        tf32: whether f32 matrix products of a training step on a GPU round their inputs to TF32, which has 10 bits of
+            mantissa. Strict f32 does not use tensor cores. Evaluation stays in strict f32.
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
-        validate_every: the steps between two validations; 0 for one at the end only.
-        stop_at_loss: ends the run at the first validation whose loss, in nats per target of the current weights, is at
-            most this. The run states the seconds of training until then, without compilation and validation.
+        validate_every: the steps between two validations; 0 for a single validation at the end.
+        stop_at_loss: ends the run at the first validation at which the loss of the current weights, in nats per target,
+            is at most this value. The run logs the seconds of training until then, without compilation and validation.
         validate_tokens: the tokens of the validation split that a validation reads; all of them if unset.
-        checkpoint_every: the steps between two checkpoints; 0 for one at the end only.
+        checkpoint_every: the steps between two checkpoints; 0 for a single checkpoint at the end.
     """
 
-    data: AnyData = TextData()
+    data: AnyData = TextData.model_construct()
     micro_batch: Positive | None = None
     tokens_per_step: Sizes | None = None
     batch: Sizes | None = None
@@ -226,10 +245,11 @@ class TrainSpec(StrictModel):
     steps: Positive | None = None
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
+    start: Place | StartSpec | None = later(None)
     teacher_forcing: Unit | ForcingSchedule | None = None
     losses: LossList = later((NextToken(kind="next_token"),))
     optimizers: OptimizerList
-    schedule: ScheduleSpec = ScheduleSpec()
+    schedule: ScheduleSpec = ScheduleSpec.model_construct()
     clip_norm: PositiveFloat | None = None
     tf32: bool = later(False)
     average: AverageSpec | None = None
@@ -241,8 +261,13 @@ class TrainSpec(StrictModel):
 
     @property
     def loss_weights(self) -> Mapping[str, float | str | Schedule]:
-        """The weights of the terms of the loss, by the program's inputs, in order."""
+        """The weights of the loss terms, by the names of the program inputs."""
         return {term.input: term.weight for term in self.losses if term.input}
+
+    @property
+    def starts_from(self) -> StartSpec | None:
+        """The weights that the run starts from; None for initial values."""
+        return StartSpec(path=self.start) if isinstance(self.start, str) else self.start
 
     @property
     def step_size(self) -> Sizes:
@@ -252,7 +277,7 @@ class TrainSpec(StrictModel):
         return size
 
     def rows(self, window: int) -> int:
-        """Returns the rows of the last step over all processes; `window` is the tokens of a row."""
+        """Returns the rows of the last step, over all processes. `window` is the number of tokens of a row."""
         size: int = last(self.step_size)
         return size if self.batch is not None else size // window
 
@@ -264,18 +289,19 @@ class TrainSpec(StrictModel):
         return 8 if self.batch is None else max(smallest // world, 1)
 
     def pass_tokens(self, window: int, world: int = 1) -> int:
-        """Returns the tokens of a backward pass on all of `world` processes; `window` is the tokens of a row."""
+        """Returns the tokens of one backward pass on all of `world` processes. `window` is the number of tokens of a
+        row."""
         return self.at_once(world) * world * window
 
     def problems_of_rows(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Yields a problem for each length of rows that does not divide `window` tokens, and for each setting of rows
-        that a model of lines does not have."""
+        """Yields a problem for each row length that does not divide `window` tokens. For a model of lines, yields a
+        problem for each setting of rows."""
         if reads == "lines":
             if self.context is not None:
                 message = "context cuts windows of text, but the model translates lines"
                 yield Problem(("context",), "S251", message, "remove context")
             if isinstance(self.batch, SizeSchedule):
-                message = "the batch of a model that translates lines takes no schedule"
+                message = "the batch of a model that translates lines cannot have a schedule"
                 yield Problem(("batch",), "S251", message, "write one number of rows")
             return
         for i, (_, tokens) in enumerate(points_of(self.context) if self.context is not None else ()):
@@ -285,9 +311,9 @@ class TrainSpec(StrictModel):
                 yield Problem(("context", *place), "S251", message, f"use a divisor of {window}, the model's context")
 
     def problems_of_a_step(self, window: int) -> Iterator[Problem]:
-        """Yields a problem for each size of a step that is not a whole number of micro-batches on one process.
+        """Yields a problem for each step size that one process cannot divide into whole micro-batches.
 
-        `window` is in tokens.
+        `window` is the number of tokens of a row.
         """
         if (self.batch is None) == (self.tokens_per_step is None):
             return
@@ -307,7 +333,7 @@ class TrainSpec(StrictModel):
             )
 
     def problems(self) -> Iterator[Problem]:
-        """Yields problems of the step's size, the run's length and the schedule."""
+        """Yields the problems of the step size, the run length and the schedule."""
         if (self.tokens_per_step is None) == (self.batch is None):
             yield Problem(
                 ("batch",) if self.batch is not None else (),
@@ -318,7 +344,7 @@ class TrainSpec(StrictModel):
         if self.stop_at_loss is not None and not self.validate_every:
             message = "stop_at_loss reads the loss of validations, but the run has only one, at its end"
             yield Problem(("stop_at_loss",), "S266", message, "set `validate_every:`, the steps between two")
-        names = [term.states or term.kind for term in self.losses]
+        names = [term.title for term in self.losses]
         for i, name in enumerate(names):
             if name in names[:i]:
                 message = f"the term {name} is listed twice"
@@ -331,7 +357,7 @@ class TrainSpec(StrictModel):
                 ("steps",) if self.steps is not None else (),
                 "S201",
                 "train needs exactly one of steps and budget_seconds",
-                "set the one that ends the run and drives the schedule",
+                "set one of them; it ends the run and is the time axis of schedules",
             )
         fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
         longer = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
@@ -346,6 +372,10 @@ class TrainSpec(StrictModel):
                 "shorten them, or give the run more steps",
                 related=(("the run's length", ("steps",)),),
             )
+        for i, optimizer in enumerate(self.optimizers):
+            if self.steps is not None and optimizer.every > self.steps:
+                message = f"an update every {optimizer.every} steps never comes in a run of {self.steps}"
+                yield Problem(("optimizers", i, "every"), "S288", message, f"use at most {self.steps}")
         yield from self._problems_of_beginning()
 
     def _problems_of_beginning(self) -> Iterator[Problem]:
@@ -354,7 +384,7 @@ class TrainSpec(StrictModel):
         if isinstance(self.average, SwaSpec):  # its last sample may be long before the end
             every = self.average.every
             if self.steps is not None and every > self.steps:
-                message = f"the average takes the weights every {every} steps, but the run has {self.steps}"
+                message = f"the average samples the weights every {every} steps, but the run has {self.steps}"
                 yield Problem(("average", "every"), "S269", message, f"use at most {self.steps}")
                 return
             late.append(("average", self.average.below, (self.steps or 0) % every + 1))
@@ -370,7 +400,8 @@ class BitsSpec(StrictModel):
     """`specc eval` in bits per byte.
 
     Attributes:
-        window: the tokens of a window; the context if unset. It may exceed the context, unless positions are learned.
+        window: the tokens of a window; the context if unset. A window may exceed the context, unless the model has
+            learned positions.
         stride: the tokens from one window to the next; the window if unset.
         batch: the windows of one forward pass.
         adapt: the settings of `specc eval --adapt KIND`. They do not affect the score.
@@ -386,17 +417,17 @@ class BitsSpec(StrictModel):
 
     @property
     def halves(self) -> bool:
-        """True if the model needs the two halves of its program `score`."""
+        """True if the model needs the program `score` in two halves."""
         return self.adapt is not None
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest text that is scored at once; 0 if that is the context."""
+        """The tokens of a scored window; 0 if they equal the context."""
         return self.window or 0
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
-        """Yields a problem if the model reads lines or the stride exceeds the window, or if the window exceeds the
-        context of a model with a part `bounded`, whose learned positions end there."""
+        """Yields a problem if the model reads lines, if the stride exceeds the window, or if the window exceeds the
+        context of a model with learned positions. `bounded` is the name of the part that has learned positions."""
         length = self.window or window
         if reads == "lines":
             message = "bits_per_byte is for text, but the model translates lines"
@@ -448,16 +479,11 @@ class ExactMatchSpec(StrictModel):
         yield from ()
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if a beam search has no `beam`, or greedy decoding has one."""
+        """Yields a problem if a beam search has no `beam`, or greedy decoding has a `beam`."""
         if (self.beam is None) != (self.decode == "greedy"):
             message = "decode: beam needs `beam`" if self.beam is None else "decode: greedy has no `beam`"
             yield Problem(("decode",), "S226", message, "e.g. `decode: beam, beam: 4`, or `decode: greedy` alone")
 
 
-def _bits_unless_said(value: Any) -> Any:
-    """Adds `metric: bits_per_byte` to a section that does not state its metric."""
-    return {"metric": "bits_per_byte", **value} if isinstance(value, dict) else value
-
-
 EvalSpec = BitsSpec | ExactMatchSpec
-AnyEval = Annotated[EvalSpec, Field(discriminator="metric"), BeforeValidator(_bits_unless_said)]
+AnyEval = Annotated[EvalSpec, Field(discriminator="metric"), _tagged("metric", "bits_per_byte")]

@@ -13,11 +13,14 @@ FLAG = "--set"
 
 
 def apply_overrides(source: Source, overrides: Iterable[str]) -> Source:
-    """Applies `path=value` texts to a source in order, so that later overrides take precedence.
+    """Applies texts `path=value` to a source, in order. Later overrides take precedence.
 
-    A path is dotted, with list items numbered from 0 (`model.embed.0.dim=64`). A value is YAML. A path may add a key,
-    or an item after the last of a list; later validation reports unknown keys. Raises SpecError (S014) if an override
-    is malformed or its path does not exist.
+    A path is a list of keys with dots between them. Items of a list are numbered from 0, as in `model.embed.0.dim=64`.
+    A value is YAML. The last key of a path may be new. If it is the next number of a list, or `+`, the value is
+    appended to the list. Unknown keys are reported later, when the spec is validated.
+
+    Raises:
+        SpecError: S014, if an override is malformed or its path does not exist.
     """
     for text in overrides:
         source = _laid(source, text)
@@ -46,12 +49,13 @@ def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
     while parts:
         above, last = quote(dots[: max(0, at - 1)] or "the spec"), at
         step: str | int = parts[0]
-        if isinstance(data, tuple) or (data is None and parts[0].isdecimal()):
+        if isinstance(data, tuple) or (data is None and (parts[0].isdecimal() or parts[0] == "+")):
             items = data or ()
-            step = int(parts[0]) if re.fullmatch("[0-9]{1,9}", parts[0]) else len(items) + 1
+            number = str(len(items)) if parts[0] == "+" else parts[0]
+            step = int(number) if re.fullmatch("[0-9]{1,9}", number) else len(items) + 1
             if step > len(items):
                 message = f"{above} has no item {quote(parts[0])}"
-                hint = f"it has {len(items)} items, counted from 0; item {len(items)} is appended"
+                hint = f"it has {len(items)} items, counted from 0; `+` appends"
                 raise failure(name, text, "S014", message, hint, at)
             data = (*items, None)[step]
         elif data is None or isinstance(data, dict):

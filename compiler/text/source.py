@@ -22,9 +22,11 @@ _UNSEEN = re.compile(
 )
 _TAB = re.compile(r"^ *\t", re.MULTILINE)
 _SEPARATOR = re.compile(r"[,\[{\n]")
-# One character of a quoted scalar as written, in single and in double quotes.
-_SINGLE = re.compile(r"''|.")
-_DOUBLE = re.compile(r"\\x..|\\u.{4}|\\U.{8}|\\.|.")
+# One character of a scalar as written: plain, in single and in double quotes. A line break is one space.
+_BREAK = r"[ \t]*\n\s*|"
+_PLAIN = re.compile(_BREAK + ".")
+_SINGLE = re.compile(_BREAK + "''|.")
+_DOUBLE = re.compile(_BREAK + r"\\x..|\\u.{4}|\\U.{8}|\\.|.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class Source:
         keys: path in the data -> position of its key.
         values: path in the data -> position of its value.
         spans: path in the data -> (start, end) character indices of the string scalar as written.
-        overlays: overrides, each with the path it replaces. The text of an override begins with that path, dotted.
+        overlays: overrides, each with the replaced path. The text of an override begins with the dotted path.
     """
 
     file: str
@@ -67,7 +69,8 @@ class Source:
         return self.key(known) if isinstance(value, dict | tuple) else self.value(known)
 
     def value(self, path: Path) -> Place:
-        """Returns the start of the value at `path`, or of the nearest enclosing value if there is none."""
+        """Returns the start of the value at `path`. If there is no such value, returns the start of the nearest
+        enclosing value."""
         return self._find(path, lambda source, rest: source.values.get(rest))
 
     def key(self, path: Path) -> Place:
@@ -80,7 +83,7 @@ class Source:
     def inside(self, path: Path, offset: int) -> Place:
         """Returns the position of character `offset` of the string at `path`.
 
-        For strings over several lines, returns the start of the string.
+        For block scalars (`|` and `>`), returns the start of the string.
         """
         return self._find(path, lambda source, rest: source._inside(rest, offset))
 
@@ -113,13 +116,17 @@ class Source:
         start = self.values.get(path)
         if start is None or path not in self.spans:
             return start
-        written = self.text[slice(*self.spans[path])]
-        if "\n" in written:
+        first, end = self.spans[path]
+        if self.text[first:end][:1] in ("|", ">"):
             return start
-        if written[:1] not in ("'", '"'):
-            return Mark(start.line, start.column + min(offset, max(0, len(written) - 1)))
-        pieces = (_SINGLE if written[0] == "'" else _DOUBLE).findall(written[1:-1])
-        return Mark(start.line, start.column + 1 + sum(len(piece) for piece in pieces[:offset]))
+        quoted = self.text[first] in ("'", '"')
+        character = {"'": _SINGLE, '"': _DOUBLE}.get(self.text[first], _PLAIN)
+        pieces = character.findall(self.text[first + quoted : end - quoted])
+        before = self.text[first : first + quoted + sum(map(len, pieces[: min(offset, len(pieces) - 1)]))]
+        line, _, last = before.rpartition("\n")
+        if not line:
+            return Mark(start.line, start.column + len(before))
+        return Mark(start.line + before.count("\n"), len(last) + 1)
 
 
 def step(value: object, part: str | int) -> tuple[object] | None:
@@ -137,7 +144,7 @@ def read(origin: FilePath | str, name: str = "<text>") -> Source:
     Raises SpecError (S001-S013) if the file cannot be read, is empty, or is not in the YAML subset of specs.
     """
     if isinstance(origin, FilePath):
-        name, text = name_of(origin), _read_file(origin)
+        name, text = name_of(origin), read_text(origin)
     else:
         text = origin
     source = read_from(text, name)
@@ -158,8 +165,7 @@ def read_from(text: str, name: str, column: int = 0) -> Source:
     Positions count from the beginning of `text`. The content may be empty.
     """
     _screen(text, name)
-    parsed = parse(text, name, column)
-    return Source(name, text, parsed.data, parsed.keys, parsed.values, parsed.spans)
+    return Source(name, text, *parse(text, name, column))
 
 
 def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 0) -> SpecError:
@@ -179,7 +185,9 @@ def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 
     return SpecError([Diagnostic(code, message, hint, name, mark_of(text, at))], {name: text})
 
 
-def _read_file(path: FilePath) -> str:
+def read_text(path: FilePath) -> str:
+    """Returns the text of a file. Raises SpecError (S001, S003, S004) if the file cannot be read, is too large, or is
+    not UTF-8."""
     name = name_of(path)
     try:
         if path == STDIN:
@@ -215,7 +223,8 @@ def _read_file(path: FilePath) -> str:
 
 
 def _screen(text: str, name: str) -> None:
-    """Raises SpecError for text that the parser would process slowly or misread, or that would display incorrectly."""
+    """Raises SpecError for text that the parser would process slowly or misread, and for text that cannot be
+    displayed."""
     if len(text) > MAX_BYTES:
         message = f"the text has more than {MAX_BYTES} characters"
         raise failure(name, "", "S003", message, "check that the file is a spec")

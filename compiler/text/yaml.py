@@ -71,17 +71,8 @@ _SYNTAX = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """The data of a text as dicts, tuples and scalars, and the position of each part.
-
-    The mappings are those of `Source`.
-    """
-
-    data: object
-    keys: Mapping[Path, Mark]
-    values: Mapping[Path, Mark]
-    spans: Mapping[Path, tuple[int, int]]
+# The data of a text as dicts, tuples and scalars, then the positions of keys, of values and of text, as in `Source`.
+Parsed = tuple[object, Mapping[Path, Mark], Mapping[Path, Mark], Mapping[Path, tuple[int, int]]]
 
 
 def parse(text: str, name: str, column: int = 0) -> Parsed:
@@ -122,7 +113,7 @@ class _Reading:
         self.keys: dict[Path, Mark] = {}
         self.values: dict[Path, Mark] = {}
         self.spans: dict[Path, tuple[int, int]] = {}
-        self.found: list[Diagnostic] = []
+        self.problems: list[Diagnostic] = []
 
     def parsed(self) -> Parsed:
         for event in self._events():
@@ -132,9 +123,9 @@ class _Reading:
                 self._node(event)
             elif isinstance(event, CollectionEndEvent):
                 self._add(self.stack.pop().built())
-        if self.found:
-            raise SpecError(self.found, {self.name: self.text})
-        return Parsed(self.root, self.keys, self.values, self.spans)
+        if self.problems:
+            raise SpecError(self.problems, {self.name: self.text})
+        return self.root, self.keys, self.values, self.spans
 
     def _events(self) -> Iterator[Event]:
         try:
@@ -146,20 +137,19 @@ class _Reading:
             escape = _BEYOND.search(self.text)
             if escape:
                 self._say("S007", *_ESCAPE, mark_of(self.text, escape.start()))
-                raise SpecError(self.found, {self.name: self.text}) from None
+                raise SpecError(self.problems, {self.name: self.text}) from None
             last = max(self.values.values(), default=Mark(1, 1))
             self._say("S007", f"this is not YAML: {error}", "look at the lines that follow", last)
-            raise SpecError(self.found, {self.name: self.text}) from None
+            raise SpecError(self.problems, {self.name: self.text}) from None
 
     def _syntax(self, problem: str, stopped: Any, began: Any) -> SpecError:
         """Converts a parser error to a SpecError.
 
-        `stopped` is the parser's mark of the position at which it stopped, `began` that of the start of the construct
-        it was reading.
+        `stopped` is the position at which the parser stopped. `began` is the start of the construct that it was
+        parsing.
         """
-        stop_index, start_index = (
-            min(mark.index, len(self.text.rstrip())) if mark is not None else 0 for mark in (stopped or began, began)
-        )
+        end = len(self.text.rstrip())
+        stop_index, start_index = (min(mark.index, end) if mark else 0 for mark in (stopped or began, began))
         stop, start = mark_of(self.text, stop_index), mark_of(self.text, start_index)
         quoted = self._long_quote(stop_index)
         row = next((row for row in _SYNTAX if row[0] in problem), None)
@@ -173,12 +163,12 @@ class _Reading:
         else:
             related = [("the block begins here", start)] if "<block end>" in problem and stop.line != start.line else []
             self._say("S007", message, hint, stop, *related)
-        return SpecError(self.found, {self.name: self.text})
+        return SpecError(self.problems, {self.name: self.text})
 
     def _long_quote(self, stop: int) -> tuple[Mark, Mark] | None:
         """Returns the start and end of a multi-line quoted text, if the error at character `stop` is on its last line.
 
-        In that case its closing quote was probably meant to open another text.
+        The closing quote was then probably meant to open another text.
         """
         quoted = None
         try:
@@ -193,13 +183,13 @@ class _Reading:
         return (first, last) if first.line < last.line == mark_of(self.text, stop).line else None
 
     def _say(self, code: str, message: str, hint: str, mark: Mark, *related: tuple[str, Mark]) -> None:
-        self.found.append(Diagnostic(code, message, hint, self.name, mark, related))
-        if len(self.found) >= MAX_FINDINGS:
-            raise SpecError(self.found, {self.name: self.text})
+        self.problems.append(Diagnostic(code, message, hint, self.name, mark, related))
+        if len(self.problems) >= MAX_FINDINGS:
+            raise SpecError(self.problems, {self.name: self.text})
 
     def _stop(self, code: str, message: str, hint: str, mark: Mark) -> NoReturn:
         self._say(code, message, hint, mark)
-        raise SpecError(self.found, {self.name: self.text})
+        raise SpecError(self.problems, {self.name: self.text})
 
     def _document(self, event: DocumentStartEvent) -> None:
         mark = Mark(event.start_mark.line + 1, event.start_mark.column + 1)
@@ -215,9 +205,8 @@ class _Reading:
         if self.nodes > MAX_NODES:
             self._stop("S003", f"the text has more than {MAX_NODES} values", "check that the file is a spec", mark)
         if isinstance(event, AliasEvent):
-            self._stop(
-                "S009", f"aliases such as {quote(f'*{event.anchor}')} are not allowed", "write the value here", mark
-            )
+            message = f"aliases such as {quote(f'*{event.anchor}')} are not allowed"
+            self._stop("S009", message, "write the value here", mark)
         if event.anchor is not None:
             self._say("S009", f"anchors such as {quote(f'&{event.anchor}')} are not allowed", "remove the anchor", mark)
         if isinstance(event, ScalarEvent | CollectionStartEvent) and event.tag is not None:
@@ -230,12 +219,8 @@ class _Reading:
         if isinstance(event, CollectionStartEvent):
             self.values[path] = mark
             if len(self.stack) >= MAX_DEPTH:
-                self._stop(
-                    "S003",
-                    f"values are nested more than {MAX_DEPTH} levels deep",
-                    "remove brackets; a spec has about six levels",
-                    mark,
-                )
+                message = f"values are nested more than {MAX_DEPTH} levels deep"
+                self._stop("S003", message, "remove brackets; a spec has about six levels", mark)
             self.stack.append(_Open(path, names={} if isinstance(event, MappingStartEvent) else None))
         elif isinstance(event, ScalarEvent):
             # An omitted value has no position of its own.

@@ -1,23 +1,20 @@
-"""Causal attention and its gradient by library kernels: cuDNN, Torch's flash attention, and flash-attn-4."""
+"""Causal attention and its gradient by the kernels of cuDNN, of Torch's flash attention, or of flash-attn-4."""
 
 from dataclasses import dataclass
 
 from specc.compiler.expr.mask import CAUSAL
 from specc.compiler.expr.score import PLAIN
-from specc.compiler.ir.graph import TensorType
-from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function, number_of, python_file
+from specc.compiler.ir.types import DTYPES, TensorType
+from specc.compiler.kernels.generated import GeneratedFunction, generated_function, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.attention import ScoreFields
 from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionGrad, SavedAttentionGrad, SeenOp
 
 FORWARD, BACKWARD = ("q", "k", "v"), ("dy", "q", "k", "v", "y", "lse")
+VALUES = frozenset({"v", "y", "dy", "dv"})  # tensors with as many channels as values
 REPEATS = {
     True: "Called again, it gives the same bits.",
     False: "Called again, it may give other bits: blocks of keys add to dq in the order in which they end.",
-}
-FAKES = {
-    False: "q.new_empty(q.shape), q.new_empty(q.shape[0], H, q.shape[1], dtype=torch.float32)",
-    True: "q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)",
 }
 
 
@@ -30,8 +27,9 @@ class Library:
         call: The name of its calls in templates/torch/attention_calls.jinja.
         widest: The maximum number of channels per head.
         step: The number of channels per head must be a multiple of this.
-        home: Target features for which the library is preferred, as Torch's own dispatch does.
-        extra: Whether the library is a package that Torch does not include.
+        home: Targets with one of these features prefer the library. The choice equals that of Torch's own dispatch.
+        extra: Whether the library has to be installed in addition to Torch.
+        unequal: Whether values may have fewer channels than keys.
     """
 
     name: str
@@ -40,14 +38,16 @@ class Library:
     step: int = 8  # 16 bytes of bf16, one vector load
     home: frozenset[str] = frozenset()
     extra: bool = False
+    unequal: bool = False
 
 
 DATA_CENTRE = frozenset({"wgmma", "tcgen05"})
-CUDNN = Library("cuDNN", "cudnn", 128, home=DATA_CENTRE)
+CUDNN = Library("cuDNN", "cudnn", 128, home=DATA_CENTRE, unequal=True)
 FLASH = Library("Torch's flash attention", "flash", 256)
 # Torch's dispatch rejects these for training on sm86, sm89 and sm120, which have less shared memory per block.
 REFUSED, ROOM = range(193, 225), 131_072
 # With 8 channels, its dq is wrong on an H200 (4.0.0b36), without an error. With 64 and 128 it was observed to be right.
+FLASH_4_CALLS = {False: "_flash_attn_fwd", True: "_flash_attn_bwd"}
 FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, extra=True)
 
 
@@ -56,16 +56,16 @@ class AttentionContext:
     """The context of templates/torch/attention.py.jinja.
 
     Attributes:
-        repeats: A sentence on whether repeated calls return the same bits.
-        imported: The name that is imported from flash-attn-4, or "".
-        wanted: Rows of the table of input checks.
+        repeats: A sentence that states whether repeated calls return the same bits.
+        imports: The statements that import flash-attn-4; none for other libraries.
+        wanted: The rows of the table of input checks.
         call: The macro of the library call in attention_calls.jinja.
         ordered: Whether sums must have a fixed order.
     """
 
     op: GeneratedFunction
     repeats: str
-    imported: str
+    imports: tuple[str, ...]
     heads: int
     kv_heads: int
     channels: int
@@ -77,15 +77,17 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel(Kernel):
-    """A library's kernel for one direction, forward or backward. It accepts 16-bit heads of certain sizes."""
+    """The kernel of a library for one direction, forward or backward. It accepts 16-bit heads of certain sizes."""
 
     by: Library = CUDNN
 
     def rejects(self, site: Site) -> str | None:
-        q = inputs_of(site)["q"]
+        q = site.inputs[is_gradient(site)]
         channels = number_of(q.width)
         if q.dtype not in ("bf16", "f16"):
             return f"computes in bf16 or f16, not in {q.dtype}"
+        if not self.by.unequal and (reason := unequal(site)):
+            return reason
         if channels % self.by.step or channels > self.by.widest:
             bounds = f"a multiple of {self.by.step} channels, at most {self.by.widest}"
             return f"takes heads of {bounds}; these have {channels}"
@@ -112,19 +114,18 @@ class AttentionKernel(Kernel):
         context = AttentionContext(
             op=op,
             repeats=REPEATS[self.deterministic],
-            imported="" if not self.by.extra else "_flash_attn_bwd" if backward else "_flash_attn_fwd",
+            imports=(f"from flash_attn.cute.interface import {FLASH_4_CALLS[backward]}",) if self.by.extra else (),
             heads=number_of(q.shape[-2]),
             kv_heads=number_of(k.shape[-2]),
             channels=number_of(q.width),
-            wanted=tuple(input_check(name, type.dtype) for name, type in inputs.items()),
+            wanted=tuple(input_check(name, type, q) for name, type in inputs.items()),
             call=f"{self.by.call}_{direction}",
             ordered=self.deterministic,
-            fake=FAKES[backward],
+            fake=fake_outputs(site),
         )
         return python_file(op, "torch/attention.py.jinja", context)
 
 
-@dataclass(frozen=True, slots=True)
 class FlashBackward(AttentionKernel):
     """The gradient by Torch's flash attention, which lacks some head sizes on GPUs with little shared memory."""
 
@@ -136,9 +137,8 @@ class FlashBackward(AttentionKernel):
         return AttentionKernel.rejects(self, site)
 
 
-@dataclass(frozen=True, slots=True)
 class OrderedBackward(AttentionKernel):
-    """The gradient by flash-attn-4 with sums in a fixed order, which it supports only on data-centre GPUs."""
+    """The gradient by flash-attn-4 with sums in a fixed order. flash-attn-4 supports this only on data-center GPUs."""
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
@@ -157,9 +157,24 @@ FLASH_4_BACKWARD = AttentionKernel("flash_attention_4_grad", "torch", _HOPPER, _
 FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HOPPER, _GRAD, by=FLASH_4)
 
 
+def fake_outputs(site: Site) -> str:
+    """Returns the outputs of the fake of a kernel as Python text."""
+    if is_gradient(site):
+        return "q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)"
+    y = "q.shape" if unequal(site) is None else f"*q.shape[:3], {inputs_of(site)['v'].width}"
+    return f"q.new_empty({y}), q.new_empty(q.shape[0], H, q.shape[1], dtype=torch.float32)"
+
+
 def is_gradient(site: Site) -> bool:
     """Returns whether the site is the gradient of attention."""
     return isinstance(site.node.op, SavedAttentionGrad)
+
+
+def unequal(site: Site) -> str | None:
+    """Returns the reason to reject values with another number of channels than keys; None if the numbers are equal."""
+    inputs = inputs_of(site)
+    keys, values = inputs["k"].width, inputs["v"].width
+    return None if keys == values else f"takes values with as many channels as keys; these have {values} and {keys}"
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
@@ -171,10 +186,10 @@ def inputs_of(site: Site) -> dict[str, TensorType]:
 
 
 def attention_function(site: Site, summary: str) -> GeneratedFunction:
-    """Describes the function of attention or its gradient. `summary` follows the site's label."""
+    """Returns the description of the generated function. `summary` follows the label of the site in the docstring."""
     inputs = inputs_of(site)
     outputs = dict(zip(site.node.op.output_labels, site.node.types, strict=True))
-    dims = {name: _dims(name, inputs["q"], inputs["k"]) for name in (*inputs, *outputs)}
+    dims = {name: _dims(name, inputs["q"], inputs["k"], inputs["v"]) for name in (*inputs, *outputs)}
     further = site.node.op.further if isinstance(site.node.op, ScoreFields) else ()
     dims |= {name: tuple(map(str, inputs[name].shape)) for name in further}
     dims |= {f"d{name}": dims[name] for name in further if f"d{name}" in dims}
@@ -208,9 +223,9 @@ def _formulas(site: Site) -> list[str]:
     return lines
 
 
-def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
+def _dims(name: str, q: TensorType, k: TensorType, v: TensorType) -> tuple[str, ...]:
     """Returns the dims of a tensor as text for a docstring."""
-    heads, kv_heads, channels = q.shape[-2], k.shape[-2], q.width
+    heads, kv_heads, channels = q.shape[-2], k.shape[-2], (v if name in VALUES else q).width
     keys = "T" if q.shape[1] == k.shape[1] else "S"
     if name == "lse":
         return "B", str(heads), "T"
@@ -220,11 +235,15 @@ def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
     return "B", keys if shared else "T", str(kv_heads if shared else heads), str(channels)
 
 
-def input_check(name: str, dtype: str, sees: bool = False) -> str:
-    """Returns a row of the table of input checks: an input with the shape and dtype that it must have.
+def input_check(name: str, type: TensorType, q: TensorType, sees: bool = False) -> str:
+    """Returns a row of the table of input checks: the name, the required shape and the required dtype of an input.
 
-    `sees` states whether keys may have another length than queries.
+    Args:
+        name: the name of the input.
+        type: the type of the input.
+        q: the type of the queries.
+        sees: whether the number of keys may differ from the number of queries.
     """
-    keys = "s" if sees else "t"
-    shapes = {"lse": "(b, H, t)", "seen": "(b, s)", "k": f"(b, {keys}, G, C)", "v": f"(b, {keys}, G, C)"}
-    return f'("{name}", {name}, {shapes.get(name, "(b, t, H, C)")}, {DTYPES[dtype]}),'
+    keys, channels = "s" if sees else "t", "C" if type.width == q.width else str(type.width)
+    shapes = {"lse": "(b, H, t)", "seen": "(b, s)", "k": f"(b, {keys}, G, C)", "v": f"(b, {keys}, G, {channels})"}
+    return f'("{name}", {name}, {shapes.get(name, f"(b, t, H, {channels})")}, {DTYPES[type.dtype]}),'

@@ -1,8 +1,8 @@
-"""Scores, masks and reads of learned tables as lines of Triton, for a tile of queries and keys.
+"""Triton code of scores, masks and table reads, for a tile of queries and keys.
 
-Kernels name the int32 positions of a tile i, j and h, its first positions i0 and j0, the scaled product s, and the
-condition that a pair is not masked seen. fi, fj and fh are positions in fp32: a conversion for each score would take as
-long as its exponential.
+Names in the kernels: i, j and h are the int32 positions of a tile, i0 and j0 its first positions, s the scaled product,
+and seen the condition that a pair is not masked. fi, fj and fh are i, j and h in fp32, converted once per position,
+because a conversion per score would take as long as the exponential.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,6 @@ from specc.compiler.kernels.lines import nested
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
 CORNER = {"i": "i0", "j": "j0"}
 NEAREST = 256  # more than the most by which a key of a computed tile may be later than its query
-NEAREST = 256  # more than the most by which a key of a computed tile may be later than its query
 DIFFERENCE = {"i": Var("j") + Var("d")}
 
 
@@ -28,17 +27,18 @@ DIFFERENCE = {"i": Var("j") + Var("d")}
 class Reading:
     """A read of one element of a table per score.
 
-    A read is of one of three kinds. If it depends on the head alone, the element is loaded once. If it depends on the
-    head and i - j, kernels load tiles of a strip, which has the elements of a row of tiles in their order, except where
-    all scores of a tile read the element of the most distant pair. Else each score loads its element.
+    There are three kinds of reads. If the index depends on the head alone, the element is loaded once. If it depends on
+    the head and on i - j, the kernel loads tiles of a strip: a copy of the elements in the order in which a row of
+    tiles reads them. A tile whose scores all read the element of the most distant pair needs no strip. With any other
+    index, each score loads an element.
 
     Attributes:
         name: The name of the element in the score.
         table: The name of the table.
-        size: The number of its elements.
+        size: The number of elements of the table.
         indices: The index of each dim, over i, j and h.
-        index: The place of the element among all, over i, j and h.
-        slope: The derivative of the score by the element, as Triton.
+        index: The flat index of the element, over i, j and h.
+        slope: The derivative of the score by the element, as Triton code.
     """
 
     name: str
@@ -50,17 +50,20 @@ class Reading:
 
     @property
     def per_head(self) -> bool:
-        """Whether the element depends on the head alone."""
+        """Whether the index depends on the head alone."""
         return not {"i", "j"} & set(variables(self.index))
 
     @property
     def distance(self) -> Expr | None:
-        """The place over d = i - j and h, if it depends on i and j only through d; else None."""
+        """The flat index as an expression over the distance d = i - j and the head h.
+
+        None if the index does not depend on i and j, or depends on them in another way than by d.
+        """
         return None if self.per_head else by_distance(self.index)
 
     @property
     def located(self) -> str:
-        """The line that computes the place over d and h; "" if it depends on more."""
+        """The line that computes the flat index over d and h; "" if the index depends on more than d and h."""
         if self.general:
             return ""
         place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
@@ -69,17 +72,18 @@ class Reading:
 
     @property
     def general(self) -> bool:
-        """Whether the element depends on more than the head and i - j."""
+        """Whether the index depends on more than the head and i - j."""
         return not self.per_head and self.distance is None
 
     def source(self, by_keys: bool = False) -> str:
-        """Returns the tensor that a kernel reads, by rows of queries or of keys: the table, or a strip of it."""
+        """Returns the name of the tensor that the kernel reads: the table, or a strip. `by_keys` selects the strip by
+        rows of keys."""
         if self.distance is None:
             return f"{self.table}_table"
         return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"
 
     def first(self, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load what all scores of a head read."""
+        """Returns the lines that load the element that all scores of a head read."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:
@@ -90,7 +94,8 @@ class Reading:
         return [self._load(f"{self.name}_far", place, by_keys)]
 
     def load(self, masked: bool, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load the elements of a tile, or the one that all its scores read."""
+        """Returns the lines that load the elements of a tile, or the single element that all scores of the tile
+        read."""
         if self.per_head:
             return []
         if self.distance is None:
@@ -109,9 +114,10 @@ class Reading:
         return triton_text(self.index, {} if masked else CORNER, whole=True)
 
     def uniform(self) -> tuple[list[str], list[str]]:
-        """Returns lines over the bounds of tiles, and the conditions that all scores of a tile read one element.
+        """Returns lines that compute bounds of a tile, and the condition that all scores of the tile read the same
+        element.
 
-        If the read depends on i - j, it is that of the most distant pair.
+        If the index depends on i - j, this is the element of the most distant pair.
         """
         lines, conditions = [], []
         for place, index in enumerate(self.indices):
@@ -132,7 +138,8 @@ class Reading:
         return lines, conditions
 
     def strips(self, *rows: tuple[bool, str]) -> list[str]:
-        """Returns the lines of a launch that make strips, for kernels by queries or keys with so many in a tile."""
+        """Returns the lines of a launch that allocate and fill the strips. The arguments are the tile sizes of the
+        kernels."""
         lines = []
         for by_keys, count in rows if self.distance is not None else ():
             name, zero = self.source(by_keys), f"{NEAREST}, -1" if by_keys else f"strip - {2 * NEAREST}, 1"
@@ -142,7 +149,7 @@ class Reading:
         return lines
 
     def sums(self) -> list[str]:
-        """Returns the lines of a launch of the gradient that make room for sums, and the place of each."""
+        """Returns the lines of a gradient launch that allocate the sums, and the location of each sum."""
         name, tiles = f"{self.name}_sums", "triton.cdiv(t, DQ_QUERIES)"
         if self.general:
             return [f"{name} = q.new_empty(b, G, triton.cdiv(t, DK_KEYS), {self.size}, dtype=torch.float32)"]
@@ -155,7 +162,8 @@ class Reading:
         ]
 
     def begin_sums(self, exact: bool) -> list[str]:
-        """Returns the lines that begin the sums of a row of tiles: of keys, if the read is general, else of queries."""
+        """Returns the lines that set the sums of a row of tiles to 0. The row is one of keys if the read is `general`,
+        and otherwise one of queries."""
         name, row = f"{self.name}_sums", "(b.to(tl.int64) * G + g)" if self.general else "(b.to(tl.int64) * H + h)"
         size = f" * {self.size}" if self.general else ""
         place = f"{self.name}_place = {name}_ptr + ({row} * tl.num_programs(0) + tile){size}"
@@ -172,7 +180,7 @@ class Reading:
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
-        """Returns the lines that add a tile to the sums, with those that correct them if `exact`."""
+        """Returns the lines that add a tile to the sums. With `exact`, they also sum the correction of rounding."""
         sums, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general and masked:
             return [f"{sums} += sums_by_index({self.gradient}, {self._place(True)}, seen, {entries})"]
@@ -205,16 +213,16 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class ScoreLines:
-    """The texts of one attention.
+    """The Triton code of one attention.
 
     Attributes:
-        calls: Name and value of the functions that the score and its derivatives share.
-        value: The score over s, positions and elements of tables.
-        slope: Its derivative by s; "" if it is 1.
+        calls: The name and value of each function that the score and its derivatives share.
+        value: The score, over s, positions and elements of tables.
+        slope: The derivative of the score by s; "" if it is 1.
         mask: The condition that a query attends to a key.
-        some: The condition that a tile has a pair that is not masked, over its bounds.
-        every: The condition that none of its pairs is masked, and that all its scores read the same elements.
-        bounds: Lines that `every` needs.
+        some: The condition that some pair of a tile is not masked, over the bounds of the tile.
+        every: The condition that no pair of a tile is masked, and that all scores of the tile read the same elements.
+        bounds: The lines that define the names in `every`.
         readings: The reads of tables.
         floats: The names of `FLOATS` that occur, with their values.
         documents: Whether the mask reads `start`.
@@ -233,7 +241,7 @@ class ScoreLines:
 
     @staticmethod
     def of(score: Score, mask: Mask, shapes: Mapping[str, tuple[int, ...]]) -> "ScoreLines":
-        """Returns the texts of a score and a mask over tables of known shapes."""
+        """Returns the Triton code of a score and a mask. `shapes` are the shapes of the tables."""
         exprs = [score.value, score.slope, *score.slopes]
         relative = all(by_distance(expr) is not None for expr in exprs)
         calls: dict[Expr, str] = {}
@@ -265,16 +273,16 @@ class ScoreLines:
 
     @property
     def plain(self) -> bool:
-        """Whether the score is the scaled product."""
+        """Whether the score is the scaled product s itself."""
         return self.value == "s"
 
     @property
     def by_distance(self) -> tuple[Reading, ...]:
-        """The reads that are functions of i - j."""
+        """The reads whose index depends on i and j only through i - j."""
         return tuple(reading for reading in self.readings if reading.distance is not None)
 
     def convert(self, *names: str) -> tuple[str, ...]:
-        """Returns the lines that compute those of `names` that occur."""
+        """Returns the lines that compute the `names` that occur in the code."""
         return tuple(f"{name} = {self.floats[name]}.to(tl.float32)" for name in names if name in self.floats)
 
     def scores(self, masked: bool, by_keys: bool = False) -> tuple[str, ...]:
@@ -285,7 +293,7 @@ class ScoreLines:
 
 
 def by_distance(expr: Expr) -> Expr | None:
-    """Returns an expression over d = i - j if it depends on i and j only through d, else None."""
+    """Returns the expression as a function of d = i - j; None if it depends on i and j in another way."""
     moved = simplify(substitute(expr, DIFFERENCE))
     return None if "j" in variables(moved) else moved
 
@@ -300,10 +308,10 @@ def _reading(read: TableRead, slope: Expr, shape: tuple[int, ...]) -> Reading:
 
 
 def _floating(expr: Expr) -> Expr:
-    """Renames positions outside whole-number parts by FLOATS, and turns quotients by numbers into products.
+    """Renames positions outside of integer subexpressions by FLOATS, and replaces division by a number with
+    multiplication.
 
-    A factor of each head times the difference of positions becomes two products, of which one is of the queries of a
-    tile, and one of its keys.
+    A per-head factor times (i - j) becomes two products: one per query of a tile, and one per key.
     """
     match expr:
         case Binary("//" | "%", _, _) | Call("bucket", _):

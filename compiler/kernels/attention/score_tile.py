@@ -1,4 +1,4 @@
-"""Tiles of attention with a score and a mask: what a program computes at a time."""
+"""Tiles of attention with a score and a mask."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ NARROWEST = 16  # rows and columns of a product on tensor cores
 
 @dataclass(frozen=True, slots=True)
 class ScoreTile:
-    """The scores that a program computes at a time, by `warps` warps, with `stages` loads in flight.
+    """The number of queries and keys whose scores a program computes at a time, with `warps` warps and `stages` loads
+    in flight.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -60,13 +61,13 @@ MOST_SUMS = 128  # f32 sums of products per thread, which has 255 registers
 def fitting(
     target: Target, channels: int, choices: Iterable[tuple[int, int, int, int]], by_keys: bool = False
 ) -> list[ScoreTile]:
-    """Returns the tiles whose blocks fit the target's shared memory, and whose sums fit registers.
+    """Returns the tiles whose blocks fit into shared memory and whose sums fit into registers.
 
     Args:
         target: The target.
         channels: The channels of a head.
-        choices: Queries, keys, warps and stages of each tile, most promising first.
-        by_keys: Whether a program sums dk and dv of its keys, and not one row of channels per query.
+        choices: The queries, keys, warps and stages of each tile, most promising first.
+        by_keys: Whether a program sums dk and dv of a block of keys. Otherwise, it sums one row of channels per query.
     """
     width = block(channels)
     fit = []
@@ -80,5 +81,5 @@ def fitting(
 
 
 def block(number: int) -> int:
-    """Returns the next power of two that is large enough for tensor cores."""
+    """Returns the smallest power of two that is at least `number` and large enough for tensor cores."""
     return max(NARROWEST, 1 << (number - 1).bit_length())

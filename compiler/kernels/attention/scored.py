@@ -1,8 +1,10 @@
-"""Causal attention with a score and a mask as expressions, and its gradient, in Triton. No empty tile is computed."""
+"""Causal attention with a score and a mask as expressions, and its gradient, in Triton. Fully masked tiles are
+skipped."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from specc.compiler.kernels.attention.attention import unequal
 from specc.compiler.kernels.attention.score_tile import (
     FORWARD_TILES,
     KEYS_TILES,
@@ -12,7 +14,7 @@ from specc.compiler.kernels.attention.score_tile import (
     ScoreTile,
     fitting,
 )
-from specc.compiler.kernels.attention.scored_context import MOST_ENTRIES, Writer, inputs_of, lines_of
+from specc.compiler.kernels.attention.scored_context import MOST_ENTRIES, Writer, inputs_of, lines_of, prefix_reason
 from specc.compiler.kernels.generated import number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
@@ -21,12 +23,11 @@ WIDEST = 256  # channels of a head
 RANK = 3  # after the libraries' kernels for plain causal attention
 
 
-@dataclass(frozen=True, slots=True)
 class ScoredKernel(Kernel):
-    """Base of the kernels of both directions. Accepts 16-bit heads of at most 256 channels.
+    """The base class of the kernels of both directions. Accepts 16-bit heads of at most 256 channels.
 
-    Tiles of scores are listed first, in a kernel of their own: those that the mask empties are not in the list, and
-    those that it fills are computed without it.
+    A separate kernel lists the tiles of scores first. Fully masked tiles are not in the list. Tiles without masked
+    pairs are computed without the mask.
     """
 
     RANK: ClassVar[int] = RANK
@@ -37,7 +38,7 @@ class ScoredKernel(Kernel):
             return f"computes in bf16 or f16, not in {q.dtype}"
         if number_of(q.width) > WIDEST:
             return f"takes heads of at most {WIDEST} channels; these have {q.width}"
-        return None
+        return prefix_reason(site) or unequal(site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class ScoredBackward(ScoredKernel):
         return tuple(replace(self, tile=ScoreGradTile(*pair)) for pair in pairs)
 
     def _tiles(self, site: Site) -> tuple[list[ScoreTile], list[ScoreTile]]:
-        """Returns the tiles worth measuring of each kernel. Sums along i - j need square tiles."""
+        """Returns the candidate tiles of each kernel. Sums along i - j need square tiles."""
         lines = lines_of(site)
         queries = [tile for tile in QUERIES_TILES if not lines.by_distance or tile[0] == tile[1]]
         keys_tiles = KEYS_TILES if lines.plain else SCORED_KEYS_TILES

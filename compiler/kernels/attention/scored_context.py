@@ -2,17 +2,12 @@
 
 from dataclasses import dataclass
 
-from specc.compiler.ir.graph import TensorType
+from specc.compiler.expr.mask import sees_later
+from specc.compiler.ir.types import DTYPES, TensorType
 from specc.compiler.kernels.attention.attention import BACKWARD, FORWARD
 from specc.compiler.kernels.attention.score_lines import NEAREST, Reading, ScoreLines
 from specc.compiler.kernels.attention.score_tile import ScoreGradTile, ScoreTile, block
-from specc.compiler.kernels.generated import (
-    DTYPES,
-    TRITON_DTYPES,
-    GeneratedFunction,
-    generated_function,
-    number_of,
-)
+from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, generated_function, number_of
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
@@ -40,16 +35,16 @@ SINK = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A loop over tiles of scores: those of which all pairs are seen, or the others.
+    """A loop over the tiles of a row: over those without masked pairs, or over the others.
 
     Attributes:
         comment: A comment on the loop.
-        span: The arguments of the range of the tiles of a row, after those of `tl.range`.
-        tiles: The number of tiles, in the kernel of dk and dv.
-        start: The first of them, with " + " if it is not the first of the row.
-        keys: The further arguments of the loads of keys and values.
+        span: The bounds of the loop, as arguments of `tl.range`.
+        tiles: The number of tiles of the loop, in the kernel of dk and dv.
+        start: The first tile of the loop, followed by " + "; "" if it is the first tile of the row.
+        keys: Additional arguments of the loads of keys and values.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
-        base: What is subtracted from scores before they are exponentiated.
+        base: The value that is subtracted from scores before the exponential.
         weights: The weights of the softmax.
         sums: Lines that add to the gradients of tables.
     """
@@ -74,31 +69,32 @@ class ScoredContext:
         lines: The score and the mask.
         tiles_kernel: The signature of the kernel that lists tiles.
         bounds: Lines of that kernel that load the document starts of tiles.
-        list_tiles: The signature of the function that calls it.
-        tiles_arguments: The arguments of the call.
-        listing: The call of that function up to the sizes of tiles.
-        diagonals: The reads whose gradients are summed along i - j, with the signatures of the kernels that do.
-        classes: Lines of these kernels that find whether some scores of a tile are masked.
-        mixed: Lines that compute the scores of a tile of which some are masked.
-        located: The reads whose elements by head and distance are computed first.
+        list_tiles: The signature of the function that launches that kernel.
+        tiles_arguments: The arguments of the launch.
+        listing: The call of that function, without the arguments for the sizes of tiles.
+        diagonals: The reads whose gradients are summed along i - j, with the signatures of the kernels that compute
+            these sums.
+        classes: Lines of these kernels that determine whether some scores of a tile are masked.
+        mixed: Lines that compute the scores of a tile with masked pairs.
+        located: The reads whose elements, by head and distance, are gathered before the launch.
         helpers: Templates of functions that the kernels call.
-        entries: The largest number of elements of a table whose sums are held by programs.
+        entries: The largest number of elements of a table whose sums fit into a program.
         body: The template of the kernels and their launch.
         kernels: The signatures of the kernels.
-        arguments: The arguments of their launches.
-        queries, keys: Masks of the valid elements of a block of queries, by i, and of keys, by j.
-        key_rows, rows: The same of keys, by key, and of queries, by query.
-        positions: Lines that define what the score reads of a block of queries.
+        arguments: The arguments of the launches of these kernels.
+        queries, keys: The masks of the valid elements of a block of queries (over i) and of keys (over j).
+        key_rows, rows: The same masks in the kernel of dk and dv.
+        positions: Lines that define the names of a block of queries that the score reads.
         row: The row of tiles of a program.
         parts, key_parts: The loops over the tiles of a row of queries, and of keys.
-        element: The dtype that operands of products have.
+        element: The dtype of the operands of matrix products.
         slope: The gradient of the scaled product.
         finish: Lines that complete the denominator of the softmax.
         sums_begin, sums_end: Lines that begin and store the sums for gradients of tables.
-        key_sums_begin, key_sums_end: The same of the kernel of dk and dv.
-        delta: What the kernel of dq stores as the sum of dy y.
-        prepared: Lines before the launch.
-        summed: Lines after the launch.
+        key_sums_begin, key_sums_end: The same lines of the kernel of dk and dv.
+        delta: The expression that the kernel of dq stores as the sum of dy y.
+        prepared: Lines before the launch of the kernels.
+        summed: Lines after the launch of the kernels.
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
     """
@@ -149,7 +145,7 @@ class ScoredContext:
 
 
 def table_name(name: str) -> str:
-    """Returns the name of a further input of the op in generated code, where a table could be named like a variable."""
+    """Returns the name of a table in generated code. A prefix prevents collisions with variables."""
     return name if name in ("start", "sinks") else f"{name}_table"
 
 
@@ -158,25 +154,32 @@ def is_gradient(site: Site) -> bool:
     return isinstance(site.node.op, ScoredAttentionGrad)
 
 
-def _op(site: Site) -> ScoredAttention | ScoredAttentionGrad:
+def prefix_reason(site: Site) -> str | None:
+    """Returns why kernels that list tiles of causal masks reject the mask of a site; None if they do not."""
+    if sees_later(op_of(site).mask, number_of(inputs_of(site)["q"].shape[-2])):
+        return "takes causal masks; this one lets the tokens of a prefix attend to each other"
+    return None
+
+
+def op_of(site: Site) -> ScoredAttention | ScoredAttentionGrad:
     assert isinstance(site.node.op, ScoredAttention | ScoredAttentionGrad)
     return site.node.op
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
     """Returns the inputs of the site by their names in generated code."""
-    names = (*(BACKWARD if is_gradient(site) else FORWARD), *map(table_name, _op(site).further))
+    names = (*(BACKWARD if is_gradient(site) else FORWARD), *map(table_name, op_of(site).further))
     return dict(zip(names, site.inputs, strict=True))
 
 
 def lines_of(site: Site) -> ScoreLines:
-    op, inputs = _op(site), inputs_of(site)
+    op, inputs = op_of(site), inputs_of(site)
     shapes = {name: tuple(map(number_of, inputs[table_name(name)].shape)) for name in op.tables}
     return ScoreLines.of(*op.parsed(inputs["q"].shape[-2]), shapes)
 
 
 def _deeper(*lines: str) -> tuple[str, ...]:
-    """Indents the lines of statements, but the first of each, by four more spaces."""
+    """Indents all lines of each statement except the first by four more spaces."""
     return tuple(line.replace("\n", "\n    ") for line in lines)
 
 
@@ -184,7 +187,7 @@ class Writer:
     """Writes the contexts of one site."""
 
     def __init__(self, site: Site) -> None:
-        self.site, self.op, self.inputs, self.lines = site, _op(site), inputs_of(site), lines_of(site)
+        self.site, self.op, self.inputs, self.lines = site, op_of(site), inputs_of(site), lines_of(site)
         self.backward = is_gradient(site)
         q, k = self.inputs["q"], self.inputs["k"]
         self.heads, self.kv_heads, self.channels = number_of(q.shape[-2]), number_of(k.shape[-2]), number_of(q.width)
@@ -201,7 +204,7 @@ class Writer:
         self.inside = "" if self.width == self.channels else " & (c < C)"
 
     def context(self, tile: ScoreTile | ScoreGradTile) -> ScoredContext:
-        """Returns the context for a tile of the site's direction."""
+        """Returns the template context for a tile."""
         if isinstance(tile, ScoreTile):
             settings = [tile.settings()]
             kernels = [self._forward_kernel()]
@@ -225,7 +228,7 @@ class Writer:
         starts = START_BOUNDS if start else ()
         firsts = [line for reading in readings for line in reading.first()]
         return ScoredContext(
-            op=self._function(),
+            op=self.function("tiles of scores"),
             how=self._how(),
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -274,17 +277,17 @@ class Writer:
             delta="delta + error" if self.exact else "delta",
             prepared=self._prepared(),
             summed=self._summed(),
-            wanted=tuple(self._check(name, type) for name, type in self.inputs.items()),
+            wanted=self.checks(),
             allocated=tuple(f"{name} = {self._empty(name, type)}" for name, type in self.outputs.items()),
             returns=", ".join(self.outputs),
-            fake=self._fake(),
+            fake=self.fake(),
         )
 
     def _error(self) -> list[str]:
-        """Returns the lines that begin and compute what the rounding of y takes from delta.
+        """Returns the lines that initialize and compute the error of delta, which the rounding of y causes.
 
-        The sum of p dy v^T over the keys is dy y, but for that rounding, so that what is left of the sum of
-        p (dy v^T - delta) is the error of delta. Gradients of tables that are sums over many pairs need it.
+        Without rounding, the sum of p dy v^T over the keys equals dy y. The sum of p (dy v^T - delta) is therefore the
+        error of delta. Gradients of tables are sums over many pairs and need this correction.
         """
         if not self.exact:
             return []
@@ -299,19 +302,17 @@ class Writer:
         ]
 
     def _helpers(self) -> tuple[str, ...]:
-        names = (
-            ("tanh", bool(self.lines.calls)),
-            ("sums", self.backward and bool(self.general)),
-        )
+        names = (("tanh", bool(self.lines.calls)), ("sums", self.backward and bool(self.general)))
         return tuple(f"triton/scored_attention_{name}.jinja" for name, used in names if used)
 
-    def _function(self) -> GeneratedFunction:
+    def function(self, by: str) -> GeneratedFunction:
+        """Returns the description of the generated function. `by` completes its summary."""
         values = self.inputs | self.outputs
         shapes = {
             name: f"[{', '.join(self._shape(name, type, *'BT', self.heads, self.kv_heads, self.channels))}]"
             for name, type in values.items()
         }
-        summary = f"{self.site.label}: {self.site.node.op.words}, by tiles of scores."
+        summary = f"{self.site.label}: {self.site.node.op.words}, by {by}."
         return generated_function(self.site, self.inputs, self.outputs, shapes, summary, self._formulas())
 
     def _formulas(self) -> list[str]:
@@ -352,10 +353,13 @@ class Writer:
             return b, t, heads, channels
         return tuple(map(str, type.shape))
 
-    def _check(self, name: str, type: TensorType) -> str:
-        """Returns a row of the table of input checks."""
-        shape = self._shape(name, type, "b", "t")
-        return f'("{name}", {name}, ({", ".join(shape)}{"," if len(shape) == 1 else ""}), {DTYPES[type.dtype]}),'
+    def checks(self) -> tuple[str, ...]:
+        """Returns the rows of the table of input checks."""
+        shapes = {name: self._shape(name, type, "b", "t") for name, type in self.inputs.items()}
+        return tuple(
+            f'("{name}", {name}, ({", ".join(shape)}{"," if len(shape) == 1 else ""}), {DTYPES[type.dtype]}),'
+            for (name, shape), type in zip(shapes.items(), self.inputs.values(), strict=True)
+        )
 
     def _empty(self, name: str, type: TensorType, b: str = "b", t: str = "t") -> str:
         """Returns the expression that allocates an output."""
@@ -363,7 +367,7 @@ class Writer:
         make = "q.new_empty" if name in ("y", "lse", "dq", "dk", "dv") else "q.new_zeros"
         return f"{make}({', '.join(self._shape(name, type, b, t))}{dtype})"
 
-    def _fake(self) -> str:
+    def fake(self) -> str:
         """Returns the statement that returns outputs without values."""
         values = [self._empty(name, type, "q.shape[0]", "q.shape[1]") for name, type in self.outputs.items()]
         return listed("return (", values, ")", indent=4).lstrip() if len(values) > 2 else f"return {', '.join(values)}"
@@ -432,7 +436,7 @@ class Writer:
         return self._kernel("keys", tensors, [], "DK_")
 
     def _diagonals(self, reading: Reading) -> tuple[str, list[str]]:
-        """Returns the signature of the kernel that sums a read's gradient along i - j, and the lines of its launch."""
+        """Returns the signature and the launch of the kernel that sums the gradient of a read along i - j."""
         name, room = f"{reading.name}_diagonals", f"{SPLITS}, H, 2, t"
         tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(), name]
         signature, arguments = self._kernel(name, tensors, [("B", "b")], "DQ_")
@@ -444,23 +448,23 @@ class Writer:
         return signature, launch
 
     def _read(self, by_keys: bool = False) -> list[str]:
-        """Returns the names of the further tensors that a kernel reads."""
+        """Returns the names of the tensors that a kernel reads in addition to q, k and v."""
         sources = (reading.source(by_keys) for reading in self.lines.readings)
         return [*(["start"] if self.lines.documents else []), *dict.fromkeys(sources)]
 
     def _kernel(self, name: str, tensors: list[str], sizes: list[tuple[str, str]], prefix: str) -> tuple[str, str]:
-        """Returns the signature of a kernel, and the arguments of its launch."""
+        """Returns the signature of a kernel, and the arguments of the launch."""
         sizes = [*sizes, ("T", "t"), *([("N", "order.shape[-1]")] if "order" in tensors else [])]
         sizes += [("STRIP", "strip")] if self.strips else []
         sizes += [(f"{tensor.upper()}_STRIDE", f"{tensor}.stride(0)") for tensor in "qkv"]
         names = [*(f"{tensor}_ptr" for tensor in tensors), *(size for size, _ in sizes)]
-        given = [*tensors, *(value for _, value in sizes)]
-        given += [prefix + name if name in ("QUERIES", "KEYS") else name for name in CONSTANTS]
+        arguments = [*tensors, *(value for _, value in sizes)]
+        arguments += [prefix + name if name in ("QUERIES", "KEYS") else name for name in CONSTANTS]
         signature = listed(f"def {name}_kernel(", [*names, *(f"{name}: tl.constexpr" for name in CONSTANTS)], "):")
-        return signature, flowed(f"{', '.join(map(unbroken, given))},", " " * 8)
+        return signature, flowed(f"{', '.join(map(unbroken, arguments))},", " " * 8)
 
     def _prepared(self) -> tuple[str, ...]:
-        """Returns the lines of the launch that make what kernels read and write besides inputs and outputs."""
+        """Returns the lines that allocate and fill the tensors that are neither inputs nor outputs of the op."""
         lines = [f"{name} = {name}.contiguous()" for name in self.further]
         if self.strips:
             lines.append(f"strip = triton.cdiv(t, 64) * 64 + {2 * NEAREST}")

@@ -3,7 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.kernels.attention.attention import FAKES, attention_function, input_check, inputs_of, is_gradient
+from specc.compiler.kernels.attention.attention import (
+    attention_function,
+    fake_outputs,
+    input_check,
+    inputs_of,
+    is_gradient,
+    unequal,
+)
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, constants, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
@@ -26,7 +33,7 @@ MOST_PAIRS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """The work of one program. A pair is one sequence and one head of keys.
+    """The work of one program. A pair is one key head of one sequence.
 
     `pairs` pairs are processed in sequence by `warps` warps, with `stages` loads in flight. Raises ValueError if a
     field is out of its bounds.
@@ -56,8 +63,8 @@ class ShortContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        queries: The mask of valid elements of a block of queries.
-        keys: The mask of valid elements of a block of keys.
+        queries: The mask of the valid elements of a block of queries.
+        keys: The mask of the valid elements of a block of keys.
         causal: Whether attention is causal. If false, the kernel reads the mask `seen`.
         element: The dtype that results are rounded to.
         body: The template of the loop over the query heads that share a key head.
@@ -99,10 +106,12 @@ class ShortAttention(Kernel):
             return f"computes in bf16 or f16, not in {q.dtype}"
         if number_of(q.width) > WIDEST:
             return f"takes heads of at most {WIDEST} channels; these have {q.width}"
+        if reason := unequal(site):
+            return reason
         if site.context is None:
-            return f"takes at most {LONGEST} tokens; how many there are is not known"
+            return f"accepts at most {LONGEST} tokens; the number of tokens is unknown"
         if site.context > LONGEST:
-            return f"takes at most {LONGEST} tokens; there may be {site.context:,}"
+            return f"accepts at most {LONGEST} tokens; there may be {site.context:,}"
         rows, width = _rows(site), _block(number_of(q.width))
         grouped = q.shape[-2] != inputs["k"].shape[-2]  # keys are then retained for the next query head
         held = 2 * ((4 + grouped) * rows * width + rows * rows)  # bytes for the gradient, which needs more
@@ -136,8 +145,8 @@ SHORT_SEEN_GRAD = ShortAttention("short_seen_attention_grad", "triton", _NEEDS, 
 
 
 def pair_tile(site: Site) -> PairTile:
-    """Returns the tile by rule: one pair per program, and as few warps as can hold its scores and heads in
-    registers."""
+    """Returns the default tile: one pair per program, and the smallest number of warps whose registers hold the scores
+    and heads of the pair."""
     rows, width = _rows(site), _block(number_of(inputs_of(site)["q"].width))
     if rows <= 32:
         return PairTile(1, max(1, width // 32), 1)
@@ -150,7 +159,7 @@ def _rows(site: Site) -> int:
 
 
 def _block(number: int) -> int:
-    """Returns the next power of two that is large enough for tensor cores."""
+    """Returns the smallest power of two that is at least `number` and large enough for tensor cores."""
     return max(NARROWEST, 1 << (number - 1).bit_length())
 
 
@@ -168,7 +177,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
     parameters = [*(f"{name}_ptr" for name in [*read, *outputs]), "B", "T", "S", *strides]
     parameters += [f"{name}: tl.constexpr" for name in sizes]
     whole = [f"{name}.contiguous()" if name in ("dy", "lse", "seen") else name for name in read]
-    given = [*whole, *outputs, "b", "t", "s", *(f"{name}.stride(0)" for name in "qkv"), *sizes]
+    arguments = [*whole, *outputs, "b", "t", "s", *(f"{name}.stride(0)" for name in "qkv"), *sizes]
     inside = "" if width == channels else " & (c < C)"
     return ShortContext(
         op=op,
@@ -183,11 +192,11 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
         causal=not sees,
         element=TRITON_DTYPES[q.dtype],
         body=f"triton/short_attention_{'backward' if backward else 'forward'}.py.jinja",
-        arguments=flowed(f"{', '.join(map(unbroken, given))},", " " * 8),
-        wanted=tuple(input_check(name, type.dtype, sees) for name, type in inputs.items()),
+        arguments=flowed(f"{', '.join(map(unbroken, arguments))},", " " * 8),
+        wanted=tuple(input_check(name, type, inputs["q"], sees) for name, type in inputs.items()),
         allocated=tuple(f"{name} = {expression}" for name, expression in zip(outputs, _split(backward), strict=True)),
         returns=", ".join(outputs),
-        fake=FAKES[backward],
+        fake=fake_outputs(site),
     )
 
 

@@ -6,9 +6,10 @@ from typing import ClassVar
 
 from specc.compiler.expr import Const, torch_text, variables
 from specc.compiler.expr.python_lines import fitted, operand
-from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient
+from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient, unequal
 from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.ops.attention import ScoreFields
 from specc.compiler.ops.saved_attention import (
     CausalAttention,
     CausalAttentionGrad,
@@ -22,16 +23,16 @@ from specc.compiler.ops.saved_attention import (
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
-    """The context of templates/torch/attention_cpu.py.jinja. `sees` states whether it reads the mask `seen`."""
+    """The context of templates/torch/attention_cpu.py.jinja. `sees` states whether the function reads the mask
+    `seen`."""
 
     op: GeneratedFunction
     backward: bool
     sees: bool
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTorch(Kernel):
-    """Accepts heads of any size, on the CPU only."""
+class CpuKernel(Kernel):
+    """Base of kernels for the CPU only."""
 
     RANK: ClassVar[int] = 9
     portable: ClassVar[bool] = False
@@ -40,6 +41,13 @@ class AttentionTorch(Kernel):
         if "gpu" in site.target.features:
             return f"is Torch's kernel for the CPU, and not for {site.target.name}"
         return None
+
+
+class AttentionTorch(CpuKernel):
+    """Accepts heads of any size, with as many channels of values as of keys."""
+
+    def rejects(self, site: Site) -> str | None:
+        return CpuKernel.rejects(self, site) or unequal(site)
 
     def render(self, site: Site) -> Rendered:
         op = attention_function(site, f"{site.node.op.words} by Torch's kernel for the CPU")
@@ -61,9 +69,10 @@ class ScoredContext:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredTorch(AttentionTorch):
-    """Computes all scores of a sequence at once, on the CPU only."""
+class ScoredTorch(CpuKernel):
+    """Computes all scores of a sequence at once."""
+
+    RANK: ClassVar[int] = 10
 
     def render(self, site: Site) -> Rendered:
         op = attention_function(site, f"{site.node.op.words}, with all scores in memory")
@@ -72,9 +81,9 @@ class ScoredTorch(AttentionTorch):
         return python_file(op, "torch/scored_attention_cpu.py.jinja", ScoredContext(op, lines))
 
 
-def _form(site: Site) -> ScoredAttention | ScoredAttentionGrad:
-    assert isinstance(site.node.op, ScoredAttention | ScoredAttentionGrad)
-    return site.node.op
+def _form(site: Site) -> ScoreFields:
+    op = site.node.op
+    return op if isinstance(op, ScoreFields) else ScoreFields()
 
 
 def _scale(site: Site) -> str:
@@ -86,8 +95,8 @@ def _scores(site: Site) -> Iterator[str]:
     """Yields the statements that compute the scaled products `s`, `seen` and the masked scores `score`."""
     op, heads = _form(site), number_of(inputs_of(site)["q"].shape[-2])
     score, mask = op.parsed(heads)
-    given = "dy, q, k, v, y" if is_gradient(site) else "q, k, v"
-    yield f"{given} = (x.transpose(1, 2) for x in ({given}))"
+    operands = "dy, q, k, v, y" if is_gradient(site) else "q, k, v"
+    yield f"{operands} = (x.transpose(1, 2) for x in ({operands}))"
     yield "shared = q.shape[1] // k.shape[1]"
     yield "k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))"
     yield "position = torch.arange(q.shape[2], device=q.device)"
@@ -147,3 +156,5 @@ def _backward(site: Site) -> Iterator[str]:
 
 SCORED_TORCH = ScoredTorch("scored_attention_torch", "torch", computes=ScoredAttention)
 SCORED_GRAD_TORCH = ScoredTorch("scored_attention_grad_torch", "torch", computes=ScoredAttentionGrad)
+UNEQUAL_TORCH = ScoredTorch("unequal_attention_torch", "torch", computes=CausalAttention)
+UNEQUAL_GRAD_TORCH = ScoredTorch("unequal_attention_grad_torch", "torch", computes=CausalAttentionGrad)

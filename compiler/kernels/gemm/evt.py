@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from specc.compiler.expr import Var, cuda_functions, cuda_text, variables
-from specc.compiler.ir.graph import TensorType
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of, refusal
 from specc.compiler.kernels.gemm.product import Product, product_function, product_of
 from specc.compiler.kernels.gemm.split import split
@@ -32,7 +32,7 @@ class GemmTile:
         k: Elements of the reduction dim per iteration.
         cluster: Thread blocks per cluster, along M and N.
         schedule: CUTLASS's schedule, i.e. how the warps share the work.
-        part: The piece of the tile that the epilogue stages in shared memory at a time, or None for CUTLASS's choice.
+        part: The part of the tile that the epilogue stages in shared memory at a time; None for CUTLASS's choice.
         swizzle: CUTLASS's swizzle of the order in which thread blocks traverse the output.
         raster: The direction of that order, as an index into `RASTERS`.
 
@@ -81,11 +81,9 @@ class GemmTile:
     @property
     def epilogue_tile(self) -> str:
         """CUTLASS's type of `part`."""
-        return (
-            f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>"
-            if self.part
-            else "collective::EpilogueTileAuto"
-        )
+        if self.part is None:
+            return "collective::EpilogueTileAuto"
+        return f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>"
 
 
 SQUARE = (64, 64)
@@ -110,7 +108,7 @@ CANDIDATES = (
 
 @dataclass(frozen=True, slots=True)
 class Functor:
-    """One expression of the epilogue as a struct over fragments of fp32. `signature` and `value` are whole lines."""
+    """One expression of the epilogue, as a struct over fp32 fragments. `signature` and `value` are whole lines."""
 
     name: str
     signature: str
@@ -125,12 +123,12 @@ class GemmContext:
     Attributes:
         reads_tiles: Whether an operand is a tile [rows, N].
         reads_columns: Whether an operand is a vector [N].
-        writes_tiles: Whether there are further outputs than the first.
+        writes_tiles: Whether there is more than one output.
         prelude: Functions that the expressions call.
         functors: The expressions.
         result: The name of the first output.
-        tree: The type of the epilogue tree: which values each node reads, and where its result goes.
-        tree_arguments: The arguments of the tree, with the pointers of its tensors.
+        tree: The type of the epilogue tree. It states the operands and the output of each node.
+        tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
         nulls: The call that returns the workspace size.
         entry: The signature of the C entry point.
@@ -164,8 +162,8 @@ class LauncherContext:
 
     Attributes:
         pointer_count: The number of pointers that the compiled function accepts, with workspace and stream.
-        pointers: The pointers of the tensors that are passed to it.
-        library: Lines that compute the products before it.
+        pointers: The tensor pointers that are passed to the compiled function.
+        library: Lines that compute the other products before the call.
     """
 
     op: GeneratedFunction
@@ -180,8 +178,8 @@ class LauncherContext:
 class GemmEvt(Kernel):
     """Accepts products of the same rows, any number of outputs, and any expressions over tiles and columns.
 
-    It computes the last product itself, and leaves the others to the library. That is faster than two accumulators in
-    one kernel: for 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54 ms, Triton's
+    The kernel computes the last product. The library computes the other products. This is faster than two accumulators
+    in one kernel: for 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54 ms, Triton's
     single kernel 0.92 ms.
     """
 
@@ -226,15 +224,15 @@ class GemmEvt(Kernel):
         if products:
             outputs = f"an epilogue of {len(epilogue.outputs)} outputs"
             words = f"{len(products) + 1} products of one input, the last and {outputs}"
-            formulas = [*(given.formula(epilogue) for given in products), *epilogue.formulas]
+            formulas = [*(other.formula(epilogue) for other in products), *epilogue.formulas]
             op = product_function(site, whole, words, formulas)
         compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every swizzle and raster
         pointers = [f"{value.name}.data_ptr()" for value in (*epilogue.inputs, *epilogue.outputs)]
         count = len(pointers) + len(ENVIRONMENT)
-        library = tuple(given.code(epilogue) for given in products)
+        library = tuple(other.code(epilogue) for other in products)
         launcher = LauncherContext(op, product, self.tile, count, flowed(", ".join(pointers) + ",", " " * 8), library)
         source = ("cutlass/gemm_evt.cu.jinja", _source(op, product, epilogue, compiled))
-        names = ", ".join(given.into.name for given in products)
+        names = ", ".join(other.into.name for other in products)
         tile = f"{names} by the library; {self.tile}" if products else str(self.tile)
         return cuda_files(op, source, ("cutlass/gemm_evt.py.jinja", launcher), tile)
 
@@ -244,8 +242,8 @@ GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 
 def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: GemmTile) -> GemmContext:
     result = epilogue.results[0].value
-    given = [f"void const* {value.name}" for value in epilogue.inputs]
-    given += [f"void* {value.name}" for value in epilogue.outputs]
+    pointers = [f"void const* {value.name}" for value in epilogue.inputs]
+    pointers += [f"void* {value.name}" for value in epilogue.outputs]
     names = [value.name for value in (*epilogue.inputs, *epilogue.outputs)]
     walk = ["int swizzle", "int raster"]
     nulls = ["m", "1", "0", *["nullptr"] * len(names)]
@@ -265,16 +263,16 @@ def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: G
         result=result.name,
         tree=tree,
         tree_arguments=listed("Tree::Arguments const tree{", arguments, "};", 2, ""),
-        pointers=listed("Gemm::Arguments arguments(", ["int m", *walk, *given], ") {", last=""),
+        pointers=listed("Gemm::Arguments arguments(", ["int m", *walk, *pointers], ") {", last=""),
         nulls=listed("return Gemm::get_workspace_size(arguments(", nulls, "));", 2, ""),
-        entry=listed(f'extern "C" int {op.function}(', ["int m", *walk, *given, *ENVIRONMENT], ") {", last=""),
+        entry=listed(f'extern "C" int {op.function}(', ["int m", *walk, *pointers, *ENVIRONMENT], ") {", last=""),
         arguments=", ".join(["m", "swizzle", "raster", *names]),
         weight=epilogue.weights[0].name,
     )
 
 
 def _passes(step: Result, epilogue: Epilogue) -> bool:
-    """Whether a further output is just an existing value, and therefore needs no functor."""
+    """Whether an output equals an existing value and therefore needs no functor."""
     return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 
@@ -302,7 +300,7 @@ def _functor(step: Result, epilogue: Epilogue) -> Functor:
 
 
 def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the tree of a single output, a functor over its loads, and the arguments of its nodes."""
+    """Returns the tree of a single output, and the arguments of the nodes. The tree is a functor over loads."""
     (step,) = epilogue.steps
     read = _reads(step, epilogue)
     loads = [value for value in epilogue.operands if value.name in read]
@@ -313,8 +311,8 @@ def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
 
 
 def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Returns the graph of several outputs, and the arguments of its nodes. Every node appears once, with the nodes it
-    reads. The first output is last."""
+    """Returns the graph of several outputs, and the arguments of the nodes. Every node appears once, and states the
+    nodes that it reads. The first output is the last node."""
     nodes = ["fusion::Sm90AccFetch", *map(_leaf, epilogue.operands)]
     edges: list[tuple[int, ...]] = [()] * len(nodes)  # the nodes that each node reads
     arguments = ["{}", *map(_leaf_arguments, epilogue.operands)]

@@ -3,20 +3,21 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import Epilogue, Value
-from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function
+from specc.compiler.kernels.generated import GeneratedFunction, generated_function
 from specc.compiler.kernels.kernel import Site
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product and its epilogue as templates of all languages write it.
+    """The fields that the templates of a product have in all languages.
 
     Attributes:
         x: The input whose rows and device the other inputs must share.
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
-        result: What the function returns.
+        result: The returned expression.
     """
 
     n: int
@@ -44,13 +45,13 @@ def product_of(epilogue: Epilogue) -> Product:
 def product_function(
     site: Site, epilogue: Epilogue, words: str = "", formulas: Iterable[str] = ()
 ) -> GeneratedFunction:
-    """Describes the function of a site: x [..., K] with any leading dims, weights and operands -> outputs [..., N].
+    """Returns the description of the generated function. It maps x [..., K], weights and operands to outputs [..., N].
 
     Args:
         site: The product.
-        epilogue: Its inputs and outputs.
-        words: A description of the products and the epilogue, if it differs from that of a single kernel.
-        formulas: The formulas, if they differ from those of `epilogue`.
+        epilogue: The inputs and outputs of the product.
+        words: A description of the products and the epilogue; if unset, that of a single kernel.
+        formulas: The formulas; if unset, those of `epilogue`.
 
     Returns:
         The description.

@@ -1,5 +1,5 @@
-"""Splits a node of several products: the library computes all but the last, and the kernel of the last reads their
-results as tiles."""
+"""Splits a node of several products. The library computes all products except the last. The kernel computes the last
+product and reads the other results as tiles."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value
 class GivenProduct:
     """The product of x and `weight`, computed by the library and rounded to the dtype of x.
 
-    `into` is an output of the node if `is_output`, else a temporary.
+    `into` names an output of the node if `is_output`, and otherwise a temporary.
     """
 
     weight: Value
@@ -32,9 +32,8 @@ class GivenProduct:
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
     """Returns the remaining epilogue, with one accumulator, and the products that the library computes before it.
 
-    The last product is the kernel's. In a gated activation this is the gate, whose exponential is then computed from an
-    accumulator that is not rounded. If an output is just one of the library's products, the library writes it, and the
-    kernel only reads it.
+    The kernel computes the last product. In a gated activation, this is the gate, so the exponential of the gate is
+    computed from an unrounded accumulator. If an output equals a product of the library, the library writes the output.
     """
     *firsts, accumulator = epilogue.accumulators
     *weights, weight = epilogue.weights

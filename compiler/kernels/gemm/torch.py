@@ -1,4 +1,4 @@
-"""Products that Torch computes: plain products by its library on any target, and any epilogue as plain Torch on the
+"""Products in Torch: a library call for a plain product on any target, and plain Torch code for any epilogue on the
 CPU."""
 
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbro
 from specc.compiler.ops.linear import Product
 
 
-@dataclass(frozen=True, slots=True)
 class LibraryProduct(Kernel):
     """A product without an epilogue, as one call of Torch."""
 
@@ -35,7 +34,6 @@ class EpilogueContext:
     uses_functional: bool
 
 
-@dataclass(frozen=True, slots=True)
 class EpilogueProduct(Kernel):
     """A product and its epilogue as a plain Torch function: a readable reference, and the implementation for the
     CPU."""
@@ -43,7 +41,7 @@ class EpilogueProduct(Kernel):
     RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        unfused = unless_cpu(site, "would run the epilogue as kernels of its own, which is not fused")
+        unfused = unless_cpu(site, "would run the epilogue as separate kernels, not fused")
         return unfused or ("has no epilogue" if site.epilogue is None else None)
 
     def render(self, site: Site) -> Rendered:

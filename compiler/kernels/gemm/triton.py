@@ -36,8 +36,8 @@ class TmaContext:
 
 @dataclass(frozen=True, slots=True)
 class PointerContext:
-    """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the loop, `dots` lines in
-    it."""
+    """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the loop, and `dots` lines in
+    the loop."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
     op: GeneratedFunction
@@ -127,7 +127,7 @@ def _tma(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> TmaContext:
         ),
         halves=(
             *(f"{a}, {b} = halves({p})" for p, a, b in zip(epilogue.accumulators, lefts, rights, strict=True)),
-            *(listed("finish(", [*given, *handles, *width], ")", 8).lstrip() for given in halves),
+            *(listed("finish(", [*half, *handles, *width], ")", 8).lstrip() for half in halves),
         ),
         descriptors=tuple(_descriptor(value, epilogue) for value in (*epilogue.inputs, *epilogue.outputs)),
     )
@@ -152,7 +152,7 @@ def _tma_read(value: Value, ragged: bool) -> str:
 
 
 def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
-    """Returns lines that compute each output in fp32, each followed by its store, which rounds."""
+    """Returns the lines that compute each output in fp32 and store it, rounded."""
     return tuple(
         line
         for step in epilogue.steps
@@ -164,7 +164,7 @@ def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
 
 
 def _descriptor(value: Value, epilogue: Epilogue) -> str:
-    """Returns the host's argument for a tensor: a pointer for a vector [N], else a TMA descriptor."""
+    """Returns the launch argument for a tensor: a pointer for a vector [N], otherwise a TMA descriptor."""
     name = value.name
     if value.column:
         return f"{name},"

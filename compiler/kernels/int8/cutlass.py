@@ -25,7 +25,7 @@ class Int8Source:
         prelude: Functions that the functor calls.
         functor: The expression of the epilogue.
         tree: The type of the epilogue tree, with the values that the functor reads.
-        tree_arguments: The arguments of the tree, with the pointers of its tensors.
+        tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
         nulls: The call that returns the workspace size.
         entry: The signature of the C entry point.
@@ -66,8 +66,8 @@ def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -
         site: The site of the product.
         template: The template of the .cu file.
         tile: The tile, passed to the templates.
-        leaf: CUTLASS code by name: `evt` is the type of the tree, `sum` the arguments of the sums, and `column` and
-            `tile` those of a loaded operand, as format strings over its `element` type and `name`.
+        leaf: CUTLASS code by name. `evt` is the type of the tree, and `sum` the arguments of the sums. `column` and
+            `tile` are the arguments of a loaded operand: format strings over the `element` type and the `name`.
 
     Returns:
         The files, with the Python function that launches the kernel.
@@ -87,7 +87,7 @@ def _source(
     read = [value for value in epilogue.operands if value.name in variables(epilogue.expr)]
     functor = _functor(epilogue, read)
     names = [*epilogue.names, "y"]
-    given = [*(f"void const* {name}" for name in epilogue.names), "void* y"]
+    pointers = [*(f"void const* {name}" for name in epilogue.names), "void* y"]
     kinds = [f"{'Column' if v.column else 'Tile'}Load<{ELEMENTS[v.type.dtype]}>" for v in read]
     nodes = ["Compute<ComputeY, Element, float>", "Sum", *kinds]
     loads = [
@@ -105,9 +105,9 @@ def _source(
         functor=functor,
         tree=listed(f"using Tree = fusion::{leaf['evt']}<", nodes, ">;", last=""),
         tree_arguments=listed("Tree::Arguments const tree{", arguments, "};", 2, ""),
-        pointers=listed("Gemm::Arguments arguments(", ["int m", *given], ") {", last=""),
+        pointers=listed("Gemm::Arguments arguments(", ["int m", *pointers], ") {", last=""),
         nulls=listed("return Gemm::get_workspace_size(arguments(", ["m", *["nullptr"] * len(names)], "));", 2, ""),
-        entry=listed(f'extern "C" int {product.op.function}(', ["int m", *given, *ENVIRONMENT], ") {", last=""),
+        entry=listed(f'extern "C" int {product.op.function}(', ["int m", *pointers, *ENVIRONMENT], ") {", last=""),
         arguments=", ".join(["m", *names]),
     )
 

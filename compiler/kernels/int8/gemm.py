@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, torch_text, variables
+from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import FLOATS, RESERVED, Value
-from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function, python_file
+from specc.compiler.kernels.generated import GeneratedFunction, generated_function, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
 from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.ops.quantized import ALIGNMENT, LARGEST, Int8Linear
@@ -43,7 +44,7 @@ class Int8Epilogue:
 
 
 def int8_epilogue(site: Site) -> Int8Epilogue:
-    """Returns the epilogue of a site whose op, alignment and operands `int8_refusal` accepts."""
+    """Returns the epilogue of a site that `int8_refusal` accepts."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear) and epilogue is not None
     n, k = op.extent(site.inputs[1])
@@ -62,7 +63,7 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
 
 
 def int8_refusal(site: Site) -> str | None:
-    """Returns why no kernel accepts this product (its epilogue, alignment or operands), or None."""
+    """Returns the reason why no kernel accepts this product; None if one may accept it."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear)
     n, k = op.extent(site.inputs[1])
@@ -92,9 +93,9 @@ class Int8Function:
     """The Python function around a kernel. Fields with code hold whole lines.
 
     Attributes:
-        op: Its names, signatures and descriptions.
-        nodes: The tuple of all nodes that call it, for error messages of its check.
-        check: The call that checks its inputs.
+        op: The names, signatures and descriptions of the function.
+        nodes: The tuple of all nodes that call the function, for the error messages of `check`.
+        check: The call that checks the inputs.
         dtype: The dtype of y.
     """
 
@@ -107,37 +108,37 @@ class Int8Function:
 
 
 def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Function:
-    """Describes the function of a product. `made_by` ends the summary, e.g. `in one kernel`."""
+    """Returns the description of the generated function. `made_by` is the end of the summary, e.g. `in one kernel`."""
     n, k = epilogue.n, epilogue.k
     inputs = dict(zip(epilogue.names, site.inputs, strict=True))
     shapes = {"x": f"[..., {k}]", "w": f"[{n}, {k}]", "offset": f"[{n}]", "y": f"[..., {n}]"}
     shapes |= {value.name: f"[{n}]" if value.column else f"[..., {n}]" for value in epilogue.operands}
     label = short_label(site.label)
     words, outputs = f"{label}: int8 product and epilogue {made_by}.", {"y": epilogue.y.type}
-    given = ["NODES", "x", "w", "offset", "(N, K)"]
+    checked = ["NODES", "x", "w", "offset", "(N, K)"]
     for word, column in (("columns", True), ("tiles", False)):
         values = [value for value in epilogue.operands if value.column is column]
         pairs = ", ".join(f'"{v.name}": ({v.name}, {DTYPES[v.type.dtype]})' for v in values)
-        given += [f"{word}={{{pairs}}}"] if values else []
+        checked += [f"{word}={{{pairs}}}"] if values else []
     return Int8Function(
         op=generated_function(site, inputs, outputs, shapes, words, epilogue.formulas, label, ("offset",)),
         nodes=nodes_of(site.label),
         n=n,
         k=k,
-        check=listed("check_operands(", given, ")", 4),
+        check=listed("check_operands(", checked, ")", 4),
         dtype=DTYPES[epilogue.y.type.dtype],
     )
 
 
 def nodes_of(label: str) -> str:
-    """Returns the code of the tuple NODES: the paths in a label, without the members joined to each."""
+    """Returns the code of the tuple NODES: the paths in a label, without the members of each fusion point."""
     paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
 def short_label(label: str) -> str:
-    """Returns the label of a file. The label of a file that many nodes share is shortened to the first node and the
-    number of others; the plan page lists them all."""
+    """Returns the label of a file. If many nodes share the file, the label states the first node and the number of
+    other nodes. The plan page lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 
@@ -154,14 +155,13 @@ class TorchContext:
     uses_functional: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Int8Torch(Kernel):
     """The product in exact integer arithmetic, and the epilogue in f32."""
 
     RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        apart = unless_cpu(site, "has no int8 product of few rows, and would run the epilogue apart")
+        apart = unless_cpu(site, "has no int8 product for few rows, and would run the epilogue as a separate kernel")
         return apart or int8_refusal(site)
 
     def render(self, site: Site) -> Rendered:

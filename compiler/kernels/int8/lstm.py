@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.epilogue import FLOATS
-from specc.compiler.kernels.generated import DTYPES
 from specc.compiler.kernels.int8.gemm import nodes_of, short_label
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
 from specc.compiler.kernels.lines import flowed, unbroken
@@ -17,11 +17,11 @@ class StepFunction:
     """The template context of the Python function of a step. Fields with code hold whole lines.
 
     Attributes:
-        nodes: The tuple of all nodes that call it, for error messages of its check.
+        nodes: The tuple of all nodes that call the function, for the error messages of its input check.
         size: The hidden size H.
         k: H, padded to the K of the product with h.
         dtype: The dtype of h and c.
-        fine: The resolution of a second code of h as a multiple of that of the first, or None if there is none.
+        fine: The ratio of the resolutions of the second and the first code of h; None without a second code.
         largest: The largest code.
     """
 
@@ -56,7 +56,7 @@ def step_function(site: Site) -> StepFunction:
 
 
 def extent(site: Site) -> tuple[int, int]:
-    """Returns H, and K of the product with h."""
+    """Returns H, and the dim K of the product with h."""
     op = _op(site)
     n, k = op.extent(site.inputs[op.stored])
     return n // 4, k
@@ -69,7 +69,7 @@ def _op(site: Site) -> Int8LstmStep:
 
 
 def step_refusal(site: Site) -> str | None:
-    """Returns why no kernel accepts h and c of this type, or None."""
+    """Returns the reason why no kernel accepts h and c of this type; None if one may accept them."""
     state = site.inputs[0]
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 
@@ -84,14 +84,13 @@ class PlainStep:
     narrow: bool
 
 
-@dataclass(frozen=True, slots=True)
 class Int8LstmTorch(Kernel):
     """The product in exact integer arithmetic, and the gates in f32."""
 
     RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        unfused = unless_cpu(site, "would run codes, product and gates as kernels of their own")
+        unfused = unless_cpu(site, "would compute codes, product and gates in separate kernels")
         return unfused or step_refusal(site)
 
     def render(self, site: Site) -> Rendered:

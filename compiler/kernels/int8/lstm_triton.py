@@ -83,5 +83,5 @@ def _stages(k: int) -> int:
 
 
 def _loaded_bytes(tile: Tile) -> int:
-    """Returns the bytes of shared memory that the loads of one program occupy: those of h, at most f32, and of w."""
+    """Returns the shared memory, in bytes, that the loads of h and w of one program occupy. h is counted as f32."""
     return (4 * tile.m + 4 * tile.n) * tile.k * tile.stages

@@ -11,8 +11,8 @@ from specc.compiler.ops.quantized import Int8Linear
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """The tile of a thread block, `m` x `n` outputs, and of each of its warps, `warp_m` x `warp_n`. An iteration covers
-    `k` elements of the reduction dim, with `stages` loads in flight."""
+    """The tile of a thread block, `m` x `n` outputs, and the tile of each warp, `warp_m` x `warp_n`. An iteration
+    covers `k` elements of the reduction dim, with `stages` loads in flight."""
 
     m: int
     n: int
@@ -36,7 +36,6 @@ LEAF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class GemmInt8Sm80(Kernel):
     """Accepts any number of rows, including one. Rows beyond the last are predicated off."""
 

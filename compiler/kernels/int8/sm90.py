@@ -1,7 +1,5 @@
 """Int8 products by CUTLASS 3.x: TMA, int8 wgmma, and a warp-specialised pingpong kernel."""
 
-from dataclasses import dataclass
-
 from specc.compiler.kernels.gemm.evt import GemmTile
 from specc.compiler.kernels.int8.cutlass import rendered
 from specc.compiler.kernels.int8.gemm import int8_epilogue, int8_refusal
@@ -19,12 +17,11 @@ LEAF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class GemmInt8Sm90(Kernel):
     """Accepts any number of rows, including one. TMA fills rows outside with zeros and does not store them.
 
-    It ranks first only for large weights: setting up barriers and TMA costs 1 to 3 us per call, more than a small
-    product takes.
+    The kernel ranks first only for large weights: setting up barriers and TMA costs 1 to 3 us per call, more than a
+    small product takes.
     """
 
     def rejects(self, site: Site) -> str | None:

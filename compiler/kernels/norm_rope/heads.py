@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from specc.compiler.expr import derive, number, reread, variables
 from specc.compiler.kernels.generated import GeneratedFunction, Tensors, generated_function, number_of
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad
@@ -33,12 +34,19 @@ class Heads:
 
     @property
     def halves(self) -> bool:
-        """Whether all channels of a head are rotated, in pairs of a channel of the first half and one of the second."""
+        """Whether all channels of a head are rotated, and each pair has one channel of the first half and one of the
+        second half."""
         return 2 * self.pairs == self.channels and not self.op.neighbors
 
     @property
+    def weight_slope(self) -> str:
+        """The derivative of the weight with respect to `w`, as text; empty if it is 1."""
+        slope = derive(reread(self.op.weight), "w")
+        return "" if not variables(slope) and number(slope) == 1 else str(slope)
+
+    @property
     def pair(self) -> tuple[str, str]:
-        """The two channels of pair i, as text for people."""
+        """A description of the two channels of pair i."""
         return ("2i", "2i + 1") if self.op.neighbors else ("i", f"i + {self.pairs}")
 
     @property
@@ -52,26 +60,28 @@ def heads_of(site: Site) -> Heads:
     assert isinstance(op, HeadRotation)
     backward = isinstance(op, NormRopeGrad)
     reads_x = not isinstance(op, NormRopeGrad) or op.reads_x
-    names = ("dy" if backward else "", "x" if reads_x else "", "cos", "sin", "gain" if op.gain else "")
-    results = ("dx", "dgain") if backward else ("y",)
+    names = ("dy" if backward else "", "x" if reads_x else "", "cos", "sin", *op.learned)
+    results = ("dx", *(f"d{name}" for name in op.learned)) if backward else ("y",)
     inputs = dict(zip(filter(None, names), site.inputs, strict=True))
-    return Heads(op, backward, reads_x, inputs, dict(zip(results, site.node.types, strict=False)))
+    return Heads(op, backward, reads_x, inputs, dict(zip(results, site.node.types, strict=True)))
 
 
 def about(site: Site) -> str:
-    """Returns a description of the computation, to begin a sentence with."""
+    """Returns a description of the computation for the start of a sentence."""
     heads = heads_of(site)
-    words = ["RMSNorm"] * (heads.op.eps is not None) + ["rotary embedding"] + ["gain"] * heads.op.gain
+    words = ["RMSNorm"] * (heads.op.eps is not None) + ["weight"] * bool(heads.op.weight) + ["rotary embedding"]
+    words += ["gain"] * heads.op.gain
     listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
     return f"the gradient of {listed}" if heads.backward else listed
 
 
 def heads_function(site: Site, summary: str, launched: tuple[str, ...] = ()) -> GeneratedFunction:
-    """Describes the function of a site, as `generated_function` does."""
+    """Returns the description of the generated function."""
     heads = heads_of(site)
     shapes = dict.fromkeys(("x", "y", "dy", "dx"), f"[..., T, {heads.count}, {heads.channels}]")
     shapes |= dict.fromkeys(("cos", "sin"), f"[T, {heads.pairs}]")
     shapes |= dict.fromkeys(("gain", "dgain"), f"[{heads.count}, 1]")
+    shapes |= dict.fromkeys(("weight", "dweight"), f"[{heads.channels}]")
     formulas = _backward(heads) if heads.backward else _forward(heads)
     return generated_function(site, heads.inputs, heads.outputs, shapes, summary, formulas, launched=launched)
 
@@ -79,7 +89,9 @@ def heads_function(site: Site, summary: str, launched: tuple[str, ...] = ()) -> 
 def _forward(heads: Heads) -> list[str]:
     lines, h, eps = [], "x", heads.op.eps
     if eps is not None:
-        lines, h = [f"h = x / sqrt(mean(x ** 2) + {eps}), of the {heads.channels} channels of a head"], "h"
+        weight = f" * ({heads.op.weight})" if heads.op.weight else ""
+        of = f", of the {heads.channels} channels of a head{', with w = weight' if weight else ''}"
+        lines, h = [f"h = x / sqrt(mean(x ** 2) + {eps}){weight}{of}"], "h"
     gain = "gain * " if heads.op.gain else ""
 
     def scaled(value: str) -> str:
@@ -99,6 +111,10 @@ def _backward(heads: Heads) -> list[str]:
     lines += [f"{dz}[i] = dy[i] for i >= {2 * r}"] * heads.rest
     if eps is not None:
         lines += [f"r = 1 / sqrt(mean(x ** 2) + {eps}), of the {heads.channels} channels of a head"]
+        if heads.op.weight:
+            slope = f"{heads.weight_slope} times " if heads.weight_slope else ""
+            lines += [f"dweight = {slope}sum of {'gain * ' if gain else ''}r * x * dz over all tokens and heads"]
+            lines += [f"dz = dz * ({heads.op.weight}), with w = weight"]
         lines += ["s = r * sum(dz * x)", f"dx = {'gain * ' if gain else ''}r * (dz - r * s / {heads.channels} * x)"]
     elif gain:
         lines += ["s = sum(dz * x), of the channels of a head", "dx = gain * dz"]

@@ -3,7 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.kernels.generated import DTYPES, TRITON_DTYPES, GeneratedFunction, constants, python_file
+from specc.compiler.expr import ExprError, reread, torch_text, triton_text
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.types import DTYPES
+from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, constants, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.kernels.norm_rope.heads import Heads, about, heads_function, heads_of
@@ -18,8 +21,8 @@ LOADED = 1024  # elements of a tile: 8 per thread, 16 bytes of bf16, one vector 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """The work of one program: `rows` heads at the same positions of `sequences` sequences, which it processes one
-    after another, with `warps` warps. Raises ValueError if a field is out of its bounds."""
+    """The work of one program of `warps` warps: `rows` heads at the same positions of `sequences` sequences. The
+    sequences are processed one after another. Raises ValueError if a field is out of its bounds."""
 
     rows: int
     sequences: int
@@ -39,8 +42,8 @@ def head_tile(block: int) -> HeadTile:
     """Returns the tile, by rule, for rows of `block` elements.
 
     Each thread has one load per tensor in flight, so that all loads of a tile are issued before the first value is
-    used. With two, the compiler waits for a load instead of holding both. Four sequences share one read of the angles,
-    and there are still enough programs to fill a GPU.
+    used. With two loads per tensor, the compiler waits for the first one. Four sequences share one read of the angles,
+    which leaves enough programs to fill a GPU.
     """
     return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
 
@@ -58,17 +61,17 @@ class HeadContext:
         inside: The mask of valid elements of a tile.
         halves: Whether a program holds the two halves of each head in separate tiles, so that every pair is loaded
             once. Otherwise it holds whole heads, and also loads the other channel of each pair.
-        other: The channel that makes a pair with channel c of a whole head.
+        other: The channel that forms a pair with channel c of a whole head.
         pair: The index of the pair of channel c of a whole head.
-        signed: The sine with the sign that each channel of a whole head needs.
+        signed: The signed sine for each channel of a whole head.
         body: The template of the kernel's loop.
         loops: Whether a program processes several sequences, in a loop.
-        indent: The indent of the loop's lines, or of the same lines without a loop.
+        indent: The indent of the lines in the loop, or of the same lines without a loop.
         before: Lines before the loop.
-        loads: Lines in the loop that load further inputs.
-        lines: Further lines in the loop.
-        sums: Whether each program writes a partial sum of the gain's gradient.
-        conditions: The rest of the op's docstring: the layouts it requires.
+        loads: Lines in the loop that load additional inputs.
+        lines: Other lines in the loop.
+        after: Lines after the loop, which write the program's partial sums of the gradients of weight and gain.
+        conditions: The end of the op's docstring: the required layouts.
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
     """
@@ -92,7 +95,7 @@ class HeadContext:
     before: tuple[str, ...]
     loads: tuple[str, ...]
     lines: tuple[str, ...]
-    sums: bool
+    after: tuple[str, ...]
     first: str
     arguments: str
     conditions: str
@@ -107,8 +110,8 @@ class HeadContext:
 
 @dataclass(frozen=True, slots=True)
 class NormRopeTriton(Kernel):
-    """Accepts heads of any number and of up to 4,096 channels, rotated entirely or in part. `tile` is a measured tile;
-    if it is None, the rule of `head_tile` applies."""
+    """Accepts any number of heads of up to 4,096 channels, rotated entirely or in part. `tile` is a measured tile; if
+    it is None, the rule of `head_tile` applies."""
 
     TILE: ClassVar[type | None] = HeadTile
     tile: HeadTile | None = None
@@ -121,8 +124,12 @@ class NormRopeTriton(Kernel):
                 return f"reads {name} in {' or '.join(known)}, not in {type.dtype}"
         if heads.channels > LARGEST_HEAD:
             return f"holds a head in registers, at most {LARGEST_HEAD} channels; these have {heads.channels}"
-        if len(heads.outputs) > 1 and heads.count > MOST_GAINS:
+        if "dgain" in heads.outputs and heads.count > MOST_GAINS:
             return f"sums the gradients of at most {MOST_GAINS} gains; there are {heads.count}"
+        try:
+            [triton_text(reread(text)) for text in (heads.op.weight, heads.op.weight and heads.weight_slope) if text]
+        except ExprError as error:
+            return f"cannot print {heads.op.weight}: {error.message}"
         if self.tile is not None and (held := self.tile.rows * _block(heads)) > LARGEST_TILE:
             return f"holds at most {LARGEST_TILE:,} elements at once; a tile of {self.tile} has {held:,}"
         return None
@@ -149,26 +156,27 @@ def _power(number: int) -> int:
 
 
 def _block(heads: Heads) -> int:
-    """Returns the elements of a row of a tile, a power of two: half a head if all of it is rotated, else a head."""
+    """Returns the elements of a row of a tile, a power of two: half a head if `halves`, otherwise a whole head."""
     return _power(heads.pairs if heads.halves else heads.channels)
 
 
 def _context(site: Site, tile: HeadTile) -> HeadContext:
     heads = heads_of(site)
-    block, sums = _block(heads), len(heads.outputs) > 1
-    tensors = (*heads.inputs, *(name if name != "dgain" else "partial" for name in heads.outputs))
+    block = _block(heads)
+    tensors = (*heads.inputs, *(PARTIAL.get(name, name) for name in heads.outputs))
     op = heads_function(site, f"{site.label}: {about(site)} in one kernel.", tensors)
     first, pointers = tensors[0], [f"{name}_ptr" for name in tensors]
     arguments = [f"{name}: Tensor" for name in heads.inputs]
     settings = {"ROWS": tile.rows, "BLOCK": block, "SEQUENCES": tile.sequences, "WARPS": tile.warps}
-    settings |= {"HEADS": _power(heads.count)} if sums else {}
+    settings |= {"HEADS": _power(heads.count)} if "dgain" in heads.outputs else {}
     sizes = ["H", "C", "R", *(name for name in settings if name != "WARPS")]
     loops = tile.sequences > 1
-    given = [*["tokens // t"] * loops, "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *sizes]
+    values = [*["tokens // t"] * loops, "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *sizes]
     sizes = ["STRIDE"] * heads.reads_x + sizes
     width, end = (heads.pairs, "R") if heads.halves else (heads.channels, "C")
     gain = ("gain = tl.load(gain_ptr + head).to(tl.float32)",) * heads.op.gain
     before, loads, lines = (_backward if heads.backward else _forward)(heads)
+    learned = [name for name in heads.op.learned if heads.backward]
     neighbors = heads.op.neighbors
     signed = ("-sin", "sin") if heads.backward else ("sin", "-sin")
     return HeadContext(
@@ -192,22 +200,24 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
         body=f"triton/norm_rope_{'backward' if heads.backward else 'forward'}.py.jinja",
         loops=loops,
         indent=" " * (8 if loops else 4),
-        before=(*gain, *before),
+        before=(*gain, *_weights(heads), *before),
         loads=loads,
         lines=lines,
-        sums=sums,
+        after=_after(heads),
         first=first,
-        arguments=flowed(f"{', '.join(map(unbroken, (*tensors, *given)))},", " " * 8),
+        arguments=flowed(f"{', '.join(map(unbroken, (*tensors, *values)))},", " " * 8),
         conditions=_conditions(heads),
         spacing=_SPACING if heads.reads_x else (),
         wanted=tuple(_wanted(name, heads) for name in heads.inputs),
         layout=_LAYOUT if heads.reads_x else ('layout = "contiguous"',),
         allocated=_allocated(heads),
-        returns=f"dx, partial.sum(1, keepdim=True).to({DTYPES[heads.outputs['dgain'].dtype]})" if sums else tensors[-1],
-        fake_signature=f"def _({', '.join(arguments if sums else [arguments[0], '*_: Tensor'])}):",
-        fake=f"{first}.new_empty({first}.shape){', gain.new_empty(gain.shape)' if sums else ''}",
+        returns=", ".join(_returned(heads, name) for name in heads.outputs),
+        fake_signature=f"def _({', '.join(arguments if learned else [arguments[0], '*_: Tensor'])}):",
+        fake=", ".join(f"{name}.new_empty({name}.shape)" for name in (first, *learned)),
     )
 
+
+PARTIAL = {"dweight": "weight_partial", "dgain": "partial"}  # the sums of each program, which Torch adds
 
 _SPACING = (
     "tokens = x.flatten(0, max(x.dim() - 3, 0))  # a view where tokens follow each other evenly",
@@ -217,11 +227,11 @@ _LAYOUT = ('layout = "evenly spaced tokens of contiguous heads" if tensor is x e
 
 
 def _wanted(name: str, heads: Heads) -> str:
-    """Returns a row of the table of input checks. The gain is loaded element by element, so it needs less alignment."""
+    """Returns a row of the table of input checks. Gain and weight are small, so they need less alignment."""
     dtype = heads.inputs[name].dtype
-    shape = {"cos": "(t, R)", "sin": "(t, R)", "gain": "(H, 1)"}.get(name, "heads")
+    shape = {"cos": "(t, R)", "sin": "(t, R)", "weight": "(C,)", "gain": "(H, 1)"}.get(name, "heads")
     laid = "even" if name == "x" else f"{name}.is_contiguous()"
-    return f'("{name}", {name}, {shape}, {DTYPES[dtype]}, {laid}, {4 if name == "gain" else 16}),'
+    return f'("{name}", {name}, {shape}, {DTYPES[dtype]}, {laid}, {4 if name in heads.op.learned else 16}),'
 
 
 def _allocated(heads: Heads) -> tuple[str, ...]:
@@ -230,8 +240,24 @@ def _allocated(heads: Heads) -> tuple[str, ...]:
     lines = ("dx = torch.empty_like(dy)",)
     if len(heads.outputs) == 1:
         return lines
-    programs = "(programs,) = grid_of(dy.numel() // (H * C), t)"
-    return (*lines, programs, "partial = dy.new_empty(H, programs, dtype=torch.float32)")
+    shapes = {"weight_partial": "programs, C", "partial": "H, programs"}
+    partial = [PARTIAL[name] for name in heads.outputs if name in PARTIAL]
+    allocations = (f"{name} = dy.new_empty({shapes[name]}, dtype=torch.float32)" for name in partial)
+    return (*lines, "(programs,) = grid_of(dy.numel() // (H * C), t)", *allocations)
+
+
+def _returned(heads: Heads, name: str) -> str:
+    """Returns the expression of an output."""
+    if name not in PARTIAL:
+        return name
+    cast = f".to({DTYPES[heads.outputs[name].dtype]})"
+    if name == "dgain":
+        return f"{PARTIAL[name]}.sum(1, keepdim=True){cast}"
+    slope = heads.weight_slope
+    total = f"{PARTIAL[name]}.sum(0)"
+    if not slope:
+        return f"{total}{cast}"
+    return f"({total} * {operand(torch_text(reread(slope), {'w': 'weight.float()'}))}){cast}"
 
 
 def _conditions(heads: Heads) -> str:
@@ -249,9 +275,45 @@ def _how(site: Site, tile: HeadTile) -> str:
     if tile.sequences > 1:
         words += f" at the same place of {tile.sequences} sequences, so that it reads their angles once"
     words += ". All of it in fp32, each result rounded once where it is stored."
-    if len(heads.outputs) > 1:
-        words += " Torch sums what each program has of dgain: the same bits in every run."
+    if sums := [name for name in heads.outputs if name in PARTIAL]:
+        words += f" Torch sums what each program has of {' and '.join(sums)}: the same bits in every run."
     return flowed(words)
+
+
+def _places(heads: Heads) -> tuple[tuple[str, str, str], ...]:
+    """Returns the factors of the weight that a tile needs: their names, channels and masks."""
+    if heads.halves:
+        return ("weight_a", "c", "c < R"), ("weight_b", "c + R", "c < R")
+    pair = () if heads.backward else (("weight_pair", "other", "c < 2 * R"),)
+    return ("weight", "c", "c < C"), *pair
+
+
+def _weights(heads: Heads) -> tuple[str, ...]:
+    """Returns the lines that load the weight of each channel."""
+    if not heads.op.weight:
+        return ()
+    lines = []
+    for name, at, mask in _places(heads):
+        loaded = f"tl.load(weight_ptr + {at}, mask={mask}, other=0.0).to(tl.float32)"
+        lines.append(f"{name} = {loaded}")
+        if heads.op.weight != "w":
+            lines.append(f"{name} = {triton_text(reread(heads.op.weight), {'w': name})}")
+    return tuple(lines)
+
+
+def _after(heads: Heads) -> tuple[str, ...]:
+    """Returns the lines after the loop of the backward."""
+    lines: list[str] = []
+    if "dweight" in heads.outputs:
+        lines.append("weight_partial_ptr += tl.program_id(0).to(tl.int64) * C")
+        for name, at, mask in _places(heads):
+            total = f"tl.sum({name.replace('weight', 'weights')}, 0, keep_dims=True)"
+            lines.append(f"tl.store(weight_partial_ptr + {at}, {total}, mask={mask})")
+    if "dgain" in heads.outputs:
+        lines.append("heads = tl.arange(0, HEADS)[None, :]")
+        lines.append("sums = tl.sum(tl.where(head == heads, total, 0.0), 0, keep_dims=True)")
+        lines.append("tl.store(partial_ptr + heads * tl.num_programs(0) + tl.program_id(0), sums, mask=heads < H)")
+    return tuple(lines)
 
 
 Lines = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
@@ -273,7 +335,8 @@ def _forward(heads: Heads) -> Lines:
     turned = ["a * cos + b * sin", "b * cos - a * sin"] if heads.halves else ["x * cos + pair * sin"]
     values = [f"{factor}({value})" if factor else value for value in turned]
     stores = (_store("y", value, half > 0, element) for half, value in enumerate(values))
-    return (), (), (*[scale] * (eps is not None), *stores)
+    weighted = ["a, b = a * weight_a, b * weight_b"] if heads.halves else ["x, pair = x * weight, pair * weight_pair"]
+    return (), (), (*[scale] * (eps is not None), *weighted * bool(heads.op.weight), *stores)
 
 
 def _backward(heads: Heads) -> Lines:
@@ -289,6 +352,10 @@ def _backward(heads: Heads) -> Lines:
     products = " + ".join(f"{dz} * {x}" for dz, x in values)
     if eps is not None:
         lines.append(f"r = tl.rsqrt(tl.sum({squares}, 1, keep_dims=True) / C + {eps})")
+        weights = [name for name, *_ in _places(heads)] if heads.op.weight else []
+        for name, (dz, x) in zip(weights, values if weights else (), strict=True):
+            lines.append(f"{name.replace('weight', 'weights')} += {'gain * ' if gain else ''}r * ({dz} * {x})")
+            lines.append(f"{dz} *= {name}")
         lines.append(f"s = r * tl.sum({products}, 1, keep_dims=True)")
         lines.append("shift = r * s / C")
     elif gain:
@@ -304,4 +371,7 @@ def _backward(heads: Heads) -> Lines:
     loads = [f"{x} = tl.load(x_ptr + x_at + {at}, mask=inside, other=0.0).to(tl.float32)" for x, at in loaded]
     before = ["x_at = token.to(tl.int64) * STRIDE + head * C", "x_ptr += first * T * STRIDE"]
     before += ["total = tl.zeros((ROWS, 1), tl.float32)"] * gain
+    if heads.op.weight:
+        sums = (name.replace("weight", "weights") for name, *_ in _places(heads))
+        before += [f"{name} = tl.zeros((ROWS, BLOCK), tl.float32)" for name in sums]
     return tuple(before), tuple(loads), tuple(lines)

@@ -4,7 +4,10 @@ implementation for the CPU."""
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, python_file
+from specc.compiler.expr import reread, torch_text
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.types import DTYPES
+from specc.compiler.kernels.generated import GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
 from specc.compiler.kernels.norm_rope.heads import Heads, about, heads_function, heads_of
 from specc.compiler.ops.norm_rope import HeadRotation
@@ -20,14 +23,13 @@ class PlainContext:
     uses_functional: bool
 
 
-@dataclass(frozen=True, slots=True)
 class NormRopeTorch(Kernel):
     """Accepts heads of any size, on targets without a GPU."""
 
     RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        return unless_cpu(site, "would run each part as a kernel of its own, which is not fused")
+        return unless_cpu(site, "would run each part as a separate kernel, not fused")
 
     def render(self, site: Site) -> Rendered:
         heads, words = heads_of(site), about(site)
@@ -56,21 +58,23 @@ def _split(heads: Heads, value: str) -> str:
     return f"a, b, rest = {value}.split(({heads.pairs}, {heads.pairs}, {heads.channels - 2 * heads.pairs}), -1)"
 
 
-def _turned(heads: Heads, first: str, second: str) -> str:
+def _turned(heads: Heads, first: str, second: str) -> tuple[list[str], str]:
+    """Returns the expression of a rotated value, and the lines before it."""
     if heads.op.neighbors:
         turned = f"torch.stack(({first}, {second}), -1).flatten(-2)"
-        return f"torch.cat(({turned}, rest), -1)" if heads.rest else turned
-    return f"torch.cat(({first}, {second}{', rest' * heads.rest}), -1)"
+        return ([f"turned = {turned}"], "torch.cat((turned, rest), -1)") if heads.rest else ([], turned)
+    return [], f"torch.cat(({first}, {second}{', rest' * heads.rest}), -1)"
 
 
 def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
     """Returns the lines of the forward and the expression it returns. The angles are f32, so the rotation is computed
     in f32."""
     eps = heads.op.eps
-    norm = [f"h = F.rms_norm(x, ({heads.channels},), eps={eps})"] * (eps is not None)
-    turned = _turned(heads, "a * cos + b * sin", "b * cos - a * sin")
+    weight = f", {_weight(heads)}" if heads.op.weight else ""
+    norm = [f"h = F.rms_norm(x, ({heads.channels},){weight}, eps={eps})"] * (eps is not None)
+    rotation, turned = _turned(heads, "a * cos + b * sin", "b * cos - a * sin")
     cast = "" if next(iter(heads.inputs.values())).dtype == "f32" else ".type_as(x)"
-    lines = (*norm, _split(heads, "h" if norm else "x"), _BROADCAST)
+    lines = (*norm, _split(heads, "h" if norm else "x"), _BROADCAST, *rotation)
     return lines, f"{turned}{cast}{' * gain' if heads.op.gain else ''}"
 
 
@@ -81,17 +85,31 @@ def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
     read = ["dy", "x"] if heads.reads_x else ["dy"]
     cast = "" if dtype == "f32" else f".to({DTYPES[dtype]})"
     lines = [f"{', '.join(read)} = {', '.join(f'{name}.float()' for name in read)}"] if cast else []
-    turned = _turned(heads, "a * cos - b * sin", "b * cos + a * sin")
-    lines += [_split(heads, "dy"), _BROADCAST]
+    rotation, turned = _turned(heads, "a * cos - b * sin", "b * cos + a * sin")
+    lines += [_split(heads, "dy"), _BROADCAST, *rotation]
     if not heads.reads_x:
         return tuple(lines), f"{turned}{cast}"
     lines.append(f"dz = {turned}")
     dx = "gain * dz"
     if eps is not None:
         lines.append(f"r = (x.square().mean(-1, keepdim=True) + {eps}).rsqrt()")
+        if heads.op.weight:
+            slope = heads.weight_slope
+            times = f" * {operand(torch_text(reread(slope), {'w': 'weight'}))}" if slope else ""
+            total = f"({'gain * ' if gain else ''}r * x * dz).flatten(0, -2).sum(0)"
+            lines.append(f"dweight = {f'({total}{times})' if times and cast else total + times}{cast}")
+            lines.append(f"dz = dz * {operand(_weight(heads))}")
         lines.append("s = r * (dz * x).sum(-1, keepdim=True)")
         dx = f"{'gain * ' if gain else ''}r * (dz - r * s / {heads.channels} * x)"
     else:
         lines.append("s = (dz * x).sum(-1, keepdim=True)")
     dx = f"({dx}){cast}" if cast else dx
-    return tuple(lines), f"{dx}, s.flatten(0, -3).sum(0){cast}" if gain else dx
+    dgain = f"s.flatten(0, -3).sum(0){cast}"
+    if heads.op.weight:
+        lines += [f"dgain = {dgain}"] * gain
+        return tuple(lines), f"{dx}, dweight{', dgain' if gain else ''}"
+    return tuple(lines), f"{dx}, {dgain}" if gain else dx
+
+
+def _weight(heads: Heads) -> str:
+    return torch_text(reread(heads.op.weight), {"w": "weight"})

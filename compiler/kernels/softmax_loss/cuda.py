@@ -1,21 +1,22 @@
-"""Softmax cross-entropy of long rows, with its gradient if the loss is trained on, in CUDA C++. A row is read once into
-shared memory, and traversed there twice."""
+"""Softmax cross-entropy of long rows, and in training its gradient, in CUDA C++. A row is copied to shared memory once,
+and read there twice."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from specc.compiler.expr import Call, Expr, ExprError, cuda_functions, cuda_text, parse, reread, substitute
 from specc.compiler.expr.values import rebuild
-from specc.compiler.ir.graph import BYTES
+from specc.compiler.ir.types import BYTES
 from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.kernels.lines import flowed, unbroken
+from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.kernels.softmax_loss.softmax_loss import (
     WHOLE,
     Loss,
     loss_context,
     loss_function,
     loss_of,
+    shares_of,
     slope_of,
     tensors_of,
     width_of,
@@ -78,8 +79,8 @@ CANDIDATES = (
 class StagedContext:
     """The context of templates/cuda/softmax_loss.cu.jinja.
 
-    The fields from `passes` on are code fragments that depend on whether a gradient is computed and whether a block has
-    several rows.
+    The fields from `passes` on are code fragments. They depend on whether a gradient is computed, and on whether a
+    block has several rows.
 
     Attributes:
         how: A description of the kernel's algorithm.
@@ -87,6 +88,12 @@ class StagedContext:
         prelude: Functions that `functions` call.
         functions: Name, comment and body of each function of a logit.
         parts: The templates of the device code, in order.
+        begun: Lines that load the further targets of a row, and their logits.
+        value: Lines that write the loss of a row.
+        parameter: The parameter of `differentiate` for the factor of the exponentials, or nothing if it is 1.
+        argument: Its argument.
+        factor: The factor itself.
+        ended: Lines that write the gradient of the logits of the targets.
     """
 
     op: GeneratedFunction
@@ -99,9 +106,15 @@ class StagedContext:
     prelude: str
     functions: tuple[tuple[str, str, str], ...]
     parts: tuple[str, ...]
+    begun: tuple[str, ...]
+    value: tuple[str, ...]
+    parameter: str
+    argument: str
+    factor: str
+    ended: tuple[str, ...]
     passes: str
     row_parameters: str
-    row_arguments: str
+    row_call: str
     waited: str
     kernel_parameters: str
     pointers: str
@@ -112,13 +125,15 @@ class StagedContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are passed to the compiled function."""
+    """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are passed to the compiled function; `refusal`
+    raises the error that it returns."""
 
     op: GeneratedFunction
     loss: Loss
     how: str
     pointers: str
     pointer_count: int
+    refusal: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +151,14 @@ class SoftmaxLossCuda(Kernel):
         dtype, width, op = site.inputs[0].dtype, width_of(site), loss_of(site)
         if dtype not in ELEMENTS:
             return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean is too small a number"
-        if op.per_token != "nats":
-            return f"computes the loss of the next token alone; this one is `{op.per_token}`"
         if width <= WHOLE:
-            return f"is for rows that registers do not hold, of more than {WHOLE} columns; these have {width}"
+            return f"is for rows of more than {WHOLE} columns, which do not fit into registers; these have {width}"
         if width * BYTES[dtype] % VECTOR:
             return f"copies {VECTOR} bytes at a time; a row of {width} columns has {width * BYTES[dtype]}"
         try:
-            [cuda_text(_branchless(reread(text))) for text in (op.f, slope_of(op) or "1")]
+            [cuda_text(_branchless(reread(text))) for text in (op.f, slope_of(op) or "1", op.per_token)]
         except ExprError as error:
-            return f"cannot print {op.f}: {error.message}"
+            return f"cannot print {op.f} or {op.per_token}: {error.message}"
         tile = self.tile or staged_tile(site)
         if tile.copy == "bulk" and "tma" not in site.target.features:
             return f"has bulk copies in its tile, {tile}; {site.target.name} has no tma"
@@ -173,7 +186,9 @@ class SoftmaxLossCuda(Kernel):
         op, loss = loss_function(site), loss_context(site)
         pointers = [f"{name}.data_ptr()" for name in tensors_of(site)]
         how, passed = flowed(_how(site, tile)), flowed(", ".join(pointers) + ",", " " * 8)
-        launcher = LauncherContext(op, loss, how, passed, len(pointers) + 1)
+        text = f'f"{{NODE}}: CUDA refuses {{m}} rows: {{code.{op.function}_status(status).decode()}}"'
+        refusal = listed("raise RuntimeError(", [text], ")", 8, last="")
+        launcher = LauncherContext(op, loss, how, passed, len(pointers) + 1, refusal)
         source = ("cuda/softmax_loss.cu.jinja", _source(site, tile, op, loss))
         return cuda_files(op, source, ("cuda/softmax_loss.py.jinja", launcher), str(tile))
 
@@ -184,9 +199,9 @@ SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu
 def staged_tile(site: Site) -> StagedTile:
     """Returns the tile by rule.
 
-    If shared memory has room for two rows, a block has one row and two blocks share a multiprocessor: one computes
-    while the other waits. Otherwise a persistent block copies the next row while it computes. TMA is used if the target
-    has it.
+    If shared memory has room for two rows, each block has one row, and two blocks share a multiprocessor. One block
+    computes while the other waits. Otherwise a persistent block copies the next row while it computes. TMA is used if
+    the target has it.
     """
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"
     two = StagedTile(512, 2, 2, copy, False)
@@ -196,7 +211,8 @@ def staged_tile(site: Site) -> StagedTile:
 def shared_bytes(site: Site, tile: StagedTile) -> int:
     """Returns the bytes of shared memory per block.
 
-    They hold the sums of each warp for this row and the next, with bulk copies two barriers per step, and then a row.
+    Shared memory holds the sums of each warp for the current and the next row, two barriers per step if copies are
+    bulk, and one row.
     """
     barriers = 16 * _steps(site, tile) if tile.copy == "bulk" else 0
     return _bytes(site) + -(-(16 * (tile.threads // WARP) + barriers) // ALIGNED) * ALIGNED
@@ -216,7 +232,7 @@ def _room(target: Target, resident: int) -> int:
 
 
 def _branchless(expr: Expr) -> Expr:
-    """Returns the expression with each tanh replaced by a formula without branches, which Triton's kernels also use."""
+    """Returns the expression with each tanh replaced by a branchless formula. Triton kernels use the same formula."""
     expr = rebuild(expr, _branchless)
     return substitute(TANH, {"x": expr.args[0]}) if isinstance(expr, Call) and expr.function == "tanh" else expr
 
@@ -239,13 +255,20 @@ def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> 
     results = ("nats", "grad") if learns else ("nats",)
     counted_rows = ["m"] if learns or persistent else []
     types = {"logits": "Element const*", "targets": "int64_t const*", "nats": "float*", "grad": "Element*", "m": "int"}
+    types |= dict.fromkeys(loss.targets, "int64_t const*") | dict.fromkeys(loss_of(site).weights, "float const*")
+    further = (*loss.targets, *loss_of(site).weights)
     row = ["Copies& copies", "uint4 const* row", "float2* parts", "int64_t at", "int64_t target"]
     row += ["int turn", "Element const* next"] if persistent else []
-    row += [f"{types[name]} {name}" for name in ("logits", *results, *(["m"] if learns else []))]
-    given = ["copies", "row", "parts[turn]", "at", "current", "turn", "next"]
-    given = given if persistent else ["copies", "row", "parts", "blockIdx.x", "target"]
-    given += ["logits", *results, *(["m"] if learns else [])]
-    kernel = ["logits", "targets", *results, *counted_rows]
+    row += [f"{types[name]} {name}" for name in ("logits", *loss.targets)]
+    row += [f"float {name}" for name in loss_of(site).weights]
+    row += [f"{types[name]} {name}" for name in (*results, *(["m"] if learns else []))]
+    call = ["copies", "row", "parts[turn]", "at", "current", "turn", "next"]
+    call = call if persistent else ["copies", "row", "parts", "blockIdx.x", "target"]
+    call += ["logits", *loss.targets, *(f"*{name}" for name in loss_of(site).weights)]
+    call += [*results, *(["m"] if learns else [])]
+    kernel = ["logits", "targets", *further, *results, *counted_rows]
+    pointers = [f"void{'' if name in results else ' const'}* {name}" for name in kernel if name != "m"]
+    value, argument, ended = _terms(loss_of(site), learns)
     return StagedContext(
         op=op,
         loss=loss,
@@ -260,16 +283,79 @@ def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> 
             for (name, comment), body in zip(functions, bodies, strict=True)
         ),
         parts=tuple(f"cuda/softmax_{part}.cu.jinja" for part in (*parts, "loss_row", f"rows_{kind}")),
+        begun=tuple(line for name in loss_of(site).further for line in _begun(name)),
+        value=value,
+        parameter=", float share" if argument else "",
+        argument=argument,
+        factor=" * share" if argument else "",
+        ended=ended,
         passes=", then its gradient" if learns else "",
         row_parameters=flowed(", ".join(map(unbroken, row)), " " * 4),
-        row_arguments=", ".join(given),
+        row_call=flowed(f"softmax_row({', '.join(call)});", " " * (4 if persistent else 2), "    "),
         waited="step, turn" if persistent else "step",
-        kernel_parameters=", ".join(f"{types[name]} {name}" for name in kernel),
-        pointers=", ".join(f"void{'' if name in results else ' const'}* {name}" for name in kernel if name != "m"),
-        launched=", ".join(f"&{name}" for name in kernel),
+        kernel_parameters=flowed(", ".join(unbroken(f"{types[name]} {name}") for name in kernel) + ") {", " " * 4),
+        pointers=flowed(", ".join(["int m", *map(unbroken, pointers), unbroken("cudaStream_t stream) {")]), " " * 4),
+        launched=flowed(f"void* arguments[] = {{{', '.join(f'&{name}' for name in kernel)}}};", "  ", "    "),
         blocks="processors * kResident < m ? processors * kResident : m" if persistent else "m",
         aliasing=" `grad` may be `logits`." if learns else "",
     )
+
+
+def _begun(name: str) -> tuple[str, ...]:
+    """Returns the lines that load one of the further targets of a row, and its logit."""
+    target, known, column = f"target_{name}", f"known_{name}", f"column_{name}"
+    return (
+        f"int64_t const {target} = targets_{name}[at];",
+        f"bool const {known} = {target} >= 0 && {target} < V;",
+        f"int const {column} = {known} ? static_cast<int>({target}) : 0;",
+        f"float const z_{name} = loaded(logits + at * WIDTH + {column});",
+    )
+
+
+def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    """Returns the lines that write the loss of a row, the argument with the factor of its exponentials, which is empty
+    if the factor is 1, and the lines that write the gradient of the logits of its targets."""
+    sum_of_row = "logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base)"
+    if op.per_token == "nats":
+        p = "float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);"
+        written = "if (owner) slopes[column] = static_cast<Element>((p - 1.0f) / rows * slope(z));"
+        return (f"if (owner) nats[at] = {sum_of_row} + (whole.x - f);",), "", (p, written)
+    share, hits = shares_of(op)
+    names = {"nats": "loss", **{f"known_{name}": f"static_cast<float>(known_{name})" for name in op.further}}
+    value = [f"float const rest = {sum_of_row};", "float const lse = rest + whole.x, loss = rest + (whole.x - f);"]
+    for name in op.further:
+        value.append(f"float const f_{name} = bounded(z_{name});")
+        value.append(f"float const nats_{name} = known_{name} ? rest + (whole.x - f_{name}) : 0.0f;")
+    value.append(_statement(f"if (owner) nats[at] = {cuda_text(reread(op.per_token), names)};"))
+    if not learns:
+        return tuple(value), "", ()
+    value.append(_statement(f"float const share = {cuda_text(share, names)};"))
+    ended = tuple(
+        f"float const hit{end} = {f'known{end} ? {cuda_text(hit)} : 0.0f' if end else cuda_text(hit)};"
+        for end, hit in zip(_ends(op), hits, strict=True)
+    )
+    return tuple(value), ", share", (*ended, *(line for end in _ends(op) for line in _ended(op, end)))
+
+
+def _ends(op: SoftmaxLoss) -> tuple[str, ...]:
+    """Returns the ends of the names that belong to each target."""
+    return ("", *(f"_{name}" for name in op.further))
+
+
+def _ended(op: SoftmaxLoss, end: str) -> tuple[str, ...]:
+    """Returns the lines that write the gradient of the logit of one target, which may also be that of others."""
+    same = [f" + (column{other} == column{end} ? hit{other} : 0.0f)" for other in _ends(op) if other != end]
+    power = f"power_of_two(fmaf(f{end}, kLog2e, -base))"
+    owner = f"known{end} && threadIdx.x == column{end} / kPer % kThreads" if end else "owner"
+    return (
+        _statement(f"float const p{end} = __fdividef({power}, sum) * share - (hit{end}{''.join(same)});"),
+        _statement(f"if ({owner}) slopes[column{end}] = static_cast<Element>(p{end} / rows * slope(z{end}));"),
+    )
+
+
+def _statement(text: str) -> str:
+    """Returns a statement of C++ for a template to indent by 2."""
+    return flowed(text, "  ", "    ").lstrip()
 
 
 def _how(site: Site, tile: StagedTile) -> str:

@@ -1,5 +1,4 @@
-"""Softmax cross-entropy of logits, with its gradient if the loss is trained on: a Triton kernel, and plain Torch for
-the CPU."""
+"""Softmax cross-entropy of logits, and in training its gradient: a Triton kernel, and plain Torch for the CPU."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -9,6 +8,7 @@ from specc.compiler.expr import (
     Const,
     Expr,
     ExprError,
+    Var,
     derive,
     number,
     reread,
@@ -17,8 +17,8 @@ from specc.compiler.expr import (
     triton_text,
     variables,
 )
+from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.generated import (
-    DTYPES,
     TRITON_DTYPES,
     GeneratedFunction,
     constants,
@@ -41,7 +41,7 @@ TILE = 4096  # elements that a program holds: 32 per thread, each with two to fo
 class RowTile:
     """The work of one program: `rows` rows, `columns` columns at a time, with `warps` warps.
 
-    If `columns` covers whole rows, they stay in registers. Raises ValueError if a field is out of its bounds.
+    If `columns` covers whole rows, the rows stay in registers. Raises ValueError if a field is out of its bounds.
     """
 
     rows: int
@@ -61,9 +61,9 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """Returns the tile, by rule, for rows of `width` columns.
 
-    A row that fits in registers is read once, and a program has several short rows. Of a longer row, each thread loads
-    16 bytes of bf16 at a time. Such a row is read twice. The number of rows in flight must be small enough that L2
-    still holds them for the second read: with 16 warps per program, at most four programs share a multiprocessor.
+    A row that fits in registers is read once, and a program has several short rows. A longer row is read twice, and
+    each thread loads 16 bytes of bf16 at a time. The number of rows in flight must be small enough that L2 still holds
+    them for the second read: with 16 warps per program, at most four programs share a multiprocessor.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -78,19 +78,24 @@ SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The loss of a site as the templates of both kernels write it, for templates/torch/softmax_op.py.jinja.
+    """The context of templates/torch/softmax_op.py.jinja, which the Triton kernel and the CUDA kernel share.
+
+    A fake is the function that returns an output with the right shape and no values. Torch calls it for tracing.
+    A further target is a target of a token in addition to the next token.
 
     Attributes:
         learns: Whether the kernel also computes the gradient.
         vocab: The number of logits of a row.
         width: The number of columns of a row, with padding after the logits.
         dtype: The dtype of the logits.
-        op: The name of the custom op. One that computes the gradient writes it over the logits.
-        launched: The arguments of `launch` in the op.
+        op: The name of the custom op. If the kernel computes the gradient, the op overwrites the logits with it.
+        launch: The call of `launch` in the op.
         returns: The result of the op.
-        fake: The shape of the result of its fake.
-        parameters: The parameters of the op that hold the weights of the terms of the loss.
-        weights: The arguments for these parameters.
+        fake: The shape of the output of the op's fake.
+        targets: The parameters of the op that hold further targets.
+        signature: The first line of the op that computes the gradient.
+        fake_signature: The first line of the fake of that op.
+        returned: The return statement of the function that calls the op.
     """
 
     learns: bool
@@ -98,11 +103,13 @@ class Loss:
     width: int
     dtype: str
     op: str
-    launched: str
+    launch: str
     returns: str
     fake: str
-    parameters: str
-    weights: str
+    targets: tuple[str, ...]
+    signature: str
+    fake_signature: str
+    returned: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +122,17 @@ class LossContext:
         body: The template of the kernel.
         wanted: The expression of the target's logit after `bound`.
         read: The name of a loaded logit.
-        bound: The line that computes `f` from a loaded logit, if they differ.
+        bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
         partial: Whether some tile has columns that are not logits.
         padded: Whether rows have padding after the logits.
         inside: The mask of the elements of a tile that are inside the tensor of logits.
         slope: The factor by the function's derivative, or "".
+        begun: Lines that load the further targets of a token, and the logits of these targets.
         weighted: Lines that load the weights of a weighted loss, and compute its operands.
         value: The loss of a token.
         share: The factor of the exponentials in the gradient.
-        scaled: A line that scales the gradient of the target, or none.
+        scaled: Lines that scale the gradients of the targets.
+        further: Lines that compute the gradients of the further targets in a tile.
     """
 
     op: GeneratedFunction
@@ -141,10 +150,12 @@ class LossContext:
     padded: bool
     inside: str
     slope: str
+    begun: tuple[str, ...]
     weighted: tuple[str, ...]
     value: str
     share: str
     scaled: tuple[str, ...]
+    further: tuple[str, ...]
     grid: str
     arguments: str
 
@@ -193,9 +204,9 @@ class PlainContext:
     lines: tuple[str, ...]
     returns: str
     uses_torch: bool
+    uses_functional: bool
 
 
-@dataclass(frozen=True, slots=True)
 class SoftmaxLossTorch(Kernel):
     """The same computation as a plain Torch function: a readable reference, and the implementation for the CPU."""
 
@@ -217,14 +228,14 @@ class SoftmaxLossTorch(Kernel):
             if op.per_token == "nats":
                 lines.append("grad = log_p.exp().scatter_add_(-1, target, log_p.new_full(target.shape, -1.0))")
             else:
-                lines, nats = [*lines[:-2], *_weighted_lines(op, f)], torch_text(reread(op.per_token))
+                lines, nats = [*lines[:-2], *_weighted_lines(op, f)], "loss"
             slope = slope_of(op)
             times = [nested("slope", torch_text(reread(slope)))] if slope else []
             lines += [*times, f"grad = {'slope * ' if slope else ''}grad / targets.numel()"]
             lines += [f"grad = F.pad(grad, (0, {padding}))"] if padding else []
-            mean = f"{nats}.mean()" if op.per_token == "nats" else f"({nats}).mean()"
-            returns = f"{mean}, grad{'.type_as(logits)' if cast else ''}"
-        context = PlainContext(loss_function(site), tuple(lines), returns, any("torch." in line for line in lines))
+            returns = f"{nats}.mean(), grad{'.type_as(logits)' if cast else ''}"
+        uses_torch, uses_functional = (any(name in line for line in lines) for name in ("torch.", "F."))
+        context = PlainContext(loss_function(site), tuple(lines), returns, uses_torch, uses_functional)
         return python_file(context.op, "torch/softmax_loss.py.jinja", context)
 
 
@@ -233,25 +244,43 @@ SOFTMAX_LOSS_TORCH = SoftmaxLossTorch("softmax_loss_torch", "torch", computes=So
 
 def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
     """Returns the lines that compute nats, lse and the gradient before the slope of f and the mean."""
-    share, hit = (torch_text(expr) for expr in shares_of(op))
-    return [
+    share, (hit, *hits) = shares_of(op)
+    lines = [
         nested("f", f),
         "lse = f.logsumexp(-1, keepdim=True)",
         "target = targets.unsqueeze(-1)",
         "nats = lse - f.gather(-1, target)",
-        f"grad = (f - lse).exp() * ({share})",
-        f"grad = grad.scatter_add(-1, target, torch.zeros_like(lse) - {hit})",
     ]
+    for name in op.further:
+        lines.append(f"known_{name} = targets_{name}.unsqueeze(-1) >= 0")
+        lines.append(f"target_{name} = targets_{name}.unsqueeze(-1).clamp(min=0)")
+        lines.append(f"nats_{name} = (lse - f.gather(-1, target_{name})).where(known_{name}, 0)")
+    lines.append(nested("loss", torch_text(reread(op.per_token))))
+    lines.append(nested("share", torch_text(share)))
+    lines.append("grad = (f - lse).exp() * share")
+    lines.append(f"grad = grad.scatter_add(-1, target, torch.zeros_like(lse) - {torch_text(hit)})")
+    for name, other in zip(op.further, hits, strict=True):
+        times = torch_text(Binary("*", other, Var(f"known_{name}")))
+        lines.append(f"grad = grad.scatter_add(-1, target_{name}, torch.zeros_like(lse) - {times})")
+    return lines
 
 
-def shares_of(op: SoftmaxLoss) -> tuple[Expr, Expr]:
-    """Returns the factors of softmax and of the one-hot target in the gradient of a token's loss.
+def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
+    """Returns the factors of softmax and of each one-hot target in the gradient of a token's loss.
 
-    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot.
+    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot. The factor of a
+    further target `n` counts in that of softmax only times the variable `known_n`, which is 1 if the token has such a
+    target and otherwise 0.
     """
-    hit = derive(reread(op.per_token), "nats")
-    assert not {"nats", "lse"}.intersection(variables(hit)), "the loss of a token is linear in nats"
-    return simplify(Binary("+", hit, derive(reread(op.per_token), "lse"))), hit
+    loss = reread(op.per_token)
+    targets = ("nats", *(f"nats_{name}" for name in op.further))
+    hits = tuple(derive(loss, name) for name in targets)
+    linear = not {"lse", *targets}.intersection(name for hit in hits for name in variables(hit))
+    assert linear, "the loss of a token is linear in the losses of its targets"
+    share = Binary("+", hits[0], derive(loss, "lse"))
+    for name, hit in zip(op.further, hits[1:], strict=True):
+        share = Binary("+", share, Binary("*", hit, Var(f"known_{name}")))
+    return simplify(share), hits
 
 
 def loss_of(site: Site) -> SoftmaxLoss:
@@ -270,40 +299,43 @@ def slope_of(op: SoftmaxLoss) -> str:
 
 
 def loss_function(site: Site) -> GeneratedFunction:
-    """Describes the function of a site."""
+    """Returns the description of the generated function."""
     op = loss_of(site)
-    inputs = dict(zip(("logits", "targets", *op.weights), site.inputs, strict=True))
+    inputs = dict(zip(("logits", *op.targets, *op.weights), site.inputs, strict=True))
     outputs = dict(zip(op.output_labels or ("nats",), site.node.types, strict=True))
     logits = f"[..., {width_of(site)}]"
     shapes = {"logits": logits, "targets": "[...]", "loss": "[]", "grad": logits, "nats": "[...]"}
-    shapes |= dict.fromkeys(op.weights, "[]")
+    shapes |= dict.fromkeys(op.targets, "[...]") | dict.fromkeys(op.weights, "[]")
     gradient = " and its gradient" if op.reduction == "mean" else ""
     summary = f"{site.label}: cross-entropy{gradient} in one kernel."
     return generated_function(site, inputs, outputs, shapes, summary, _formulas(op), launched=tensors_of(site))
 
 
 def tensors_of(site: Site) -> tuple[str, ...]:
-    """Returns the names of the tensors that a kernel reads and writes. It writes the nats of each row."""
+    """Returns the names of the tensors that a kernel reads and writes. The outputs include the nats of each row."""
     op = loss_of(site)
-    return ("logits", "targets", *op.weights, "nats", *(["grad"] if op.reduction == "mean" else []))
+    return ("logits", *op.targets, *op.weights, "nats", *(["grad"] if op.reduction == "mean" else []))
 
 
 def loss_context(site: Site) -> Loss:
-    """Returns the loss of a site for templates."""
+    """Returns the template context of the loss of a site."""
     op = loss_of(site)
     learns = op.reduction == "mean"
-    tensors = ", ".join(tensors_of(site))
+    names = ("logits", *op.targets, *op.weights)
+    parameters = [f"{name}: Tensor" for name in names]
     return Loss(
         learns=learns,
         vocab=loss_of(site).vocab,
         width=width_of(site),
         dtype=DTYPES[site.inputs[0].dtype],
         op="differentiated" if learns else symbol(site)[0],
-        launched=tensors.replace("grad", "logits"),
+        launch=listed("launch(", ["logits" if name == "grad" else name for name in tensors_of(site)], ")", 12),
         returns="nats.mean()" if learns else "nats",
         fake="()" if learns else "logits.shape[:-1]",
-        parameters="".join(f", {name}: Tensor" for name in op.weights),
-        weights="".join(f", {name}" for name in op.weights),
+        targets=op.targets[1:],
+        signature=listed("def differentiated(", parameters, ") -> Tensor:"),
+        fake_signature=listed("def _(", parameters, ") -> Tensor:"),
+        returned=listed("return differentiated(", names, "), logits", 4),
     )
 
 
@@ -312,10 +344,15 @@ def _formulas(op: SoftmaxLoss) -> tuple[str, ...]:
     nats = f"log(sum(exp({f}))) - {f}[target]"
     lines = [f"nats = {nats}"]
     if op.per_token != "nats":
-        slope, (share, hit) = slope_of(op), shares_of(op)
-        onehot = "onehot(target)" if hit == Const(1.0) else f"({hit}) * onehot(target)"
-        grad = f"(({share}) * softmax({f}) - {onehot}){f' * ({slope})' if slope else ''} / rows"
+        slope, (share, hits) = slope_of(op), shares_of(op)
+        ends = [f"onehot({name.replace('targets', 'target', 1)})" for name in op.targets]
+        onehots = [end if hit == Const(1.0) else f"({hit}) * {end}" for end, hit in zip(ends, hits, strict=True)]
+        grad = f"(({share}) * softmax({f}) - {' - '.join(onehots)}){f' * ({slope})' if slope else ''} / rows"
         lines = [f"lse = log(sum(exp({f})))", f"nats = lse - {f}[target]"]
+        for name in op.further:
+            lines += [
+                f"nats_{name} = lse - {f}[target_{name}], or 0 without a target; known_{name} = 1 with it, else 0"
+            ]
         lines += [f"loss = mean({op.per_token})", f"grad = {grad}"]
     elif op.reduction == "mean":
         slope = slope_of(op)
@@ -335,8 +372,15 @@ def _context(site: Site, tile: RowTile) -> LossContext:
     target = "tl.load(row_ptr + target).to(tl.float32)"
     functions = [("bounded", "Returns the value of a logit in the softmax.", loss.f)] if not identity else []
     functions += [("slope", "Returns the derivative of `bounded`.", slope)] if slope and learns else []
-    nats, (share, hit) = "tl.log(total) + (most - wanted)", shares_of(loss)
-    plain, target_share = loss.per_token == "nats", triton_text(hit)
+    nats, (share, hits) = "tl.log(total) + (most - wanted)", shares_of(loss)
+    plain, target_share = loss.per_token == "nats", triton_text(hits[0])
+    losses = [f"nats_{n} = tl.where(known_{n}, tl.log(total) + (most - wanted_{n}), 0.0)" for n in loss.further]
+    losses.append(nested("loss", triton_text(reread(loss.per_token))))
+    lse = ["lse = tl.log(total) + most"] * ("lse" in variables(reread(loss.per_token)))
+    scaled = [] if target_share == "1.0" else [f"scale *= {target_share}"]
+    scales = [f"scale_{n} = scale * {triton_text(hit)}" for n, hit in zip(loss.further, hits[1:], strict=True)]
+    shares = [f"tl.where({f'hit_{n}' if whole else f'at == target_{n}'}, scale_{n}, 0.0)" for n in loss.further]
+    known = {f"known_{name}": f"known_{name}.to(tl.float32)" for name in loss.further}
     loads = tuple(f"{name} = tl.load({name}_ptr)" for name in loss.weights)
     pointers, sizes = [f"{name}_ptr" for name in tensors], [f"{name}: tl.constexpr" for name in sized]
     return LossContext(
@@ -355,12 +399,38 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         padded=loss.vocab < width,
         inside=f"(rows < M)[:, None]{' & (at < WIDTH)' if width % tile.columns else ''}",
         slope=" * slope(z)" if slope else "",
-        weighted=() if plain else (*loads, "lse = tl.log(total) + most", f"nats = {nats}"),
-        value=nats if plain else triton_text(reread(loss.per_token)),
-        share="scale / total" if plain else f"scale / total * ({triton_text(share)})",
-        scaled=() if target_share == "1.0" else (f"scale *= {target_share}",),
+        begun=tuple(line for name in loss.further for line in _begun(loss, name, whole)),
+        weighted=()
+        if plain
+        else (
+            *loads,
+            *lse,
+            f"nats = {nats}",
+            *losses,
+            nested("factor", triton_text(share, known)),
+        ),
+        value=nats if plain else "loss",
+        share="scale / total" if plain else "scale / total * factor",
+        scaled=(*scales, *scaled),
+        further=tuple(f"further {'+=' if i else '='} {value}" for i, value in enumerate(shares)),
         grid="triton.cdiv(m, ROWS)" if whole else "m",
-        arguments=", ".join((*tensors, *(["m"] if rows else []), *sized)),
+        arguments=flowed(f"{', '.join((*tensors, *(['m'] if rows else []), *sized))},", " " * 8),
+    )
+
+
+def _begun(loss: SoftmaxLoss, name: str, whole: bool) -> tuple[str, ...]:
+    """Returns the lines that load one of the further targets and its logit, of a row or of several whole rows."""
+    loaded = "rows, mask=rows < M, other=-1" if whole else "row"
+    target, known = f"target_{name}", f"known_{name}"
+    lines = (f"{target} = tl.load(targets_{name}_ptr + {loaded})", f"{known} = ({target} >= 0) & ({target} < V)")
+    if whole:
+        hit = f"hit_{name} = at == tl.where({known}, {target}, -1).to(tl.int32)[:, None]"
+        return (*lines, hit, f"wanted_{name} = tl.sum(tl.where(hit_{name}, f, 0.0), 1)")
+    logit = f"tl.load(row_ptr + tl.maximum({target}, 0)).to(tl.float32)"
+    return (
+        *lines,
+        f"{target} = tl.where({known}, {target}, -1).to(tl.int32)",
+        f"wanted_{name} = {logit if loss.f == 'z' else f'bounded({logit})'}",
     )
 
 

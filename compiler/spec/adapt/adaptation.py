@@ -9,7 +9,7 @@ from specc.compiler.strict import Problem, StrictModel
 class Adaptation(StrictModel):
     """The base class of `eval.adapt`. A subclass has a `kind` Literal as its tag and adds its settings.
 
-    If the spec has an adaptation, the programs `features` and `nats` are created, which are the two halves of `score`.
+    If the spec has an adaptation, the programs `features` and `nats` are created. They are the two halves of `score`.
 
     Attributes:
         causal: whether each prediction depends only on the artifact and on earlier tokens. If not, the result is

@@ -29,8 +29,8 @@ class _Fit(Adaptation):
 class Slot(_Fit):
     """SLOT as published (Hu et al. 2025, arXiv 2505.12392; openai/parameter-golf pull request 1105).
 
-    A vector is fitted on all tokens of its windows except the last of each. These are nearly all of the tokens that it
-    then scores, so the method is not causal.
+    A vector is fitted on all tokens of its windows except the last token of each window. The same tokens are then
+    scored with the vector, so the method is not causal.
 
     Attributes:
         windows: the consecutive windows that share one vector.
@@ -44,7 +44,8 @@ class Slot(_Fit):
 
 
 class SlotCausal(_Fit):
-    """SLOT with one vector per window, fitted only on those of its tokens that earlier windows have already scored."""
+    """SLOT with one vector per window, fitted only on the tokens of the window that earlier windows have already
+    scored."""
 
     causal: ClassVar[bool] = True
 

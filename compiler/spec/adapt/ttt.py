@@ -67,12 +67,12 @@ class LoraSettings(StrictModel):
 class TestTimeTraining(Adaptation):
     """Score-first test-time training (openai/parameter-golf pull requests 549, 1413, 1493).
 
-    The windows of a chunk are scored. Then weights are trained on the chunk's tokens, and the next chunk is scored with
-    the updated weights. Each epoch reads each token once. The model is not trained on the last chunk.
+    The windows of a chunk are scored. Then weights are trained on the tokens of the chunk. The next chunk is scored
+    with the updated weights. Each epoch reads each token once. The model is not trained on the last chunk.
 
     Attributes:
         match: the pattern of the names of the weights to train.
-        chunk: the tokens of a chunk, which is whole windows.
+        chunk: the tokens of a chunk, a multiple of the window.
         epochs: the epochs over each chunk.
         batch: the rows of a training step.
         optimizer: the optimizer. If unset, gradient descent, or AdamW with `lora`.
@@ -97,7 +97,7 @@ class TestTimeTraining(Adaptation):
 
     @property
     def learns_by(self) -> SgdSettings | AdamWSettings:
-        """The optimizer, or its default if unset.
+        """The optimizer; if unset, the default.
 
         With `lora` the default is AdamW, because the default learning rate of gradient descent does not fit a
         correction that is initialized to 0.

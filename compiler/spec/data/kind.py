@@ -17,8 +17,8 @@ class DataKind(StrictModel):
     Attributes:
         gives: the form of the data, which must be the form that the model reads.
         usual: the data set that is used if `--data` is not given.
-        generated: whether the data is generated without files. If so, `--data KIND` replaces the spec's data by
-            this kind with its defaults.
+        generated: whether the data is generated without files. If so, `--data KIND` replaces the data of the spec by
+            this kind with default settings.
     """
 
     gives: ClassVar[Form]
@@ -29,7 +29,7 @@ class DataKind(StrictModel):
 
     @property
     def least_vocabulary(self) -> int:
-        """The least number of ids that a model needs for the data; 0 if it is not known without reading files."""
+        """The smallest vocabulary that the data needs; 0 if it is unknown before files are read."""
         return 0
 
     def problems_with(self, model: Any) -> Iterator[Problem]:

@@ -19,8 +19,8 @@ class PolynomialData(DataKind):
     Attributes:
         lines: the number of training lines, which are read in a new order each epoch.
         seed: the seed that the lines are drawn with.
-        fresh: if true, no training line is repeated: `lines` are only the start of the samples, and lines of the
-            held-out splits are skipped.
+        fresh: if true, no training line is repeated: the first `lines` lines are followed by new lines, without lines
+            of the held-out splits.
     """
 
     gives: ClassVar[Form] = "lines"
@@ -33,7 +33,8 @@ class PolynomialData(DataKind):
     fresh: bool = False
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields a problem if the model does not read lines, or its vocabulary or context is too small for them."""
+        """Yields a problem if the model does not read lines, or if the vocabulary or context of the model is too small
+        for the lines."""
         if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, but the model reads one stream of tokens"
             yield Problem(

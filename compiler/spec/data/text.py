@@ -1,21 +1,42 @@
 """Text as a stream of tokens, cut into windows as long as the context."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from specc.compiler.architectures.architecture import Form
 from specc.compiler.spec.data.kind import DataKind, FileName
-from specc.compiler.strict import Problem
+from specc.compiler.strict import NonNegative, Problem, StrictModel, later
 
+TokenName = Annotated[str, Field(min_length=1, max_length=256)]
 BYTE_IDS = 257  # of the tokenizer `bytes`: 256 byte values and the mark between documents
+
+
+class SpecialToken(StrictModel):
+    """A special token of a tiktoken rank file.
+
+    Attributes:
+        token: its text, such as `<|endoftext|>`.
+        id: its id. By default, the id after the previous special token, or after the last rank.
+    """
+
+    token: TokenName
+    id: NonNegative | None = None
 
 
 class TextData(DataKind):
     """Text as a stream of tokens.
 
     Attributes:
-        tokenizer: `bytes`, a SentencePiece file `*.model`, or a tiktoken rank file.
-        order: the order of training windows: as in the text, or by a stride that is coprime to their number.
+        tokenizer: `bytes`, a file `tokenizer.json` (or another name `*.json`), a SentencePiece file `*.model`, or a
+            tiktoken rank file `*.tiktoken`.
+        pattern: the pre-tokenizer of a tiktoken rank file: `gpt2`, `gpt4`, `llama3`, `qwen`, `nanochat`, or a regular
+            expression whose matches are the pieces.
+        special: the special tokens of a tiktoken rank file. By default, `<|endoftext|>`.
+        bos: the special token before each document. By default, the first of `special`, or that of the file.
+        order: the order of training windows: as in the text, or by a stride that is coprime to the number of windows.
+            `best_fit` packs rows of whole documents, each from its start on, as far as they fit.
     """
 
     gives: ClassVar[Form] = "text"
@@ -24,7 +45,10 @@ class TextData(DataKind):
 
     kind: Literal["text"] = "text"
     tokenizer: FileName = "bytes"
-    order: Literal["sequential", "coprime_stride"] = "coprime_stride"
+    pattern: Annotated[str, Field(min_length=1, max_length=2000)] = later("gpt2")
+    special: tuple[SpecialToken, ...] = later(())
+    bos: TokenName | None = later(None)
+    order: Literal["sequential", "coprime_stride", "best_fit"] = "coprime_stride"
 
     @property
     def least_vocabulary(self) -> int:

@@ -8,15 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from specc.compiler.errors import quote
-from specc.compiler.strict import Path, StrictModel, tag_of
+from specc.compiler.strict import Path, StrictModel, keys_of, tag_of
 
 M = TypeVar("M", bound=StrictModel)
 Model = type[StrictModel]
-
-
-def keys_of(model: Model) -> dict[str, FieldInfo]:
-    """Returns the keys that a model accepts in a spec, each with its field."""
-    return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
@@ -40,8 +35,8 @@ def models_in(annotation: Any) -> list[Model]:
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
     """Yields every path of `data` at which the spec expects a model, with that model, outer paths first.
 
-    For a union, it yields the member whose tag the data states. If the data states no tag, it yields the member that
-    needs none. If no member applies, it yields nothing for that path.
+    For a union, yields the member whose tag is in the data. Without a tag in the data, yields the member that needs no
+    tag. If no member applies, yields nothing for the path.
     """
     if isinstance(data, dict):
         model = _chosen(models_in(annotation), data)
@@ -77,7 +72,7 @@ def _chosen(models: list[Model], data: Mapping[str, object]) -> Model | None:
 
 
 def tags_of(models: Iterable[Model], key: str) -> list[str]:
-    """Returns the tags of some models, i.e. the values of `key` that distinguish them."""
+    """Returns the tags of some models. A tag is the value of `key` that identifies a model."""
     return [tag for model in models if (tag := tag_of(model, key)) is not None]
 
 
@@ -93,8 +88,7 @@ def item_of(annotation: Any, index: int) -> Any:
 def size_of(annotation: Any) -> int:
     """Returns the number of items of a list of this type; 0 if it is not fixed."""
     members = next(
-        (get_args(member) for member in alternatives(annotation) if get_origin(member) is tuple),
-        (Ellipsis,),
+        (get_args(member) for member in alternatives(annotation) if get_origin(member) is tuple), (Ellipsis,)
     )
     return 0 if members[-1] is Ellipsis else len(members)
 
@@ -157,7 +151,7 @@ def dotted(path: Path) -> str:
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Returns the choice that `word` is most likely a misspelling of, or None.
 
-    A match is within a few edits, is similar as a whole, or is a prefix of `word` or the reverse.
+    A match differs by a few edits, is similar as a whole, is a prefix of `word`, or begins with `word`.
     """
     scored = [(_slips(word, choice), -_likeness(word, choice), choice) for choice in choices]
     slips, likeness, best = min(scored, default=(99, 0.0, ""))

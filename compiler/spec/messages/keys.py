@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 from specc.compiler.errors import Diagnostic, one_of, quote
 from specc.compiler.expr import ExprError
 from specc.compiler.schedule import Schedule
-from specc.compiler.spec.messages.expected import Model, dotted, item_of, keys_of, models_in, nearest, tags_of, wanted
+from specc.compiler.spec.messages.expected import Model, dotted, item_of, models_in, nearest, tags_of, wanted
 from specc.compiler.spec.messages.values import TYPES, FieldError, wrong_type, wrong_value
-from specc.compiler.strict import Path, StrictModel, tag_of
+from specc.compiler.strict import Path, StrictModel, keys_of, tag_of
 from specc.compiler.text.source import Place, Source
 
 
@@ -41,7 +41,7 @@ class Words:
             beside = self._data(path[:-1]) if path and isinstance(path[-1], int) else ()
             problem, hint = wrong_type(group, self._annotation(path), beside)
             if isinstance(group[0].value, dict) and "at" in group[0].value:
-                hint = f"of all values, {', '.join(_scheduled())} take a schedule"
+                hint = f"only {', '.join(_scheduled())} may have a schedule"
             yield self._at(self.source.place(path), "S103", f"{self._name(path)} {problem}", hint)
         elif self._is_tag(limits[0]):
             yield self._no_kind(path, limits[0].choices)
@@ -63,7 +63,7 @@ class Words:
         return value
 
     def _annotation(self, path: Path) -> Any:
-        """Returns the type that the spec expects at `path`, with its limits; None if it is not known."""
+        """Returns the type that the spec expects at `path`, including limits; None if it is unknown."""
         if path in self.models or not path:
             return None
         *outer, last = path
@@ -84,22 +84,20 @@ class Words:
         homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
         elsewhere = [path for path in homes if not _in_sibling(path, holder)]
         # In a layer or an optimizer, a key that several sections have may be intended right here.
-        is_kind = any(tag_of(model, name) for name in model.model_fields)
+        is_kind = (
+            bool(holder) and isinstance(holder[-1], int) and any(tag_of(model, name) for name in model.model_fields)
+        )
         if elsewhere and not (is_kind and len(_models_with(key)) > 1):
             home = min(elsewhere, key=lambda path: _apart(path, holder))
             hints.insert(0, f"{quote(key)} belongs {f'under {_place(home)}' if home else 'at the top'}")
         elif not near:
             twin = nearest(key, keys)
             hints = [f"did you mean {quote(twin)}?" if twin else f"valid keys are {', '.join(keys)}"]
-        yield self._at(
-            self.source.key(error.path),
-            "S101",
-            f"{quote(key)} is not a valid key of {_place(holder)}",
-            "; or ".join(hints),
-        )
+        message = f"{quote(key)} is not a valid key of {_place(holder)}"
+        yield self._at(self.source.key(error.path), "S101", message, "; or ".join(hints))
 
     def _offers(self) -> Iterator[tuple[Path, Model]]:
-        """Yields every model in the data, and the models that its absent keys could have."""
+        """Yields every model in the data, and every model that an absent key could contain."""
         for path, model in self.models.items():
             yield path, model
             for key, info in keys_of(model).items():
@@ -110,8 +108,8 @@ class Words:
     def _missing_key(self, error: FieldError) -> Iterator[Diagnostic]:
         holder, key = error.path[:-1], error.path[-1]
         if isinstance(key, int):
-            given = len(self._data(holder))
-            message = f"{self._name(holder)} has too few items: {given}"
+            count = len(self._data(holder))
+            message = f"{self._name(holder)} has too few items: {count}"
             yield self._at(self.source.place(holder), "S104", message, f"add item {key + 1}")
             return
         model = self.models.get(holder)
@@ -145,12 +143,12 @@ class Words:
         yield self._no_kind((*error.path, key), re.findall(r"'([^']*)'", str(error.context["expected_tags"])))
 
     def _no_kind(self, path: Path, words: list[str]) -> Diagnostic:
-        given = self._data(path)
-        near = nearest(given, words) if isinstance(given, str) else None
+        kind = self._data(path)
+        near = nearest(kind, words) if isinstance(kind, str) else None
         hints = [f"did you mean {quote(near)}?"] if near else []
         if not near or len(words) > 1:
             hints.append(f"choose {one_of(words)}")
-        message = f"{_place(path[:-1])} has an unknown {path[-1]}, {quote(given)}"
+        message = f"{_place(path[:-1])} has an unknown {path[-1]}, {quote(kind)}"
         return self._at(self.source.value(path), "S105", message, " ".join(hints))
 
     # errors of a field's own validator
@@ -186,6 +184,11 @@ def _models() -> tuple[Model, ...]:
 
 
 @cache
+def _has_tag(model: Model) -> bool:
+    """Returns whether the model is one of several kinds."""
+    return any(tag_of(model, name) for name in model.model_fields)
+
+
 def _models_with(key: str) -> frozenset[Model]:
     """Returns all models of the spec language that have a key, in any section."""
     return frozenset(model for model in _models() if key in keys_of(model))

@@ -1,7 +1,7 @@
 """Translates Pydantic's validation errors into diagnostics about the text of a spec.
 
-Pydantic's locations contain the tags of unions, which are not keys of the YAML. Walking the data distinguishes tags
-from keys.
+The locations in Pydantic's errors contain the tags of unions, which are not keys in the YAML. This module follows each
+location through the data, which distinguishes tags from keys.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,7 @@ from specc.compiler.text.source import Source, step
 def diagnostics_of(
     error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model
 ) -> tuple[tuple[Diagnostic, ...], frozenset[Path]]:
-    """Returns the diagnostics of all errors that Pydantic reported, and the paths of the data that they are about.
+    """Returns the diagnostics of all errors of Pydantic, and the data paths of the invalid values.
 
     Args:
         error: the errors.
@@ -51,9 +51,9 @@ def _located(details: ErrorDetails, data: object) -> FieldError:
 
 
 def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
-    """Yields the errors without those that follow from others.
+    """Yields the errors that do not follow from other errors.
 
-    Of a union's members, only the errors of those whose shape matches the data remain.
+    For a union, yields only the errors of members whose shape matches the data.
     """
     errors = list(located)
     for fork in {(error.path[: error.fork]) for error in errors if error.fork is not None}:

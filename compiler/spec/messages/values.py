@@ -42,8 +42,8 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
 class FieldError:
     """One Pydantic error and its path in the data.
 
-    If the error is about a member of an untagged union, `member` is that member and `fork` the length of the union's
-    path.
+    If the error is about a member of an untagged union, `member` is that member, and `fork` is the length of the path
+    of the union.
     """
 
     details: ErrorDetails
@@ -71,7 +71,7 @@ def wrong_type(group: list[FieldError], annotation: Any, beside: tuple[object, .
     """Returns the message and the hint for a value of the wrong type.
 
     Args:
-        group: the errors of each member of the expected type.
+        group: the errors, one for each member of the expected type.
         annotation: the expected type.
         beside: the items of the list that contains the value, including the value; empty if it is not in a list.
     """
@@ -79,7 +79,7 @@ def wrong_type(group: list[FieldError], annotation: Any, beside: tuple[object, .
     for error in group:
         words += [quote(choice) for choice in error.choices] or [TYPES[error.kind]]
     value, form = group[0].value, joined(dict.fromkeys(words))
-    return f"takes {form}, not {_given(value)}", _remedy(value, words, annotation, beside) or f"write {form}"
+    return f"must be {form}, not {_description(value)}", _remedy(value, words, annotation, beside) or f"write {form}"
 
 
 def _remedy(value: object, words: list[str], annotation: Any, beside: tuple[object, ...]) -> str:
@@ -99,8 +99,8 @@ def _remedy(value: object, words: list[str], annotation: Any, beside: tuple[obje
         return f"write {int(value)}"
     if value is None:
         return "write a value, or remove the key"
-    if "text" in words and isinstance(value, bool | int | float):
-        return f'put it in quotes: "{_given(value)}"'
+    if "text" in words and not numbers and isinstance(value, bool | int | float):
+        return f'put it in quotes: "{_description(value)}"'
     if "a list" in words and isinstance(value, bool | int | float | str):
         size, each = size_of(annotation), size_of(item_of(annotation, 0))
         if not size and not each:
@@ -119,10 +119,10 @@ def _plain(value: object) -> str:
 
 
 def wrong_value(group: list[FieldError], annotation: Any) -> tuple[str, str]:
-    """Returns the message and the hint for a value out of range, from the limits of its field (`annotation`)."""
+    """Returns the message and the hint for a value out of range. `annotation` is the type of the field, with limits."""
     first = group[0]
     form = joined(dict.fromkeys(word for error in group for word in _limits(error)))
-    return f"must be {form}, not {_given(first.value)}", _way_out(group, annotation) or f"change it to {form}"
+    return f"must be {form}, not {_description(first.value)}", _way_out(group, annotation) or f"change it to {form}"
 
 
 def _way_out(group: list[FieldError], annotation: Any) -> str:
@@ -159,7 +159,7 @@ def _limits(error: FieldError) -> list[str]:
     return [f"text like {pattern}" if pattern else error.details["msg"].removeprefix("Input should be ")]
 
 
-def _given(value: object) -> str:
+def _description(value: object) -> str:
     if value is None:
         return "nothing"
     if isinstance(value, tuple):

@@ -12,8 +12,7 @@ from specc.compiler.strict import Problem, StrictModel
 
 
 def formula(*variables: str) -> AfterValidator:
-    """Returns a validator that accepts a number or a formula of the pointwise language over `variables`, e.g.
-    `1/sqrt(layer + 1)`."""
+    """Returns a validator that accepts a number, or a formula over `variables` such as `1/sqrt(layer + 1)`."""
 
     def check(value: float | str) -> float | str:
         if isinstance(value, str):
@@ -48,8 +47,8 @@ Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 class Init(StrictModel):
     """One initialization of a parameter. Exactly one field is set.
 
-    Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`, the number of
-    blocks of the model, of both sides together in an encoder-decoder.
+    A number may be a formula over `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers` (the number
+    of blocks of the model; in an encoder-decoder, of both sides together).
 
     Attributes:
         normal: the standard deviation of a normal distribution.
@@ -65,20 +64,21 @@ class Init(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         """Yields a problem unless exactly one field is set."""
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            stated = " and ".join(given) or "none"
+        names = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(names) != 1:
+            stated = " and ".join(names) or "none"
             hint = "set one of them, e.g. `init: {normal: 0.02}`"
             yield Problem(
                 (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; it has {stated}", hint
             )
 
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
-        """Returns the initialization's name and its number for one parameter. A vector counts as a matrix of one row.
+        """Returns the name of the field that is set, and the value of that field for a parameter of this shape.
 
-        Raises ExprError if the formula has no value.
+        For `fan_in` and `fan_out`, a vector counts as a matrix of one row, and the matrices [experts, rows, columns] of
+        experts as one of them. Raises ExprError if the formula has no value.
         """
-        rows, columns = shape if len(shape) == 2 else (1, prod(shape))
+        rows, columns = shape[-2:] if len(shape) in (2, 3) else (1, prod(shape))
         names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
         way = next(name for name in type(self).model_fields if getattr(self, name) is not None)
         return way, value_of(getattr(self, way), **names)

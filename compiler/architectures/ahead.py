@@ -1,0 +1,117 @@
+"""Modules behind the last block that predict later tokens, for training alone."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from specc.compiler.architectures.block import Block
+from specc.compiler.architectures.circuit import STREAM
+from specc.compiler.architectures.scope import Scope
+from specc.compiler.architectures.stack import BlockCall, Stack
+from specc.compiler.blocks.context import LoweringContext, Shape
+from specc.compiler.blocks.head import LogitHead
+from specc.compiler.blocks.norm import Rms
+from specc.compiler.blocks.parts import Norm
+from specc.compiler.ir.builder import Builder
+from specc.compiler.losses.module_ahead import ModuleAhead
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.loss import CrossEntropy, LaterTargets
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.sequence import Concat
+from specc.compiler.ops.shape import Embedding
+from specc.compiler.programs.programs import LoweringError
+from specc.compiler.strict import Problem
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The lowering of the modules of one term.
+
+    Attributes:
+        term: the term.
+        place: the index of the term in `train.losses`.
+        stack: the blocks of the model, whose last block the modules resemble.
+        norm: the norm behind the last block.
+        head: the head, which the modules share.
+    """
+
+    term: ModuleAhead
+    place: int
+    stack: Stack
+    norm: Norm | None
+    head: LogitHead
+
+    @property
+    def block(self) -> Block:
+        return self.stack.blocks.every[-1]
+
+    def lower(self, b: Builder, x: str, targets: str, context: LoweringContext, loss: str, ignore: int | None) -> str:
+        """Adds the modules and returns the loss of the model plus their weighted mean loss, f32[].
+
+        Args:
+            b: the builder of the training program.
+            x: the residual stream behind the last block, [B, T, D].
+            targets: the next token of each token, i64[B, T].
+            context: the values that blocks can read.
+            loss: the loss without the modules, f32[].
+            ignore: a target that does not count.
+        """
+        losses, stream = [], x
+        for k in range(1, self.term.modules + 1):
+            stream = self._module(b, k, x if self.term.form == "heads" else stream, targets, context)
+            b.scope = f"ahead{k}"
+            y = self._normed(b, stream, "norm")
+            head = self.head.model_copy(update={"tied": True})
+            logits = head.lower(b, y, self.shape, "@embed.token" if self.head.tied else "@head.logits")
+            later = b.add("targets", LaterTargets(k, self.term.bos, ignore), (targets,))
+            op = CrossEntropy("mean", ignore, f"nats_{k + 1}", (), (str(k + 1),))
+            losses.append(b.add("loss", op, (logits, targets, later)))
+        b.scope = ""
+        names = [f"ahead{k}" for k in range(1, len(losses) + 1)]
+        text = f"loss + weight * ({' + '.join(names)}) / {len(names)}"
+        return b.add("loss_ahead", Pointwise((text,), ("loss", "weight", *names)), (loss, self.term.input, *losses))
+
+    @property
+    def shape(self) -> Shape:
+        layer = self.stack.blocks.count - 1
+        return replace(self.stack.shape, layer=layer)
+
+    def _normed(self, b: Builder, x: str, name: str) -> str:
+        norm = self.norm or Rms(kind="rms")
+        return norm.of_no_layer.lower(b, x, name, self.shape, name)
+
+    def _module(self, b: Builder, k: int, x: str, targets: str, context: LoweringContext) -> str:
+        """Adds the block of module `k` and returns the residual stream behind it."""
+        shape, block, b.scope = self.shape, self.block, f"ahead{k}"
+        if self.term.form == "sequential":
+            ids = targets if k == 1 else b.add("ids", LaterTargets(k - 1, fill=0), (targets,))
+            token = b.add("token", Embedding(), (ids, "@embed.token"))
+            both = b.add("both", Concat(), (self._normed(b, x, "stream_norm"), self._normed(b, token, "token_norm")))
+            size = shape.activation(shape.dim, 2 * shape.dim)
+            x = b.add("project", Linear(), (both, b.param("project", size, shape.matrix_init)))
+
+        def shape_of(path: str) -> Shape:
+            return replace(shape, attention=tuple(block.sizes(shape.dim, path).items()))
+
+        learned = block.circuit.learned
+        scope = Scope(b, shape, {STREAM: x}, learned, at=f"ahead{k}", norm=block.norm, shape_of=shape_of)
+        b.origins.setdefault(STREAM, "")
+        call = BlockCall(self.stack, b, shape.layer, block, (STREAM,), context)
+        call.body(scope, context, {})
+        if b.scalars:
+            message = f"the last block has numbers that depend on the layer, such as {next(iter(b.scalars))}"
+            raise LoweringError((Problem(("train", "losses", self.place), "S265", message, "use numbers"),))
+        return scope.joined()
+
+
+def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
+    """Yields the reasons for which modules cannot resemble the last block of a model."""
+    if block.circuit.earlier:
+        yield "the last block reads earlier runs"
+    if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):
+        yield "the last block has several streams"
+    if any(name in ("x0", "ids", *common) for name in block.circuit.reads):
+        yield "the last block reads the embedding or values that all blocks share"
+    if head.bias:
+        yield "the head has a bias"
+    if not same_width:
+        yield "the token table has another number of features than the model"

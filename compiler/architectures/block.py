@@ -1,0 +1,110 @@
+"""One block: its norm, its layers, and the expressions between them."""
+
+import operator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, Union
+
+from pydantic import Field
+
+from specc.compiler import blocks
+from specc.compiler.architectures.circuit import STREAM, Circuit, Streams
+from specc.compiler.blocks.context import Shape
+from specc.compiler.blocks.norm import Rms
+from specc.compiler.blocks.parts import Layer, Norm
+from specc.compiler.blocks.wiring import Expressions, Learned, number_problem
+from specc.compiler.catalog import models
+from specc.compiler.ir.types import TensorType
+from specc.compiler.strict import LearnedName, Problem, StrictModel, later
+
+
+def one_of(role: type[StrictModel]) -> Any:
+    """Returns the union of all block kinds that subclass `role`, discriminated by `kind`."""
+    members = models(blocks, role, "kind")
+    if len(members) == 1:
+        return members[0]
+    return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007  (a tuple of classes, not two)
+
+
+if TYPE_CHECKING:
+    AnyLayer = Layer
+    AnyNorm = Norm
+else:
+    AnyLayer, AnyNorm = map(one_of, (Layer, Norm))
+
+
+NO_LAYERS = "a block needs a layer, for example `- {kind: mlp, ratio: 4, act: gelu(x)}`"
+SOME = {"context": 1 << 20, "prefix": 1 << 10}  # numbers for checks of formulas
+
+
+class Block(StrictModel):
+    """One block: its layers in order, with norms.
+
+    Expressions can read the residual stream `x`, `x0` (the input of the first block), `output(k)` (the value of run k),
+    learned values, `layer` and `layers`. With several residual streams, `read` and `write` are mappings from the name
+    of a stream to an expression, and expressions read streams by these names.
+
+    Attributes:
+        norm: the norms of the block, before each layer or in other places; null for none.
+        learn: learned values, by name.
+        read: the residual stream at the start of the block. If unset, it is unchanged.
+        write: the residual stream at the end of the block, an expression over the outputs of the layers, by the names
+            of the layers. If unset, each layer writes to the stream in turn.
+        layers: the layers of a block.
+    """
+
+    norm: AnyNorm | None = Rms(kind="rms")
+    learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
+    read: Expressions | None = later(None)
+    write: Expressions | None = later(None)
+    layers: Annotated[tuple[AnyLayer, ...], Field(max_length=64)]
+
+    def __hash__(self) -> int:  # mappings have no hash
+        return hash(self.layers)
+
+    @cached_property
+    def circuit(self) -> Circuit:
+        """The layers with the expressions of the block."""
+        return Circuit(self.learn, self.read, self.layers, self.write)
+
+    def reads_value(self, name: str) -> bool:
+        """Returns whether an expression of the block reads the value `name`, such as `x0`."""
+        return name in self.circuit.reads
+
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        """Returns the types of the state that the block stores between tokens, by layer and key."""
+        return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
+
+    def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
+        """Returns the sizes of attention that the shape of the learned value `name` may read: those of the layer of the
+        value, or else of the first attention of the block. Empty without attention."""
+        layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
+        return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
+
+    def problems_in_model(
+        self, dim: int, streams: Streams, known: tuple[str, ...], layer: int, layers: int
+    ) -> Iterator[Problem]:
+        """Yields the problems of the block at its place in a model. Paths are relative to the block.
+
+        Args:
+            dim: the number of features of the model.
+            streams: the names of the streams before the block.
+            known: the names of further values that its expressions may read.
+            layer: the index of the block.
+            layers: the number of blocks.
+        """
+        if self.norm is not None:
+            yield from number_problem(self.norm.scale, ("norm", "scale"), layer, layers)
+            if "stream" in self.norm.places and len(self.circuit.streams_after((STREAM,))) > 1:
+                message = "`stream` is the place of a norm of one residual stream, but the block writes several"
+                yield Problem(("norm", "places"), "S285", message, "use `before` or `after`")
+        if not self.layers:
+            yield Problem(("layers",), "S254", f"block {layer} has no layers", NO_LAYERS)
+        for i, part in enumerate(self.layers):
+            problems = chain(part.problems_in(dim, layers), part.problems_of_layer(dim, layer, layers))
+            yield from (problem.under("layers", i) for problem in problems)
+        yield from self.circuit.problems(streams, known, layer, layers)
+        for name, learned in self.circuit.learned.items():
+            sizes = {"dim": dim, **SOME, **self.sizes(dim, name)}
+            yield from learned.size_problem(sizes, *self.circuit.place(name))

@@ -1,0 +1,135 @@
+"""Changes of the block of a stack in some layers."""
+
+import json
+from collections.abc import Mapping
+from functools import reduce
+from typing import Annotated, Any
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
+from pydantic_core import InitErrorDetails
+
+from specc.compiler.architectures.block import Block
+from specc.compiler.blocks.wiring import Expressions, condition
+from specc.compiler.expr.wiring import NUMBERS
+from specc.compiler.strict import LearnedName, Path, StrictModel
+
+Data = Mapping[str, Any]
+
+
+class Change(StrictModel):
+    """Fields of a block that differ in the layers where the condition `where` holds.
+
+    A key may also be the name of a layer; the value contains the fields of the layer that differ. Mappings are merged
+    field by field, in the order of the changes. A layer or norm of another `kind` replaces the existing one. Null
+    removes a field, a learned value or a layer.
+
+    Attributes:
+        where: a condition of `layer` and `layers`, such as `layer % 6 == 5`.
+        norm: the changed fields of the norm.
+        learn: added learned values, or changed fields of learned values.
+        read: the residual stream at the start of the block.
+        write: the residual stream at the end of the block.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, Any] | None] = Field(init=False)
+
+    where: Annotated[str, Field(min_length=1, max_length=500), condition(*NUMBERS)]
+    norm: dict[str, Any] | None = None
+    learn: dict[LearnedName, dict[str, Any] | None] | None = None
+    read: Expressions | None = None
+    write: Expressions | None = None
+
+    def __hash__(self) -> int:  # mappings have no hash
+        return hash(self.where)
+
+    @model_serializer(mode="wrap")
+    def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omits fields that the change does not set. Null is not omitted, because it removes a field."""
+        stated = self.model_fields_set | (self.model_extra or {}).keys()
+        return {key: value for key, value in dump(self).items() if key in stated}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that the change sets, as data."""
+        return {name: value for name, value in self.stated().items() if name != "where"}
+
+
+def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
+    """Returns the block after changes, which have their indices in the stack.
+
+    Raises:
+        ValidationError: if the block is invalid. Errors are reported at the changes that cause them.
+    """
+    data: Data = {name: value for name, value in base.stated().items() if name in Block.model_fields}
+    merged = reduce(_merge_block, [change.fields for change in changes.values()], data)
+    try:
+        return Block.model_validate_json(json.dumps(merged))
+    except ValidationError as error:
+        details = [
+            InitErrorDetails(
+                type=problem["type"],
+                loc=source_of(problem["loc"], base, changes),
+                input=problem["input"],
+                ctx=problem.get("ctx", {}),
+            )
+            for problem in error.errors(include_url=False)
+        ]
+        raise ValidationError.from_exception_data("Blocks", details) from None
+
+
+def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
+    """Returns the spec path of a field of a changed block. It lies in the last change that sets the field, or in the
+    blocks if no change does."""
+    rest: Path = path
+    fields_of = {i: change.fields for i, change in changes.items()}
+    if path[:1] == ("layers",) and len(path) > 1:
+        index = path[1]
+        assert isinstance(index, int)
+        removed = {key for fields in fields_of.values() for key, value in fields.items() if value is None}
+        layer = [layer for layer in base.layers if layer.title not in removed][index]
+        rest = tuple(part for i, part in enumerate(path[2:]) if i or part != getattr(layer, "kind", ""))
+        rest = (layer.title, *rest)
+    elif path[:1] == ("norm",) and len(path) > 2:  # the kind is part of the path of a validation error
+        rest = ("norm", *path[2:])
+    for i, fields in reversed(fields_of.items()):
+        inner: Any = fields
+        # the first part is a key of the block or a layer, the last may be missing in the data
+        for part in rest[: max(1, len(rest) - 1)]:
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        if inner is not None:
+            return ("changes", i, *rest)
+    return path
+
+
+def _merge_block(base: Data, fields: Data) -> Data:
+    """Returns the data of a block after a change."""
+    merged = dict(base)
+    for key, value in fields.items():
+        if key in Block.model_fields:
+            merged[key] = _merge(merged.get(key), value)
+    layers = []
+    for layer in base["layers"]:
+        title = layer.get("name") or layer["kind"]
+        change = fields.get(title, {}) if title not in Block.model_fields else {}
+        if change is not None:
+            layers.append(_merge(layer, {"name": title, **change} if _replaces(layer, change) else change))
+    return {**merged, "layers": layers}
+
+
+def _merge(base: Any, value: Any) -> Any:
+    """Returns `base` with `value` merged in. Null removes an entry. A value of another `kind` replaces the entry."""
+    if not isinstance(base, Mapping) or not isinstance(value, Mapping) or _replaces(base, value):
+        return value
+    merged = {**base, **{key: _merge(base.get(key), inner) for key, inner in value.items()}}
+    return {key: inner for key, inner in merged.items() if inner is not None}
+
+
+def _replaces(base: Data, value: Any) -> bool:
+    return isinstance(value, Mapping) and "kind" in value and value["kind"] != base.get("kind", value["kind"])

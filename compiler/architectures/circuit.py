@@ -1,0 +1,158 @@
+"""The expressions of a block, or of a side of an encoder-decoder, over named values, and the problems of them."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from specc.compiler.blocks.parts import Part
+from specc.compiler.blocks.wiring import IDS, Expressions, Learned, number_problem, texts_of
+from specc.compiler.expr.wiring import VALUE, EarlierValue, Wiring, parse_wiring
+from specc.compiler.strict import Path, Problem
+
+STREAM = "x"  # the residual stream, where a block has a single one
+Streams = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """Parts that run in order, and the expressions between them.
+
+    Attributes:
+        learn: the learned values that are of no part, by name.
+        read: the streams before the parts.
+        layers: the parts.
+        write: the streams after the parts.
+    """
+
+    learn: Mapping[str, Learned] = field(default_factory=dict)
+    read: Expressions | None = None
+    layers: Sequence[Part] = ()
+    write: Expressions | None = None
+
+    @cached_property
+    def learned(self) -> Mapping[str, Learned]:
+        """All learned values, by path."""
+        inner = {f"{part.title}.{name}": value for part in self.layers for name, value in part.learned.items()}
+        return {**self.learn, **inner}
+
+    @property
+    def expressions(self) -> Iterator[tuple[Path, Wiring, str]]:
+        """Yields each expression: the path, the expression, and the title of the part that it is of; empty if it is of
+        none."""
+        fields = {name: value for name, value in (("read", self.read), ("write", self.write)) if value is not None}
+        owners: list[tuple[Path, Mapping[str, Learned], Mapping[str, Expressions], str]]
+        owners = [((), self.learn, fields, "")]
+        owners += [(("layers", i), part.learned, part.wirings, part.title) for i, part in enumerate(self.layers)]
+        for path, learn, wirings, title in owners:
+            for name, learned in sorted(learn.items()):
+                if learned.reads is not None:
+                    yield (*path, "learn", name, "of"), learned.reads, title
+            for name, value in wirings.items():
+                for key, text in texts_of(value).items():
+                    yield (*path, name, *filter(None, (key,))), parse_wiring(text), title
+
+    def names(self, wiring: Wiring, title: str) -> Iterator[str]:
+        """Yields the names that an expression of the part `title` reads. Learned values have their paths."""
+        for name in wiring.names.values():
+            yield f"{title}.{name}" if f"{title}.{name}" in self.learned else name
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The names of all values that expressions read. Learned values have their paths."""
+        return frozenset(name for _, wiring, title in self.expressions for name in self.names(wiring, title))
+
+    @cached_property
+    def earlier(self) -> tuple[EarlierValue, ...]:
+        """The values of earlier runs that expressions read, without duplicates."""
+        values = (value.read_by(title) for _, wiring, title in self.expressions for value in wiring.earlier.values())
+        return tuple(dict.fromkeys(values))
+
+    def streams_after(self, streams: Streams, parts: int | None = None) -> Streams:
+        """Returns the names of the streams after the first `parts` parts, or after all and `write`, from the names of
+        those before."""
+        wirings = [self.read, *(part.wirings.get("write") for part in self.layers[:parts])]
+        for value in (*wirings, *((self.write,) if parts is None else ())):
+            if value is not None:
+                streams = tuple(value) if isinstance(value, dict) else (STREAM,)
+        return streams
+
+    def problems(
+        self, streams: Streams, further: Collection[str], layer: int | None, layers: int, also: Collection[str] = ()
+    ) -> Iterator[Problem]:
+        """Yields the problems of names and numbers. Paths are relative to the circuit.
+
+        Args:
+            streams: the names of the streams before it.
+            further: the names of further values that every expression may read.
+            layer: the index of the block; None outside of blocks.
+            layers: the number of blocks.
+            also: the learned values that something else reads.
+        """
+        where = "" if layer is None else f"in layer {layer}, "
+        titles = [part.title for part in self.layers]
+        for i, title in enumerate(titles):
+            if (first := titles.index(title)) != i:
+                related = (("first use", ("layers", first)),)
+                yield Problem(("layers", i), "S207", f"two parts are named {title}", "name one of them", related)
+            if self.write is not None and "write" in self.layers[i].wirings:
+                message = f"the block has a `write`, and so has its layer {title}"
+                yield Problem(("layers", i, "write"), "S247", message, "remove one of the two")
+        read = {f"{part.title}.{name}" for part in self.layers for name in part.own_values} | {*also, *self.reads}
+        sources: dict[str, set[str]] = {}
+        for path, wiring, title in self.expressions:
+            at = path[1] if title else len(titles) if path[0] == "write" else 0
+            assert isinstance(at, int)
+            later = () if layer is not None else tuple(f"{other}." for other in titles[at + 1 :])  # without a width yet
+            learned_names = [name for name in self.learned if not name.startswith(later)]
+            names = {*further, *learned_names, *(name.removeprefix(f"{title}.") for name in learned_names)}
+            names |= {*titles[:at], *(streams if path[0] == "read" else self.streams_after(streams, at))}
+            if title:
+                names |= {"read": set(), "learn": {"h", "y"}, "write": {"h", "y"}}.get(
+                    str(path[2]), {"h", str(path[2])}
+                )
+                names -= {"h", STREAM} if "starts" in self.layers[at].traits else set()
+            if path[-1] == "of":
+                names.add(IDS)
+                sources[f"{title}.{path[-2]}" if title else str(path[-2])] = set(self.names(wiring, title))
+            for name in wiring.names.values():
+                if name not in names:
+                    message = f"{where}`{name}` is not a known value"
+                    hint = f"choose from {', '.join(sorted(names))}" if names else "remove it: no value is known here"
+                    yield Problem(path, "S246", message, hint)
+            for value in wiring.earlier.values():
+                if title and layer is None:
+                    message = f"`{value}` is a value of an earlier run of blocks; a stage has no runs"
+                    yield Problem(path, "S220", message, "read the output of an earlier stage by its name")
+                elif value.function == VALUE and not (title and path[2] in self.layers[at].over_values):
+                    message = f"{where}`{value}` stands for values of heads"
+                    yield Problem(path, "S246", message, "read it in the expression `v` of an attention of a block")
+            yield from number_problem(wiring, path, layer, layers)
+        if circle := first_circle(sources):
+            message = f"`{circle}` is computed from itself"
+            yield Problem((*self.place(circle), "of"), "S246", message, "remove one of the reads")
+        for name, learned in self.learned.items():
+            yield from number_problem(learned.init, (*self.place(name), "init"), layer, layers)
+            if name not in read:
+                message = f"{where}no expression reads the learned value `{name}`"
+                yield Problem(self.place(name), "S247", message, "read it in an expression, or remove it")
+
+    def place(self, name: str) -> Path:
+        """Returns the path of a learned value."""
+        if name in self.learn:
+            return ("learn", name)
+        title, _, inner = name.partition(".")
+        return ("layers", [part.title for part in self.layers].index(title), "learn", inner)
+
+
+def first_circle(sources: Mapping[str, Collection[str]]) -> str | None:
+    """Returns the first name, in order, that reaches itself through the names that each name reads."""
+    for name in sorted(sources):
+        reached = set(sources[name])
+        queue = list(reached)
+        for other in queue:  # the list grows during the loop
+            new = set(sources.get(other, ())) - reached
+            reached |= new
+            queue += new
+        if name in reached:
+            return name
+    return None

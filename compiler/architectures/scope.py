@@ -1,0 +1,214 @@
+"""The values that the expressions of one function or program can read, and the lowering of parts that read them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from specc.compiler.architectures.circuit import STREAM, Streams
+from specc.compiler.architectures.shared_values import SharedValues
+from specc.compiler.blocks.context import LoweringContext, Shape
+from specc.compiler.blocks.parts import Norm, Part, Place
+from specc.compiler.blocks.wiring import IDS, Expressions, Learned, add, texts_of
+from specc.compiler.expr import Var, variables
+from specc.compiler.expr.wiring import EarlierValue, Wiring, parse_wiring, wrapped
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import output_refs
+from specc.compiler.ops.sequence import Concat
+from specc.compiler.ops.shape import Split, SplitHeads
+
+BRANCH = "branch"  # the name of y in generated code, where y is the output of a function
+
+
+@dataclass
+class Scope:
+    """The values that expressions of one function or program can read.
+
+    Attributes:
+        b: the builder.
+        shape: the shape dims of the model.
+        streams: the residual streams, by name.
+        learned: the learned values, by path.
+        earlier: the inputs that hold values of earlier runs.
+        common: further values, by name.
+        at: the prefix of the names of nodes.
+        norm: the norm of the block.
+        shape_of: returns the shape dims of a learned value, by its path.
+        values: the values of parts, by title.
+        branches: `y` and `h` of the last part.
+        inputs: the values that parts read by expressions, by expression and the values in it.
+        head_values: the values of the heads of attention, by the title of the part.
+        shared: the positions of the program, and the computations that its parts share.
+        added: the learned values that were added, by path and by the value that each reads.
+    """
+
+    b: Builder
+    shape: Shape
+    streams: Mapping[str, str]
+    learned: Mapping[str, Learned]
+    earlier: Mapping[EarlierValue, str] = field(default_factory=dict)
+    common: Mapping[str, str] = field(default_factory=dict)
+    at: str = ""
+    norm: Norm | None = None
+    shape_of: Callable[[str], Shape] | None = None
+    values: dict[str, str] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    inputs: dict[tuple[object, ...], str] = field(default_factory=dict)
+    head_values: dict[str, str] = field(default_factory=dict)
+    shared: SharedValues = field(default_factory=SharedValues)
+    added: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    @property
+    def value(self) -> str:
+        """The first stream; empty if there is none."""
+        return next(iter(self.streams.values()), "")
+
+    def enter(self, part: str) -> None:
+        """Makes the names of nodes those of a part; those of no part if it is empty."""
+        self.b.scope = ".".join(filter(None, (self.at, part)))
+
+    def input(self, part: Part) -> str:
+        """Returns the value that a part reads, before the norm; empty if there is none."""
+        self.enter(part.title)
+        text = part.wirings.get("read")
+        if not isinstance(text, str):
+            return self.value
+        return self._add(parse_wiring(text), "read", f"{part.title}_factor", part.title, known=self.inputs)
+
+    def normalized(self, place: Place, value: str) -> str:
+        """Adds the norm of the block in a place, if there is one, and returns the result."""
+        return value if self.norm is None else self.norm.lower_at(place, self.b, value, self.shape)
+
+    def add(self, part: Part, h: str, context: LoweringContext, write: str | None) -> Mapping[str, str]:
+        """Adds a part and returns its new state, by key.
+
+        Args:
+            part: the part.
+            h: its input, behind the norm.
+            context: the values that it can read.
+            write: the streams after a part that does not state them; None if no part writes to the streams.
+        """
+        title = part.title
+        self.enter(title)
+        self.branches["h"] = h
+        lowered = part.lower(self.b, h, self.shape, replace(context, wire=partial(self.over_heads, title=title)))
+        self.head_values[title] = lowered.head_values
+        y = self.normalized("after", part.with_losses(self.b, lowered, context))
+        self.values[title] = self.branches["y"] = part.dropped(self.b, y, context)
+        if write is not None:
+            self.write(part.wirings.get("write", write), f"{title}_residual", title)
+        return lowered.state
+
+    def write(
+        self, value: Expressions, prefix: str, title: str = "", replaced: Mapping[str, str] | None = None
+    ) -> None:
+        """Adds the streams that a part or the block writes; see `wire`."""
+        streams = self.wire(value, "x", prefix, title=title, replaced=replaced)
+        self.streams = {name: self.normalized("stream", ref) for name, ref in streams.items()}
+
+    def wire(
+        self,
+        value: Expressions,
+        name: str,
+        prefix: str,
+        base: Expressions | None = None,
+        title: str = "",
+        replaced: Mapping[str, str] | None = None,
+    ) -> Mapping[str, str]:
+        """Adds the expression of each stream and returns the new streams, by name.
+
+        Args:
+            value: one expression, or one per stream.
+            name: the name of the node, for a single expression; else nodes are named after their streams.
+            prefix: the name of numbers that depend on the layer.
+            base: the expression that `value` changes. Where `value` is `base` of a changed stream, the changed stream
+                is a node of its own, so that blocks with and without the change share the rest.
+            title: the part whose learned values have short names.
+            replaced: values that are read instead of those of the scope.
+        """
+        if isinstance(value, str) and isinstance(base, str) and base != value:
+            outside, wiring = parse_wiring(base), parse_wiring(value)
+            inner = wrapped(outside.expr, wiring.expr, STREAM)
+            if inner is not None and not isinstance(inner, Var):
+                changed = self._add(replace(wiring, expr=inner), f"{name}.changed", prefix, title)
+                return {STREAM: self._add(outside, name, prefix, title, {STREAM: changed})}
+        return {
+            stream or STREAM: self._add(parse_wiring(text), stream or name, prefix, title, replaced)
+            for stream, text in texts_of(value).items()
+        }
+
+    def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
+        """Adds an expression over `values` [B, T, H, C] and returns its value.
+
+        Other values, [B, T, H C] or [B, T, H], are split into heads, [B, T, H, C] or [B, T, H, 1], and so are learned
+        numbers [H C] or [H].
+        """
+        return self._add(parse_wiring(text), name, f"{title}_factor", title, values, heads)
+
+    def _add(
+        self,
+        wiring: Wiring,
+        name: str,
+        prefix: str,
+        title: str,
+        replaced: Mapping[str, str] | None = None,
+        heads: int = 0,
+        known: dict[tuple[object, ...], str] | None = None,
+    ) -> str:
+        """Adds an expression as the node `name`. `replaced` are values that it reads instead of those of the scope. An
+        equal expression of the same values in `known` is not added again."""
+        named = {**self.values, **self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common}
+        named |= replaced or {}
+        values: dict[str, tuple[str, str]] = {}
+        used = set(variables(wiring.expr))
+        for variable, written in wiring.names.items():
+            path = f"{title}.{written}" if f"{title}.{written}" in self.learned else written
+            if path in self.learned and (variable in used or self.learned[path].of is None):
+                values[variable] = self._learned(path, title), path
+            elif variable in used:
+                values[variable] = named[written], BRANCH if written == "y" and not heads else written
+        for variable, value in wiring.earlier.items():
+            values[variable] = (self.earlier[value.read_by(title)],) * 2
+        if heads:
+            values = {name: (self._split(ref, label, heads, title), label) for name, (ref, label) in values.items()}
+        key = wiring.expr, *sorted((variable, ref) for variable, (ref, _) in values.items())
+        if known is None:
+            return add(self.b, name, wiring.expr, values, prefix, self.shape)
+        if key not in known:
+            known[key] = add(self.b, name, wiring.expr, values, prefix, self.shape)
+        return known[key]
+
+    def _learned(self, path: str, title: str) -> str:
+        """Returns a learned value, and adds it if it is read for the first time."""
+        spec, value = self.learned[path], ""
+        outer = self.b.scope
+        self.enter("")
+        if spec.reads is not None:
+            value = self._add(spec.reads, f"{path}.of", f"{path}_factor".replace(".", "_"), title)
+        if (path, value) not in self.added:
+            shape = self.shape if self.shape_of is None else self.shape_of(path)
+            self.added[path, value] = spec.declare(self.b, path, shape, value)
+        self.b.scope = outer
+        return self.added[path, value]
+
+    def _split(self, ref: str, label: str, heads: int, title: str) -> str:
+        """Adds the split of features into heads, [..., H C] to [..., H, C]. A single number is the same in all
+        heads."""
+        type = self.b.types[ref]
+        if len(type.shape) not in (1, 3) or type.shape == (1,):
+            return ref
+        name = f"{label}.heads".removeprefix(f"{title}.")
+        return self.b.add(name, SplitHeads(heads if type.width != 1 else 1), (ref,))
+
+    def split(self, streams: Streams) -> None:
+        """Splits the stream x [B, T, n D] into n streams [B, T, D], by name."""
+        if len(streams) > 1:
+            node = self.b.add("streams.split", Split(streams), (self.streams[STREAM],))
+            self.streams = dict(zip(streams, output_refs(node, len(streams)), strict=True))
+
+    def joined(self) -> str:
+        """Adds the concatenation of the streams, if there are several, and returns it."""
+        self.enter("")
+        first, *rest = self.streams.values()
+        for i, ref in enumerate(rest):
+            first = self.b.add("streams.joined" if i == 0 else f"streams.joined{i + 1}", Concat(), (first, ref))
+        return first

@@ -1,0 +1,161 @@
+"""The stages of a side of an encoder-decoder, each at its place in a program or in a step of a loop over time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from specc.compiler.architectures.scope import Scope
+from specc.compiler.architectures.stack import begin_parts, below
+from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
+from specc.compiler.blocks.parts import Part
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType, TypeRuleError
+from specc.compiler.ops.region import STEP
+from specc.compiler.programs.programs import LoweringError
+from specc.compiler.strict import Path, Problem
+
+
+def loops(stages: Sequence[Part]) -> Iterator[tuple[str, int, int]]:
+    """Yields the loops over time: the name, and the indices of the first and last stage.
+
+    A loop starts at a stage that attends with the state of a later stage. It ends at that later stage, or at the last
+    stage whose state is attended with from inside the loop.
+    """
+    titles = [stage.title for stage in stages]
+    done, name = -1, STEP
+    for first, stage in enumerate(stages):
+        if first <= done or stage.query_stage not in titles[first:]:
+            continue
+        done = i = first
+        while i <= done:
+            if (query := stages[i].query_stage) in titles[i:]:
+                done = max(done, titles.index(query, i))
+            i += 1
+        yield name, first, done
+        name = f"{STEP}{int(name.removeprefix(STEP) or 1) + 1}"
+
+
+def owner_of(side: str, stage: Part) -> str:
+    """Returns the base name of the class of the functions of a stage."""
+    return f"{side}_{stage.title}".removesuffix("s")
+
+
+@dataclass
+class Stages:
+    """The stages of a side, in order.
+
+    Attributes:
+        name: the name of the side.
+        stages: the stages.
+        shape: the shape dims of the model.
+        widths: the number of input features of each stage that was added, by title.
+    """
+
+    name: str
+    stages: Sequence[Part]
+    shape: Shape
+    widths: dict[str, int] = field(default_factory=dict)
+
+    def shape_of_learned(self, path: str) -> Shape:
+        """Returns the shape dims of a learned value, which has those of its stage."""
+        return self.shape_of(next(stage for stage in self.stages if path.startswith(f"{stage.title}.")))
+
+    def groups(self) -> Iterator[tuple[str, Sequence[Part]]]:
+        """Yields the stages in order: each loop over time with its name, and each stage outside of loops."""
+        done = -1
+        ends = {first: (name, last) for name, first, last in loops(self.stages)}
+        for i in range(len(self.stages)):
+            if i > done:
+                name, done = ends.get(i, ("", i))
+                yield name, self.stages[i : done + 1]
+
+    def shape_of(self, stage: Part) -> Shape:
+        width = self.widths.get(stage.title, 0)
+        return replace(self.shape.of_width(width), attention=tuple(stage.sizes(width).items()) if width else ())
+
+    def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
+        """Returns the types of the state that stages, or all, store between tokens, by side, stage and key. Valid only
+        after they were added."""
+        return {
+            f"{self.name}.{stage.title}.{key}": type
+            for stage in (self.stages if stages is None else stages)
+            for key, type in stage.state(self.shape_of(stage)).items()
+        }
+
+    def place(self, stage: Part) -> Path:
+        return ("model", self.name, list(self.stages).index(stage))
+
+    def inside(self, stage: Part, context: LoweringContext) -> LoweringContext:
+        """Returns the values that a stage outside of loops can read."""
+        at = f"{self.name}.{stage.title}"
+        first = next((other for other in self.stages if "recurrent" in other.traits), None)
+        initial = context.initial if stage is first else {}
+        site = CallSite(at, owner_of(self.name, stage), self.place(stage))
+        return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
+
+    def begin(
+        self, b: Builder, context: LoweringContext, groups: Sequence[tuple[str, Sequence[Part]]] = ()
+    ) -> dict[str, str]:
+        """Adds the state of groups, or of all, before the first token. Returns it by side, stage and key."""
+        state: dict[str, str] = {}
+        for loop, stages in groups or self.groups():
+            apart = [stage for stage in stages if not loop or "recurrent" in stage.traits]
+            for stage in apart:
+                b.scope = f"{self.name}.{stage.title}"
+                begun = stage.begin(b, self.shape_of(stage), self.inside(stage, context))
+                state |= {f"{b.scope}.{key}": begun[key] for key in stage.state(self.shape_of(stage))}
+            inner = [(stage, self.shape_of(stage)) for stage in stages if stage not in apart]
+            b.scope = self.name
+            begun = begin_parts(
+                b, inner, context, (f"{self.name}_{loop}.begin",), f"{self.name}.{loop}", f"{loop}.begin"
+            )
+            state |= {f"{self.name}.{key}": ref for key, ref in begun.items()}
+        return state
+
+    def input(self, scope: Scope, stage: Part, context: LoweringContext) -> str:
+        """Returns the input of a stage, and records the number of features; those of the last state of the encoder if
+        the stage starts from it."""
+        x = scope.input(stage)
+        ref = context.final.get("h", "") if "reads_final" in stage.traits else x
+        if "reads_final" in stage.traits and not ref and not context.extends:
+            message = f"{stage.title} repeats the last state of the encoder, but the encoder has no recurrent stage"
+            raise LoweringError((Problem(self.place(stage), "S239", message, "put an lstm last in the encoder"),))
+        width = scope.b.types[ref].width if ref else self.widths.get(stage.title, 0)
+        assert isinstance(width, int)
+        self.widths[stage.title] = width
+        scope.shape = self.shape_of(stage)
+        return x
+
+    def add(self, scope: Scope, stage: Part, x: str, context: LoweringContext) -> Mapping[str, str]:
+        """Adds a stage and returns its new state, by side, stage and key.
+
+        Args:
+            scope: the values of the program or function.
+            stage: the stage.
+            x: its input.
+            context: the values that it can read. `context.cache` is the state of the stage.
+
+        Raises:
+            LoweringError: if the stage does not fit the number of features of its input.
+        """
+        self._check(stage, context.causal)
+        scope.enter("")
+        context = scope.shared.with_shared(scope.b, stage, scope.shape, replace(context, embedded=x))
+        try:
+            state = scope.add(stage, x, replace(context, values=dict(scope.values)), "y")
+        except TypeRuleError as error:
+            hint = "make the widths equal; a stage reads the output of the stage before it"
+            raise LoweringError((Problem(self.place(stage), "S301", error.message, hint),)) from None
+        scope.values[stage.title] = scope.value
+        return {f"{self.name}.{stage.title}.{key}": ref for key, ref in state.items()}
+
+    def _check(self, stage: Part, causal: bool) -> None:
+        """Raises LoweringError if a stage has problems for its number of input features."""
+        shape = self.shape_of(stage)
+        problems = [*stage.problems_in(shape.dim), *stage.problems_of_context(shape.dim, shape.context, causal)]
+        for name, learned in stage.learned.items():
+            problems += learned.size_problem(shape.sizes, "learn", name)
+        if any(value.state() for value in stage.shared(shape)):
+            message = f"{stage.title} has `bos`, but a model of pairs has lines and no documents"
+            problems = [Problem((), "S248", message, "remove `bos`")]
+        if problems:
+            raise LoweringError(tuple(problem.under(*self.place(stage)) for problem in problems))

@@ -1,0 +1,210 @@
+"""Multi-head latent attention: keys and values of all heads are computed from one small latent per token."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from specc.compiler.blocks.affine import affine
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
+from specc.compiler.blocks.parts import WEIGHTLESS, NormWeight, Trait, normalized
+from specc.compiler.blocks.rope import RopeSpec, RopeTable
+from specc.compiler.blocks.score_and_mask import ScoreAndMask
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.linear import HeadLinear, Linear
+from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.positions import Rope
+from specc.compiler.ops.sequence import Concat, Zeros
+from specc.compiler.ops.shape import ExpandHeads, FirstFeatures, MergeHeads, SplitHeads
+from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel
+
+Biases = Annotated[
+    tuple[Literal["q_down", "q", "q_rope", "kv_down", "k_rope", "out"], ...], Field(min_length=1, max_length=6)
+]
+
+
+class LatentNorm(StrictModel):
+    """The RMSNorm of a latent.
+
+    Attributes:
+        weight: a learned factor of each feature, as in the norms of blocks.
+        eps: the epsilon added to the mean square.
+    """
+
+    weight: NormWeight = "w"
+    eps: PositiveFloat = 1e-6
+
+
+class Latent(ScoreAndMask):
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434).
+
+    The latent c of a token is a normalized product of its input, [B, T, kv_rank]. Keys and values of all heads are
+    products of c. Positions are in further channels: each head has a rotated part of q, and all heads share one rotated
+    part of k, [B, T, rope_dim]. A cache stores c and the rotated part of k. Programs over a cache multiply q by the key
+    matrix, and the attended latents by the value matrix, so that they never compute keys and values of cached tokens.
+
+    Attributes:
+        kv_rank: the number of features of the latent of keys and values.
+        q_rank: the number of features of a latent of queries; if unset, queries are products of the input.
+        head_dim: the channels of q and k per head without positions; if unset, `dim` divided by `heads`.
+        rope_dim: the channels of q and k per head with rotary positions.
+        v_dim: the channels of v per head; `head_dim` if unset.
+        rope: the rotary positions.
+        norm: the norm of the latents; none if null.
+        bias: the list of the matrices that have a bias, or whether all of them have one. The key and value matrices of
+            the latent have none.
+    """
+
+    inner: ClassVar[tuple[str, ...]] = ("y",)
+
+    kind: Literal["latent"]
+    kv_rank: Positive
+    q_rank: Positive | None = None
+    head_dim: Positive | None = None
+    rope_dim: Positive
+    v_dim: Positive | None = None
+    rope: RopeSpec = RopeSpec.model_construct()
+    norm: LatentNorm | None = LatentNorm.model_construct()
+    bias: bool | Biases = False
+
+    @property
+    def traits(self) -> frozenset[Trait]:
+        return frozenset({"in_place"})
+
+    def size(self, dim: int) -> int:
+        return self._keys(dim) + self.rope_dim
+
+    def sizes(self, dim: int) -> Mapping[str, int]:
+        values = self.heads * self._values(dim)
+        return {"heads": self.heads, "kv_heads": self.heads, "head_dim": self.size(dim), "values": values}
+
+    def _keys(self, dim: int) -> int:
+        """Returns the channels of q and k per head without positions."""
+        return self.head_dim or dim // self.heads
+
+    def _values(self, dim: int) -> int:
+        return self.v_dim or self._keys(dim)
+
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+        if self.head_dim is None and dim % self.heads:
+            hint = f"choose a divisor of {dim}, or set head_dim"
+            yield Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
+            return
+        yield from (problem.under("rope") for problem in self.rope.problems_in(self.rope_dim))
+        yield from self.expression_problems()
+
+    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
+        if not causal:
+            message = "latent attention is for attention to earlier tokens; this attends to a whole source"
+            yield Problem(("kind",), "S275", message, "use `kind: attention`")
+            return
+        yield from super().problems_of_context(dim, context, causal, prefix)
+
+    def _table(self, shape: Shape) -> RopeTable:
+        return self.rope.table(self.rope_dim, shape.context)
+
+    def shared(self, shape: Shape) -> tuple[Shared, ...]:
+        return tuple(table for table in (self._table(shape), self.documents) if table is not None)
+
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        ring = self.ring(shape)
+        positions = shape.cache_length if ring is None else sum(ring)
+        return {"kv": shape.cached(positions, 1, self.kv_rank + self.rope_dim)}
+
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
+        _, positions, heads, size = self.state(shape)["kv"].shape
+        assert isinstance(positions, int) and isinstance(heads, int) and isinstance(size, int)
+        return {"kv": b.add("kv.cache", Zeros((positions, heads, size)), (context.memory,))}
+
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        q, q_rope = self._queries(b, x, shape, context)
+        c = self._normed(
+            b, affine(b, x, "kv_down", (self._rank(shape), shape.dim), shape, shape.matrix_init, self.bias), "kv"
+        )
+        size = (self._rotated(shape), shape.dim)
+        k_rope = affine(b, x, "k_rope", size, shape, shape.matrix_init, self.bias)
+        k_rope = self._turned(b, b.add("k_rope.heads", SplitHeads(1), (k_rope,)), "k_rope", shape, context)
+        lowered = self._absorbed if context.cache else self._naive
+        y, state = lowered(b, (q, q_rope), c, k_rope, shape, context)
+        y = self.wired("y", lambda: y, self.queries(shape), context)
+        size = (shape.dim, self.queries(shape) * self._value_channels(shape))
+        merged = b.add("y.merged", MergeHeads(), (y,))
+        return Lowered(affine(b, merged, "out", size, shape, shape.output_init, self.bias), state)
+
+    def _queries(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> tuple[str, str]:
+        """Adds the queries. Returns the part without positions [B, T, H, N] and the rotated part [B, T, H, R]."""
+        heads, features = self.queries(shape), shape.dim
+        if self.q_rank is not None:
+            features = shape.size("Q_RANK", self.q_rank, "features of the latent of queries", self.title)
+            down = affine(b, x, "q_down", (features, shape.dim), shape, shape.matrix_init, self.bias)
+            x = self._normed(b, down, "q")
+        parts = []
+        for name, channels in (("q", self._key_channels(shape)), ("q_rope", self._rotated(shape))):
+            part = affine(b, x, name, (heads * channels, features), shape, shape.matrix_init, self.bias)
+            parts.append(b.add(f"{name}.heads", SplitHeads(heads), (part,)))
+        return parts[0], self._turned(b, parts[1], "q_rope", shape, context)
+
+    def _naive(
+        self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
+    ) -> tuple[str, Mapping[str, str]]:
+        """Adds attention to the keys and values of all heads. Returns [B, T, H, V] and no state."""
+        heads = self.queries(shape)
+        products = ((name, b.add(name, Linear(), (c, weight))) for name, weight in self._up(b, shape))
+        k, v = (b.add(f"{name}.heads", SplitHeads(heads), (product,)) for name, product in products)
+        k_rope = b.add("k_rope.all", ExpandHeads(heads), (k_rope,))
+        q_whole, k_whole = b.add("q.whole", Concat(), q), b.add("k.whole", Concat(), (k, k_rope))
+        q_whole = self.scaled(b, q_whole, shape)
+        return self.attend(b, q_whole, k_whole, v, shape, context, self.score_fields(shape)), {}
+
+    def _absorbed(
+        self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
+    ) -> tuple[str, Mapping[str, str]]:
+        """Adds attention to the cached latents. Returns [B, T, H, V] and the new state."""
+        (_, key), (_, value) = self._up(b, shape)
+        latent = b.add("latent", Concat(), (b.add("c.heads", SplitHeads(1), (c,)), k_rope))
+        read, state = self.cached(b, {"kv": latent}, shape, context)
+        keys = read["kv"]
+        values = b.add("kv.latent", FirstFeatures(self._rank(shape)), (keys,))
+        wide = b.add("q.whole", Concat(), (b.add("q.absorbed", HeadLinear(), (q[0], key)), q[1]))
+        # attention divides by the root of the channels of q, which are more than those of the naive form
+        fields = self.score_fields(shape)
+        wide = self.scaled(b, wide, shape)
+        factor = fields.scale or self.size(shape.dim) ** -0.5
+        text = f"q * {factor * (self.kv_rank + self.rope_dim) ** 0.5!r}"
+        wide = b.add("q.absorbed_scale", Pointwise((text,), ("q",)), (wide,))
+        y = self.attend(b, wide, keys, values, shape, context, replace(fields, scale=None))
+        return b.add("y.values", HeadLinear(transposed=True), (y, value)), state
+
+    def _up(self, b: Builder, shape: Shape) -> Iterator[tuple[str, str]]:
+        """Yields the names of the key and value matrices and the matrices, [H N, kv_rank] and [H V, kv_rank]."""
+        for name, channels in (("k", self._key_channels(shape)), ("v", self._value_channels(shape))):
+            size = shape.activation(self.queries(shape) * channels, self._rank(shape))
+            yield name, b.param(name, size, shape.matrix_init)
+
+    def _turned(self, b: Builder, x: str, name: str, shape: Shape, context: LoweringContext) -> str:
+        table = self._table(shape)
+        cos, sin = context.shared[table.name], context.shared[f"{table.name}:1"]
+        return b.add(f"{name}.turned", Rope(self.rope.pairs == "neighbors"), (x, cos, sin))
+
+    def _normed(self, b: Builder, latent: str, name: str) -> str:
+        if self.norm is None:
+            return latent
+        op = RmsNorm(self.norm.eps, self.norm.weight != WEIGHTLESS)
+        return normalized(b, latent, f"{name}_down.norm", op, self.norm.weight, False, f"{name}_norm")
+
+    def _rank(self, shape: Shape) -> int:
+        return shape.size("KV_RANK", self.kv_rank, "features of the latent of keys and values", self.title)
+
+    def _rotated(self, shape: Shape) -> int:
+        return shape.size("R", self.rope_dim, "channels of a head with rotary positions", self.title)
+
+    def _key_channels(self, shape: Shape) -> int:
+        return shape.size("C", self._keys(shape.dim), "channels of q and k of a head without positions", self.title)
+
+    def _value_channels(self, shape: Shape) -> int:
+        if self._values(shape.dim) == self._keys(shape.dim):
+            return self._key_channels(shape)
+        return shape.size("D", self._values(shape.dim), "channels of v of a head", self.title)

@@ -1,0 +1,231 @@
+"""A mixture of experts: feed-forward networks of which a router chooses a few for each token."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
+from specc.compiler.blocks.mlp import FeedForward, Mlp
+from specc.compiler.blocks.wiring import WiringText
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import output_ref
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import Dim, TensorType
+from specc.compiler.ops.experts.dispatch import Combine, Dispatch, GroupedLinear, OfExperts, SortByExpert
+from specc.compiler.ops.experts.load import AttachLoad, BalanceLoss, ExpertLoad
+from specc.compiler.ops.experts.router import BestGroups, LogSumExp, ScoresOf, ShareOfSum, Softmax, TopExperts
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.loss import MeanSquare
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.programs.init import constant
+from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
+
+SCORES: Mapping[str, Op] = {"softmax": Softmax(), "sigmoid": Pointwise(("sigmoid(x)",), ("x",))}
+MULTIPLE = 8  # of features: grouped products on a GPU need rows of 16 bytes
+BALANCE = ("balance", "sequence_balance")  # the losses of the load
+
+
+Biases = Annotated[tuple[Literal["router", "up", "gate", "down"], ...], Field(min_length=1, max_length=4)]
+
+
+class Router(StrictModel):
+    """The choice of experts. Logits and scores are computed in f32.
+
+    Attributes:
+        score: the scores of experts: the softmax of the logits, or the sigmoid of each.
+        bias: whether a bias of each expert is added to the scores for the choice alone. Its gradient is the expert's
+            load less the mean load, so that the optimizer `sign` balances the load without a loss (Wang et al. 2024,
+            arXiv 2408.15664).
+        normalize: whether the weights of a token's experts, which are their scores, are divided by their sum.
+        scale: the factor of the weights.
+        groups: the number of groups of experts, of equal sizes. A token has experts of `top_groups` groups only
+            (DeepSeek-V3, arXiv 2412.19437).
+        top_groups: the number of groups of a token; all if unset.
+        group_best: how many of the largest scores of a group are summed for the choice of groups.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    bias: bool = False
+    normalize: bool = False
+    scale: PositiveFloat = 1.0
+    groups: Positive = later(1)
+    top_groups: Positive | None = later(None)
+    group_best: Positive = later(2)
+
+
+class Moe(FeedForward):
+    """The weighted sum of the `top_k` experts that a router chooses for each token. Each expert is an MLP. No token is
+    dropped, and no choice depends on another token.
+
+    Losses of the layer, by `auxiliary` terms: `balance` (Fedus et al. 2022, 1 for equal loads), `sequence_balance` (the
+    same within each sequence), and `z`, the mean of log(sum(exp(logits))) ** 2 (Zoph et al. 2022).
+
+    Attributes:
+        experts: the number of experts.
+        top_k: the experts of a token. With 1 the layer is that of Switch Transformers.
+        shared_experts: the number of further experts that all tokens have, with weight 1. They are one MLP of that many
+            widths.
+        router: the choice of experts.
+        router_input: the value that the router reads, an expression. If unset, the input of the layer. `x0` is the
+            embedding of the token.
+        bias: whether each expert has a bias of its matrices, and the router one of its logits, or the list of those
+            that have a bias. Shared experts have none.
+    """
+
+    inner: ClassVar[tuple[str, ...]] = ("router_input",)
+
+    kind: Literal["moe"]
+    experts: Positive
+    top_k: Positive
+    shared_experts: Annotated[int, Field(ge=0, le=1024)] = 0
+    router: Router = Router.model_construct()
+    router_input: WiringText | None = None
+    bias: bool | Biases = later(False)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        return (*super().losses, *BALANCE, "z")
+
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+        yield from super().problems_in(dim, layers)
+        if self.top_k > self.experts:
+            message = f"top_k is {self.top_k}, but there are {self.experts} experts"
+            related = (("the experts", ("experts",)),)
+            yield Problem(("top_k",), "S286", message, f"use at most {self.experts}", related)
+        if wrong := next((size for size in (self.width(dim), dim) if size % MULTIPLE), None):
+            what = "the width of an expert" if wrong == self.width(dim) else "the width of the model"
+            hint = f"choose a multiple of {MULTIPLE}, which products of experts on a GPU need"
+            yield Problem(("hidden" if self.hidden else "ratio",), "S286", f"{what} is {wrong}", hint)
+        if self.experts > 2**15:
+            yield Problem(("experts",), "S286", f"{self.experts:,} experts are more than 32,768", "use fewer experts")
+        if self.router.normalize and self.top_k == 1:
+            message = "the weight of a single expert, divided by itself, is always 1, so the router would not learn"
+            yield Problem(("router", "normalize"), "S286", message, "remove normalize, or use a top_k of at least 2")
+
+        yield from (problem.under("router") for problem in self._group_problems())
+
+    def _group_problems(self) -> Iterator[Problem]:
+        router, size = self.router, self.experts // self.router.groups
+        chosen = router.top_groups or router.groups
+        if self.experts % router.groups:
+            message = f"{router.groups} groups do not divide {self.experts} experts"
+            yield Problem(("groups",), "S286", message, f"choose a divisor of {self.experts}")
+        elif chosen > router.groups:
+            message = f"top_groups is {chosen}, but there are {router.groups} groups"
+            yield Problem(("top_groups",), "S286", message, f"use at most {router.groups}")
+        elif chosen * size < self.top_k <= self.experts:
+            message = f"top_k is {self.top_k}, but {chosen} of the groups have {chosen * size} experts"
+            yield Problem(("top_groups",), "S286", message, "choose more groups, or fewer experts per token")
+        elif router.groups > 1 and router.group_best > size:
+            message = f"group_best is {router.group_best}, but a group has {size} experts"
+            yield Problem(("group_best",), "S286", message, f"use at most {size}")
+
+    def _has_bias(self, name: str) -> bool:
+        return self.bias if isinstance(self.bias, bool) else name in self.bias
+
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        width = shape.size("W", int(self.width(shape.dim)), "features inside an expert", self.title)
+        count = shape.size("N", self.experts, "experts", self.title)
+        chosen = shape.size("K", self.top_k, "experts of a token", self.title)
+        logits = self._logits(b, x, count, shape, context)
+        scores = b.add("scores", SCORES[self.router.score], (logits,))
+        bias = (b.param("router_bias", TensorType((count,), "f32"), constant(0.0)),) if self.router.bias else ()
+        experts = self._chosen(b, scores, bias, chosen)
+        losses, load = self._losses(b, logits, scores, experts, count, context)
+        weights = self._weights(b, scores, experts)
+        if load and self.router.bias:
+            weights = b.add("weights.load", AttachLoad(), (weights, *bias, load))
+        order = b.add("order", SortByExpert(count), (experts,))
+        place, ends = output_ref(order, 1), output_ref(order, 2)
+        rows = b.add("rows", Dispatch(), (x, order, place))
+
+        def product(name: str, read: str = rows, size: tuple[Dim, Dim] = (width, shape.dim)) -> str:
+            init = shape.output_init if name == "down" else shape.matrix_init
+            weight = b.param(name, shape.activation(count, *size), init)
+            product = b.add(name, GroupedLinear(), (read, weight, ends))
+            if not self._has_bias(name):
+                return product
+            vectors = b.param(f"{name}_bias", shape.activation(count, size[0]), constant(0.0))
+            added = b.add(f"{name}.bias", OfExperts(), (vectors, experts, order))
+            return b.add(f"{name}.biased", Pointwise(("x + bias",), ("x", "bias")), (product, added))
+
+        down = product("down", self.activated(b, product), (shape.dim, width))
+        y = b.add("y", Combine(), (down, weights, order, place))
+        return Lowered(self._with_shared(b, x, y, shape, context), losses=losses)
+
+    def _logits(self, b: Builder, x: str, count: int, shape: Shape, context: LoweringContext) -> str:
+        """Adds the router's logits f32[B, T, N] and returns them."""
+        if self.router_input is not None and context.wire is not None:
+            x = context.wire(self.router_input, "router.input", {"router_input": x}, 0)
+        if b.types[x].dtype != "f32":
+            x = b.add("router.wide", Pointwise(("x",), ("x",), dtype="f32"), (x,))
+        weight = b.param("router", TensorType((count, b.types[x].width), "f32"), shape.matrix_init)
+        logits = b.add("router", Linear(), (x, weight))
+        if not self._has_bias("router"):
+            return logits
+        bias = b.param("logits_bias", TensorType((count,), "f32"), constant(0.0))
+        return b.add("router.biased", Pointwise(("x + bias",), ("x", "bias")), (logits, bias))
+
+    def _chosen(self, b: Builder, scores: str, bias: Sequence[str], count: int) -> str:
+        """Adds the experts i64[B, T, K] of each token and returns them."""
+        router = self.router
+        if router.top_groups in (None, router.groups):
+            return b.add("experts", TopExperts(count, router.bias), (scores, *bias))
+        assert router.top_groups is not None
+        if bias:
+            scores = b.add("scores.biased", Pointwise(("x + bias",), ("x", "bias")), (scores, *bias))
+        best = BestGroups(router.groups, router.top_groups, router.group_best)
+        return b.add("experts", TopExperts(count), (b.add("scores.best", best, (scores,)),))
+
+    def _weights(self, b: Builder, scores: str, experts: str) -> str:
+        """Adds the weights f32[B, T, K] of the chosen experts and returns them."""
+        weights = b.add("weights", ScoresOf(), (scores, experts))
+        if self.router.normalize:
+            weights = b.add("weights.normalized", ShareOfSum(), (weights,))
+        if self.router.scale != 1:
+            scale = b.constant("router_scale", self.router.scale, self.router.scale)
+            weights = b.add("weights.scaled", Pointwise((f"w * {scale!r}",), ("w",)), (weights,))
+        return weights
+
+    def _losses(
+        self, b: Builder, logits: str, scores: str, experts: str, count: int, context: LoweringContext
+    ) -> tuple[Mapping[str, str], str]:
+        """Adds the losses that have a weight in training.
+
+        Args:
+            b: the builder of the function.
+            logits: the router's logits, f32[B, T, N].
+            scores: the scores of experts, f32[B, T, N].
+            experts: the chosen experts, i64[B, T, K].
+            count: the number of experts, N.
+            context: the weights of losses.
+
+        Returns:
+            The losses by name, and the load f32[B, N], which is empty if neither a loss nor the bias reads it.
+        """
+        stated = [name for name in (*BALANCE, "z") if f"{self.title}.{name}" in context.weights]
+        losses: dict[str, str] = {}
+        balanced = [name for name in stated if name in BALANCE]
+        load = ""
+        if context.training and (balanced or self.router.bias):
+            load = b.add("load", ExpertLoad(count), (experts,))
+        if balanced:
+            # the sigmoids of a token have no fixed sum
+            shares = scores if self.router.score == "softmax" else b.add("scores.share", ShareOfSum(), (scores,))
+            losses |= {name: b.add(name, BalanceLoss(name != "balance"), (shares, load)) for name in balanced}
+        if "z" in stated:
+            losses["z"] = b.add("z", MeanSquare(), (b.add("router.lse", LogSumExp(), (logits,)),))
+        return losses, load
+
+    def _with_shared(self, b: Builder, x: str, routed: str, shape: Shape, context: LoweringContext) -> str:
+        """Returns the sum of the routed and the shared experts."""
+        if not self.shared_experts:
+            return routed
+        outer = b.scope
+        b.scope = b.path("shared")
+        width = self.shared_experts * self.width(shape.dim)
+        mlp = Mlp(kind="mlp", name=f"{self.title}_shared", hidden=width, act=self.act)
+        shared = mlp.lower(b, x, shape, context).value
+        b.scope = outer
+        return b.add("sum", Pointwise(("routed + shared",), ("routed", "shared")), (routed, shared))

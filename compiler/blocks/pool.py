@@ -1,0 +1,123 @@
+"""Pooled keys and values: attention to whole blocks of earlier tokens by a few keys per block."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specc.compiler.blocks.context import LoweringContext, Shape
+from specc.compiler.expr.mask import BLOCKS, bound_blocks
+from specc.compiler.expr.parse import parse
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.attention import ScoreFields
+from specc.compiler.ops.pooled.attention import PoolWrite, SdpaPooled, SdpaPooledCached
+from specc.compiler.ops.pooled.pooling import POOLINGS
+from specc.compiler.strict import Problem, StrictModel, accepted_by
+
+MaskText = Annotated[
+    str, Field(min_length=1, max_length=500), accepted_by(lambda text: parse(text, BLOCKS.whole, BLOCKS))
+]
+
+
+class Pool(StrictModel):
+    """Keys and values of blocks of tokens, beside those of the single tokens that the mask of attention lets through.
+
+    Attributes:
+        block: the number of tokens of a block.
+        by: how the keys, and the values, of a block become one. `mean`, or `max` by channel; `reservoir`: those of
+            random tokens of the block; `latent`: means with the weights of learned latent tokens, which attend to the
+            keys of the block.
+        tokens: the number of random or latent tokens per block.
+        seed: the seed of random tokens.
+        mask: the condition under which a query attends to a block, over the position `i` of the query, the first
+            position `j` of the block, the head `h` and the number of tokens `block`. If unset, a query attends to a
+            block that is whole, and whose first token the mask of attention hides. In a mask that reads documents, all
+            tokens of the block must be in the document of the query.
+    """
+
+    block: Annotated[int, Field(ge=2, le=4096)] = 64
+    by: Literal["mean", "max", "reservoir", "latent"] = "mean"
+    tokens: Annotated[int, Field(ge=1, le=64)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    mask: MaskText | None = None
+
+    def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
+        """Yields the problems in a model of `context` tokens, except those of the proof of causality. `masks` are those
+        of attention. Paths are relative to `pool`."""
+        if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
+            message = "the mask of blocks reads documents, but the mask of attention does not"
+            yield Problem(("mask",), "S289", message, "add the condition to both, or to none")
+        if self.block > context:
+            message = f"a block has {self.block} tokens, and the context {context}"
+            yield Problem(("block",), "S289", message, f"use at most {context}")
+        if self.tokens > 1 and not POOLINGS[self.by].several:
+            message = f"{self.by} has one result per block, not {self.tokens}"
+            yield Problem(("tokens",), "S289", message, "remove tokens, or use `by: reservoir` or `by: latent`")
+        elif self.tokens >= self.block:
+            message = f"{self.tokens} of the {self.block} tokens of a block: nothing is pooled"
+            yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
+        if self.seed and "number" not in POOLINGS[self.by].reads:
+            yield Problem(("seed",), "S289", f"{self.by} is not random", "remove seed, or use `by: reservoir`")
+
+    def bound(self, mask: str, heads: int, context: int, prefix: int) -> str:
+        """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises as
+        `bound_blocks`."""
+        return bound_blocks(self.mask, mask, self.block, heads, context, prefix)
+
+    def rows(self, context: int) -> int:
+        """Returns the number of pooled keys that a cache of `context` positions stores."""
+        return -(-context // self.block) * self.tokens
+
+    def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
+        """Declares the latent tokens, if the pooling reads them, and returns them as inputs of its ops."""
+        if "latents" not in POOLINGS[self.by].reads:
+            return ()
+        return (b.param("latents", shape.activation(self.tokens, groups * channels), shape.matrix_init),)
+
+    def op(self, fields: ScoreFields, pooled: str) -> SdpaPooled:
+        """Returns attention over a whole sequence, for the mask `pooled` of blocks. The inputs of the op are q, k, v,
+        the additional ones of `fields`, and the latents."""
+        return SdpaPooled(*_settings(fields), *self._settings, pooled)
+
+    def cached_op(self, fields: ScoreFields, pooled: str, ring: tuple[int, int] | None) -> SdpaPooledCached:
+        """Returns attention over a cache. The positions and the state follow v; see `op`."""
+        return SdpaPooledCached(*_settings(fields), *self._settings, pooled, ring)
+
+    def write(
+        self,
+        b: Builder,
+        rows: Mapping[str, str],
+        latents: tuple[str, ...],
+        context: LoweringContext,
+        ring: tuple[int, int] | None,
+    ) -> Mapping[str, str]:
+        """Adds the pooling of the blocks to which the input tokens belong. Returns the new state.
+
+        Args:
+            b: the builder of the function.
+            rows: the keys `k` and values `v` to attend to, [B, S, G, C], which include those of the input tokens.
+            latents: the latent tokens, if the pooling reads them.
+            context: the positions of the input tokens, and the state of the layer.
+            ring: the ring of the cache of single tokens.
+        """
+        op, state = PoolWrite(*self._settings, ring), {}
+        values = {"keys": (rows["k"],), "latents": latents}
+        for name, row in rows.items():
+            inputs = (context.cache[f"pooled_{name}"], row, context.positions)
+            others = (value for read in op.reads for value in values[read])
+            state[f"pooled_{name}"] = b.add(f"{name}.pooled", op, (*inputs, *others))
+        return state
+
+    @property
+    def _settings(self) -> tuple[int, str, int, int]:
+        return self.block, self.by, self.tokens, self.seed
+
+    def state(self, rows: TensorType, context: int) -> Mapping[str, TensorType]:
+        """Returns the types of the state, for a cache of single tokens [B, S, G, C]."""
+        pooled = rows.with_shape("B", self.rows(context), *rows.shape[2:])
+        return {"pooled_k": pooled, "pooled_v": pooled}
+
+
+def _settings(fields: ScoreFields) -> tuple[str, str, float | None, tuple[str, ...], bool]:
+    return fields.score, fields.mask, fields.scale, fields.tables, fields.sinks

@@ -1,0 +1,286 @@
+"""Base of layers that attend to earlier tokens by a score and a mask: expressions, their proofs, and the cache."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from math import isclose
+from typing import Annotated
+
+from pydantic import Field
+
+from specc.compiler.blocks.context import LoweringContext, Shape
+from specc.compiler.blocks.document_mask import Documents
+from specc.compiler.blocks.parts import Layer
+from specc.compiler.blocks.previous import TokenId
+from specc.compiler.blocks.wiring import Counts, WiringText, number
+from specc.compiler.expr import Const, ExprError, parse, substitute, variables
+from specc.compiler.expr.interval import atoms
+from specc.compiler.expr.mask import CAUSAL, NUMBERS, POSITIONS, Sizes, bound_mask, parse_mask, sees_later, window_of
+from specc.compiler.expr.score import PLAIN, bound_score, parse_score
+from specc.compiler.expr.values import Read
+from specc.compiler.expr.wiring import parse_wiring
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached
+from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
+from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.programs.init import constant, formula, value_of
+from specc.compiler.schedule import SegmentSchedule, points_of
+from specc.compiler.strict import Positive, Problem, Unit, accepted_by, later
+
+MaskText = Annotated[str, Field(min_length=1, max_length=500), accepted_by(parse_mask)]
+
+
+class MaskSchedule(SegmentSchedule):
+    """A mask that changes during training."""
+
+    at: Annotated[tuple[tuple[Unit, MaskText], ...], Field(min_length=1, max_length=16)]
+
+
+# The names of other values in a score, or in the functions that are generated for attention.
+TAKEN = {"s", *POSITIONS, *NUMBERS, "q", "k", "v", "y", "dy", "lse", "positions", "start", "starts", "sinks"}
+ScoreText = Annotated[str, Field(min_length=1, max_length=500)]
+
+
+class ScoreAndMask(Layer):
+    """A layer whose heads attend by a score and a mask.
+
+    Attributes:
+        heads: the number of query heads.
+        score: the score of a query and a key: an expression of `s`, the scaled product of the two. It may read the
+            position `i` of the query, the position `j` of the key, the head `h`, the sizes `heads`, `kv_heads`,
+            `head_dim`, `values`, `dim`, `context` and `prefix`, `slope(h)` (ALiBi, Press et al., 2022), `bucket` (T5,
+            Raffel et al., 2020), and elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`.
+        mask: the condition under which a query attends to a key, over `i`, `j`, `h` and these sizes, such as `j <= i
+            and i - j < 512`. `document(i) == document(j)` holds within a document. Only the tokens of the `prefix` of
+            the model may attend to later tokens, those of the prefix: `j <= i or j < prefix`. The mask may have a
+            schedule.
+        scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`;
+            `1/sqrt(head_dim)` if unset.
+        sinks: whether each head has a learned logit that adds to the denominator of the softmax alone.
+        y: the output: an expression of the result `y` of each head.
+        bos: the id that starts a document, for `document` in the mask.
+    """
+
+    heads: Positive
+    score: ScoreText = later(PLAIN)
+    mask: MaskText | MaskSchedule = later(CAUSAL)
+    scale: Annotated[float | str, formula("head_dim", "layer", "layers")] | None = later(None)
+    sinks: bool = later(False)
+    y: WiringText | None = later(None)
+    bos: TokenId | None = later(None)
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether the layer attends to the output of an encoder."""
+        return "reads_source" in self.traits
+
+    def size(self, dim: int) -> int:
+        """Returns the number of channels of q and k per head, in a model of `dim` features."""
+        raise TypeError(f"{type(self).__name__} must override `size`")
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The masks that the schedule contains, in order."""
+        return tuple(mask for _, mask in points_of(self.mask))
+
+    def bound_sizes(self, dim: int) -> Sizes:
+        """Returns the sizes that the score and the mask may read, in a model of `dim` features."""
+        return (("dim", dim), *self.sizes(dim).items())
+
+    def sees_later(self, dim: int, context: int, prefix: int) -> bool:
+        sizes = self.bound_sizes(dim)
+        masks = (bound_mask(mask, self.heads, context, prefix, sizes) for mask in self.masks)
+        return any(sees_later(mask, self.heads) for mask in masks)
+
+    def visible(self, mask: str, context: int, prefix: int) -> str:
+        """Returns the condition under which the score of a query and a key is read, for a canonical mask."""
+        return mask
+
+    def queries(self, shape: Shape) -> int:
+        """Returns the number of query heads."""
+        return shape.size("H", self.heads, "heads", self.title)
+
+    def expression_problems(self) -> Iterator[Problem]:
+        """Yields those problems of the score and the mask that do not depend on the context length."""
+        documents = any("document" in mask for mask in self.masks)
+        if documents and self.bos is None:
+            message = "the mask reads documents, but no id starts a document"
+            yield Problem(("mask",), "S272", message, "set `bos` to the id that the tokenizer puts before a document")
+        if self.bos is not None and not documents and not self.reads_source:
+            message = f"bos is {self.bos}, but the mask reads no documents"
+            hint = f"add it to the mask: `{self.masks[-1]} and document(i) == document(j)`, or remove bos"
+            yield Problem(("bos",), "S272", message, hint)
+        dims = {name: len(shape) for name, shape in self.tables.items()}
+        for name in sorted(dims.keys() & TAKEN):
+            message = f"{name} is the name of another value of attention, and cannot be that of a table"
+            yield Problem(("learn", name), "S207", message, "choose another name")
+            return
+        try:
+            expr = parse_score(self.score, dims)
+        except ExprError as error:
+            hint = error.hint or "write an expression of s"
+            yield Problem(("score",), "S271", error.message, hint, offset=error.column)
+            return
+        for name in dims:
+            if name not in {part.table for part in atoms(expr) if isinstance(part, Read)}:
+                message = f"the score does not read the table {name}"
+                yield Problem(("learn", name), "S247", message, f"read an element of {name} in `score`, or remove it")
+
+    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
+        if not causal or self.reads_source:
+            for name, default in (("score", PLAIN), ("mask", CAUSAL), ("scale", None), ("sinks", False)):
+                if getattr(self, name) != default:
+                    message = f"{name} is for attention to earlier tokens; this attends to a whole source"
+                    yield Problem((name,), "S275", message, f"remove {name}")
+            return
+        masks = []
+        for place, mask in enumerate(self.masks):
+            try:
+                masks.append(bound_mask(mask, self.heads, context, prefix, self.bound_sizes(dim)))
+            except ExprError as error:
+                path = ("mask", "at", place, 1) if isinstance(self.mask, MaskSchedule) else ("mask",)
+                hint = error.hint or "write a simpler mask"
+                yield Problem(path, "S276", error.message, hint, offset=error.column)
+                return
+        sizes = {"dim": dim, "context": context, "prefix": prefix, **self.sizes(dim)}
+        if any(True for name in self.tables for _ in self.learn[name].size_problem(sizes)):  # reported by the block
+            return
+        tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
+        try:
+            for mask in masks:
+                visible = self.visible(mask, context, prefix)
+                bound_score(self.score, tables, visible, self.heads, context, prefix, self.bound_sizes(dim))
+        except ExprError as error:
+            yield Problem(("score",), "S271", error.message, error.hint or "write a simpler score", offset=error.column)
+
+    @property
+    def tables(self) -> Mapping[str, Counts]:
+        """The shapes of the learned tables of the score, by name, as the spec states them."""
+        return {name: value.shape for name, value in self.learn.items() if isinstance(value.shape, tuple)}
+
+    @property
+    def own_values(self) -> tuple[str, ...]:
+        return tuple(self.tables)
+
+    def score_fields(self, shape: Shape) -> ScoreFields:
+        """Returns the score, the mask and related settings in a model of this shape."""
+        heads, sizes = self.heads, {**shape.sizes, **self.sizes(shape.dim)}
+        tables = {name: self.learn[name].dims(sizes) for name in self.tables}
+        bound = self.bound_sizes(shape.dim)
+        mask = bound_mask(self.masks[-1], heads, shape.context, shape.prefix, bound)
+        visible = self.visible(mask, shape.context, shape.prefix)
+        score = bound_score(self.score, tuple(tables.items()), visible, heads, shape.context, shape.prefix, bound)
+        scale = None if self.scale is None or self._layered else self._scale(shape)
+        usual = scale is not None and isclose(scale, self.size(shape.dim) ** -0.5, rel_tol=1e-12)
+        return ScoreFields(score, mask, None if usual else scale, tuple(tables), self.sinks)
+
+    def problems_of_layer(self, dim: int, layer: int, layers: int) -> Iterator[Problem]:
+        if not isinstance(self.scale, str):
+            return
+        values = {"head_dim": self.size(dim), "layer": layer, "layers": layers}
+        try:
+            value_of(self.scale, **{name: float(value) for name, value in values.items()})
+        except ExprError as error:
+            message, hint = f"in layer {layer}, {error.message}", error.hint or "layers are counted from 0"
+            yield Problem(("scale",), "S216", message, hint, offset=error.column)
+
+    @property
+    def _layered(self) -> bool:
+        """Whether the scale depends on the layer. If so, q is multiplied by it, and the layers share one function."""
+        return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
+
+    def _scale(self, shape: Shape) -> float:
+        assert self.scale is not None
+        values = {"head_dim": self.size(shape.dim), "layer": shape.layer, "layers": shape.layers}
+        return value_of(self.scale, **{name: float(value) for name, value in values.items()})
+
+    def ring(self, shape: Shape) -> tuple[int, int] | None:
+        """Returns how many of the first and how many of the last positions the cache stores; None if it stores all
+        positions."""
+        if self.reads_source or shape.page or not isinstance(shape.cache_length, str):
+            return None
+        fields = self.score_fields(shape)
+        return window_of(fields.mask, self.heads, shape.context)
+
+    @property
+    def documents(self) -> Documents | None:
+        return None if self.bos is None else Documents(f"documents{self.bos}", ("starts",), mark=self.bos)
+
+    def cached(
+        self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext
+    ) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Writes `rows` [B, T, G, C] to the cache of the same names, in a program that has one.
+
+        Returns the rows to attend to, and the new state. Without a cache, these are `rows`, and no state.
+        """
+        if not context.cache:
+            return rows, {}
+        if context.table:
+            where = (context.positions, context.table)
+            pages = {
+                name: b.add(f"{name}.cache", PagedWrite(), (context.cache[name], value, *where))
+                for name, value in rows.items()
+            }
+            return pages, pages
+        ring = self.ring(shape)
+        read = dict(rows)
+        for name, value in rows.items() if ring is not None else ():
+            read[name] = b.add(f"{name}.ring", RingKeys(), (context.cache[name], value))
+        state = {}
+        for name, value in rows.items():
+            written = (context.cache[name], value, context.positions)
+            state[name] = b.add(f"{name}.cache", CacheWrite(ring), written)
+        return state if ring is None else read, state
+
+    def attend(
+        self, b: Builder, q: str, k: str, v: str, shape: Shape, context: LoweringContext, fields: ScoreFields
+    ) -> str:
+        """Adds the attention op of a program: without a cache, with a cache, or with a cache of pages.
+
+        Args:
+            b: The graph, to which the op is added.
+            q: The queries [B, T, H, C].
+            k: The keys [B, S, G, C].
+            v: The values [B, S, G, D].
+            shape: The shape of the model.
+            context: The cache and the positions of the program.
+            fields: The score, the mask and the tables of the layer.
+
+        Returns:
+            The name of the result [B, T, H, D].
+        """
+        further = tuple(self.further(b, fields, shape, context))
+        settings = (fields.score, fields.mask, fields.scale, fields.tables, fields.sinks)
+        if not context.cache:
+            return b.add("y", Sdpa(*settings), (q, k, v, *further))
+        if context.table:
+            return b.add("y", SdpaPaged(*settings), (q, k, v, context.positions, context.table, *further))
+        return b.add("y", SdpaCached(*settings, self.ring(shape)), (q, k, v, context.positions, *further))
+
+    def further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
+        """Yields the inputs of attention other than q, k and v: the starts of documents, the sinks, and the tables."""
+        if form.documents:
+            assert self.documents is not None
+            yield context.shared[self.documents.name]
+        if self.sinks:
+            yield b.param("sinks", shape.activation(self.queries(shape)), constant(0.0))
+        sizes = {**self.sizes(shape.dim), "heads": self.queries(shape)}
+        for name in form.tables:
+            yield self.learn[name].declare(b, name, replace(shape, attention=tuple(sizes.items())))
+
+    def scaled(self, b: Builder, q: str, shape: Shape) -> str:
+        """Returns q, multiplied by the scale if the scale depends on the layer."""
+        if not self._layered:
+            return q
+        formula = substitute(parse(str(self.scale)), {"head_dim": Const(self.size(shape.dim))})
+        text, numbers = number(b, f"({formula}) * sqrt({self.size(shape.dim)})", "attention_scale", shape)
+        return b.add("q.scaled", Pointwise((f"q * {text}",), ("q", *numbers)), (q, *numbers.values()))
+
+    def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
+        """Returns the value of the field `name` as [B, T, H, C]. `plain` adds the value that the expression reads;
+        without an expression, that value is returned."""
+        text: str | None = getattr(self, name)
+        if text is None or context.wire is None:
+            return plain()
+        reads = name in parse_wiring(text).names.values()
+        return context.wire(text, f"{name}.wired", {name: plain()} if reads else {}, heads)

@@ -1,0 +1,148 @@
+"""The language of wiring: pointwise expressions over named values and values of earlier runs."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .index import names_in
+from .parse import parse
+from .values import Const, Expr, ExprError, Var, children, rebuild, variables
+
+OUTPUT, VALUE = "output", "value"  # output(k) is the stream after run k, value(k) the attention values of run k
+NUMBERS = ("layer", "layers")  # the names of numbers that every expression may read
+INDEX = ("layer", "layers", "run", "runs")  # the names that the k of a run may read
+
+
+@dataclass(frozen=True)
+class EarlierValue:
+    """A value of an earlier run, such as `output(layer - 1)`.
+
+    Attributes:
+        function: `output` or `value`.
+        index: the formula k of the run.
+        layer: the title of the layer whose value it is; empty for the output of the run.
+    """
+
+    function: str
+    index: str
+    layer: str = ""
+
+    def read_by(self, layer: str) -> "EarlierValue":
+        """Returns the value as an expression of a layer reads it: `value(k)` is of the layer of the same title."""
+        return self if self.function == OUTPUT else replace(self, layer=layer)
+
+    def __str__(self) -> str:
+        return f"{self.function}({self.index})"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A parsed expression.
+
+    Attributes:
+        expr: the expression. Its variables have no dots.
+        names: the spec's name of each variable that is a value.
+        earlier: the value of each variable that is a value of an earlier run.
+    """
+
+    expr: Expr
+    names: Mapping[str, str]
+    earlier: Mapping[str, EarlierValue]
+
+
+@lru_cache(maxsize=1024)
+def parse_wiring(text: str) -> Wiring:
+    """Parses an expression over named values.
+
+    The language is the pointwise language with dotted names, `output(k)` and `value(k)`: the residual stream after run
+    k, and the values of the heads of attention in run k. k is a formula of whole numbers.
+
+    Raises:
+        ExprError: if the text is not a valid expression.
+    """
+    dotted: dict[str, str] = {}
+    earlier: dict[str, EarlierValue] = {}
+    plain = text
+    for node in _special(text):
+        start, end = node.col_offset, node.end_col_offset or 0
+        written = text[start:end]
+        if isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            if len(node.args) != 1 or node.keywords:
+                raise ExprError(f"{function} takes one argument", start, f"write {function}(layer - 1)")
+            value = EarlierValue(function, ast.unparse(node.args[0]))
+            if unknown := names_in(value.index) - set(INDEX):
+                message = f"the run of {function} reads `{min(unknown)}`"
+                raise ExprError(message, start, f"the names are {', '.join(INDEX)}")
+            label = next((name for name, known in earlier.items() if known == value), f"{function}{len(earlier)}")
+            earlier[label] = value
+        else:
+            label = written.replace(".", "_")
+            dotted[label] = written
+        # a replacement of equal length keeps the columns of later errors
+        plain = f"{plain[:start]}{label:<{end - start}}{plain[end:]}"
+    expr = parse(plain)
+    names = {name: dotted.get(name, name) for name in variables(expr) if name not in earlier and name not in NUMBERS}
+    return Wiring(expr, names, earlier)
+
+
+def _special(text: str) -> Iterator[ast.Attribute | ast.Call]:
+    """Yields the dotted names and the values of earlier runs. Yields nothing if Python cannot parse the text."""
+    try:
+        tree = ast.parse(f"({text})", mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        special = isinstance(node, ast.Attribute) and _is_dotted(node)
+        if special or (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in (OUTPUT, VALUE)
+        ):
+            assert isinstance(node, ast.Attribute | ast.Call)
+            node.col_offset, node.end_col_offset = node.col_offset - 1, (node.end_col_offset or 0) - 1
+            yield node
+
+
+def _is_dotted(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) or (isinstance(node, ast.Attribute) and _is_dotted(node.value))
+
+
+def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
+    """Returns the expression E such that `base` with E substituted for the variable `name` equals `expr`; None if there
+    is no such expression."""
+    if base == Var(name):
+        return expr
+    inner, other = children(base), children(expr)
+    if (
+        not inner
+        or len(inner) != len(other)
+        or rebuild(base, lambda _: Const(0.0)) != rebuild(expr, lambda _: Const(0.0))
+    ):
+        return None
+    inside: Expr | None = None
+    for a, b in zip(inner, other, strict=True):
+        if name not in variables(a):
+            if a != b:
+                return None
+            continue
+        part = wrapped(a, b, name)
+        if part is None or inside not in (None, part):
+            return None
+        inside = part
+    return inside
+
+
+def repeated(expr: Expr) -> Expr | None:
+    """Returns the largest repeated subexpression that reads a value; None if there is none."""
+    counts: Counter[Expr] = Counter()
+    queue = [expr]
+    for part in queue:  # the list grows during the loop
+        if children(part) and not set(variables(part)) <= set(NUMBERS):
+            counts[part] += 1
+        queue += children(part)
+    return max((part for part, count in counts.items() if count > 1), key=lambda part: part.size, default=None)
+
+
+def replaced(expr: Expr, part: Expr, other: Expr) -> Expr:
+    return other if expr == part else rebuild(expr, lambda inner: replaced(inner, part, other))

@@ -1,0 +1,116 @@
+"""The builder of graphs, which infers the type of each node that it adds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specc.compiler.ir.graph import Graph, Named, Node, node_of
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType, TypeRuleError
+
+
+@dataclass
+class Builder:
+    """Builds one graph by adding nodes. `scope` is prepended to the name of each node and parameter.
+
+    A formula of the spec becomes a constant of the generated code. `constants` maps the name of the constant to the
+    value and the text of the formula.
+    """
+
+    name: str
+    scope: str = ""
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[Named] = field(default_factory=list)
+    params: dict[str, TensorType] = field(default_factory=dict)
+    scalars: dict[str, tuple[float, str]] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(default_factory=dict)
+    inits: dict[str, object] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, tuple[float, str]] = field(default_factory=dict)
+    learned: set[str] = field(default_factory=set)
+
+    def input(self, name: str, type: TensorType) -> str:
+        """Declares an input of the graph and returns a reference to it."""
+        self.inputs.append((name, type))
+        self.types[name] = type
+        return name
+
+    def scalar(self, name: str, value: float, formula: str) -> str:
+        """Declares a number that each caller passes, and returns a reference to it. `value` is the number that this
+        call passes. `formula` is the text in the spec."""
+        self.scalars.setdefault(name, (value, formula))
+        self.types[f"${name}"] = TensorType((), "f32")
+        return f"${name}"
+
+    def param(self, name: str, type: TensorType, init: object) -> str:
+        """Declares a parameter in the scope, with an initialization, and returns a reference to it.
+
+        A second declaration of a name refers to the same parameter. Raises TypeRuleError if its type differs, or if the
+        name is that of a learned value.
+        """
+        path = self.path(name)
+        if path in self.learned:
+            raise _same_name(path)
+        self.inits.setdefault(path, init)
+        if self.params.setdefault(path, type) != type:
+            raise TypeRuleError(f"parameter {path} is both {self.params[path]} and {type}")
+        self.types[f"@{path}"] = type
+        return f"@{path}"
+
+    def learned_param(self, name: str, type: TensorType, init: object) -> str:
+        """Declares the parameter of a learned value of the spec, whose name no other parameter may have. Raises
+        TypeRuleError if one has it."""
+        path = self.path(name)
+        if path in self.params and path not in self.learned:
+            raise _same_name(path)
+        self.learned.discard(path)
+        ref = self.param(name, type, init)
+        self.learned.add(path)
+        return ref
+
+    def constant(self, name: str, value: float, formula: float | str) -> float:
+        """Returns `value`. If `formula` is text, records the value and the formula under `name`."""
+        if isinstance(formula, str):
+            self.constants[name.upper()] = value, formula
+        return value
+
+    def path(self, name: str) -> str:
+        return f"{self.scope}.{name}" if self.scope else name
+
+    def add(self, name: str, op: Op, inputs: Sequence[str]) -> str:
+        """Adds a node and returns its first output.
+
+        Raises TypeRuleError, naming the node, if the op cannot accept the inputs or the name is already used.
+        """
+        path = self.path(name)
+        if path in self.types:
+            raise TypeRuleError(f"two nodes are named {path}")
+        try:
+            types = op.infer([self.types[ref] for ref in inputs])
+        except TypeRuleError as error:
+            at_fault = inputs[error.inputs[0]] if error.inputs else ""
+            message = error.message.replace("{input}", self.origin(at_fault))
+            raise TypeRuleError(f"{path} {message}", error.inputs) from None
+        node = Node(path, op, tuple(inputs), types)
+        self.nodes.append(node)
+        self.types |= zip(node.outputs, types, strict=True)
+        return path
+
+    def origin(self, ref: str) -> str:
+        """Returns the name of the node that determined the features of a value, for error messages.
+
+        Goes back through ops that preserve features, such as norms, and through the call of this function.
+        """
+        by_name = {node.name: node for node in self.nodes}
+        while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
+            ref = node.inputs[0]
+        return self.origins.get(ref, node_of(ref))
+
+    def build(self, outputs: Mapping[str, str]) -> Graph:
+        params = tuple(self.params.items())
+        return Graph(
+            self.name, tuple(self.inputs), params, tuple(self.nodes), tuple(outputs.items()), tuple(self.scalars)
+        )
+
+
+def _same_name(path: str) -> TypeRuleError:
+    return TypeRuleError(f"{path} is both a parameter and a learned value", hint="choose another name under `learn`")

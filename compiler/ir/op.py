@@ -1,0 +1,188 @@
+"""The base class of the operations of a graph, and the interface of their derivative rules."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import ClassVar, Protocol
+
+from specc.compiler.ir.torch_call import TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+
+# Metadata of a field of an op that digests in locks of earlier versions do not contain, while it has its default.
+ADDED: Mapping[str, bool] = MappingProxyType({"digested": False})
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """Base of the operations. The fields of an instance are its settings.
+
+    Subclasses set `name`, override the class attributes below if the defaults do not apply, and implement the methods.
+    """
+
+    name: ClassVar[str] = ""
+    # Consumers may print the expression of this value inside their own line.
+    inline: ClassVar[bool] = True
+    # It computes a gradient: generated code names its value after this node, even if the node has an epilogue.
+    gradient: ClassVar[bool] = False
+    # It is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
+    matrix: ClassVar[bool] = False
+    # The category in which a plan counts its time.
+    work: ClassVar[str] = "pointwise"
+    # The output has the features of the first input, so that errors about features are attributed to that input.
+    keeps_features: ClassVar[bool] = False
+    # torch.compile does not compile it, so that a program with it is not a single graph.
+    apart: ClassVar[bool] = False
+    # It modifies its first input, a state, and returns it.
+    in_place: ClassVar[bool] = False
+    # Inside fused groups, the plan selects a kernel for it.
+    planned: ClassVar[bool] = False
+    # Outside of fused groups too, the plan selects a kernel for it.
+    everywhere: ClassVar[bool] = False
+    # A plan lists it inside fused groups, because it changes shapes.
+    listed: ClassVar[bool] = False
+    # It combines tokens of a sequence, so that the rows and tokens of sequences cannot be flattened to one dim.
+    mixes_tokens: ClassVar[bool] = False
+    # Its rows are independent of each other, in however many dims they are. If False, only sequences are independent.
+    rowwise: ClassVar[bool] = False
+    # Its rows are independent, and its first output is their mean or has one value per row: a group that ends in it may
+    # be computed in chunks of rows.
+    by_chunks: ClassVar[bool] = False
+    # The number of sums in sequence, each over values that were rounded after the previous sum.
+    chained: ClassVar[int] = 1
+    # Floating-point operations per element of the first output.
+    flops_per_output: ClassVar[int] = 1
+
+    @property
+    def arity(self) -> int:
+        """Returns the number of the op's own inputs. The other inputs of a node belong to the epilogue."""
+        raise TypeRuleError(f"{self.name} has no fixed arity")
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        """Returns names of the outputs for generated code, if there are several outputs or the node's name is too
+        general."""
+        return ()
+
+    @property
+    def input_labels(self) -> tuple[str, ...]:
+        """Returns names of the inputs in the code of a group, if the default names would be ambiguous."""
+        return ()
+
+    @property
+    def words(self) -> str:
+        """Returns a short description for a plan page."""
+        return self.name
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        """Returns the parts of a kernel name for the op and its size, such as `linear` and `n3072_k768`."""
+        return self.name, ""
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        """Returns the types of the outputs. Raises TypeRuleError if the op cannot accept the inputs."""
+        raise TypeRuleError(f"{self.name} has no type rule")
+
+    def ids_below(self, inputs: Sequence[TensorType]) -> int:
+        """Returns the exclusive upper bound of the integer inputs, which are indices of at least 0."""
+        raise TypeRuleError(f"{self.name} has no whole numbers to index with")
+
+    def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Makes random inputs consistent, if some inputs depend on others."""
+        return inputs
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        """Returns the number of floating-point operations.
+
+        A multiply-add counts as two, a pointwise operation as one per element.
+        """
+        return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
+
+    def used_share(self, inputs: Sequence[TensorType]) -> float:
+        """Returns the share of the parameters among the inputs that one token uses."""
+        return 1.0
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
+        """Returns the Torch call that computes the op, or None if only a kernel does."""
+        return None
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        """Returns the Python expression that computes the op, for argument expressions `args`."""
+        call = self.call(inputs)
+        if call is None:
+            raise TypeRuleError(f"{self.name} has no Torch call")
+        return call.text(args)
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        """Computes the op in plain Torch in the precision of the inputs, independently of `call`."""
+        raise TypeRuleError(f"{self.name} has no reference")
+
+    def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
+        """Computes the reference for a subset of the rows if the op is `rowwise`, else for a subset of the sequences.
+
+        Args:
+            some: the inputs, restricted to the subset.
+            every: the inputs of all rows, in any precision.
+            sums: the positions of outputs without rows. They are computed over `every`, in the precision of `some`.
+
+        Returns:
+            The outputs. Outputs with rows are restricted to the subset.
+        """
+        values = self.reference(*some)
+        if not sums:
+            return values
+        whole = self.reference(*(value.to(part.dtype) for value, part in zip(every, some, strict=True)))
+        if not isinstance(values, tuple) or not isinstance(whole, tuple):
+            return whole
+        return tuple(whole[i] if i in sums else value for i, value in enumerate(values))
+
+    def derivative(self, tape: "Tape") -> "Gradients | None":
+        """Adds the nodes that compute the gradients of the inputs and returns one gradient per input.
+
+        An entry is None if that input has no gradient. The result is None if the op has no derivative rule. Rules are
+        linear in the gradients of the outputs.
+        """
+        return None
+
+    def retyped(self, change: Callable[[TensorType], TensorType]) -> "Op":
+        """Returns the op with `change` applied to the types that its fields state."""
+        return self
+
+    def settings(self) -> str:
+        """Returns the fields as text, without fields that have the default value."""
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "{" + ", ".join(shown) + "}" if shown else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A gradient `value` with a pending factor `by`, f32[].
+
+    Because every derivative rule is linear, the multiplication is deferred until a gradient leaves the group.
+    """
+
+    value: str
+    by: str
+
+
+Gradients = tuple[str | Scaled | None, ...]
+
+
+class Tape(Protocol):
+    """The interface of a derivative rule to the graph: the readable values, and the method that adds nodes.
+
+    A forward value is saved for the backward only if a rule reads it.
+    """
+
+    def type(self, index: int) -> TensorType:
+        """Returns the type of an input of the op."""
+
+    def input(self, index: int) -> str:
+        """Returns a reference to an input of the op."""
+
+    def output(self, index: int) -> str:
+        """Returns a reference to an output of the op."""
+
+    def grad(self, index: int = 0) -> str:
+        """Returns a reference to the gradient of an output."""
+
+    def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
+        """Adds a node and returns its first output. Its name is the name of the op's node with `suffix`."""

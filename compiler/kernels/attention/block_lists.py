@@ -1,0 +1,62 @@
+"""Lists of blocks of scores for libraries: those of which some pairs are masked, and those of which none is."""
+
+from dataclasses import dataclass
+
+from specc.compiler.expr.mask import Mask
+from specc.compiler.expr.spell import triton_text
+from specc.compiler.kernels.attention.scored_context import START_BOUNDS
+from specc.compiler.kernels.lines import listed, nested
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLists:
+    """The context of templates/triton/attention_blocks.jinja, which has a kernel and its launch.
+
+    Attributes:
+        queries: The number of queries of a block.
+        keys: The number of keys of a block.
+        kernel: The signature of the kernel.
+        starts: Lines of the kernel that load the document starts of blocks.
+        some: The line that computes whether a block has a pair that is not masked.
+        every: The line that computes whether none of its pairs is masked.
+        function: The signature of the function that launches the kernel.
+        launch: The statement that launches it.
+        sequences: The number of sequences whose blocks are listed.
+    """
+
+    queries: int
+    keys: int
+    kernel: str
+    starts: tuple[str, ...]
+    some: str
+    every: str
+    function: str
+    launch: str
+    sequences: str
+
+    @staticmethod
+    def of(mask: Mask, queries: int, keys: int) -> "BlockLists":
+        """Returns the lists of a mask in blocks of `queries` by `keys`."""
+        start = ["start"] if mask.documents else []
+        pointers = [*(f"{name}_ptr" for name in start), "counts_ptr", "order_ptr", "T", "N"]
+        pointers += ["START_STRIDE"] if start else []
+        sizes = [f"{name}: tl.constexpr" for name in ("QUERIES", "KEYS", "BY_KEYS", "MOST")]
+        arguments = [*start, "counts", "order", "t", "others", *(["start.stride(0)"] if start else [])]
+        sequences = "len(start)" if start else "1"
+        parameters = ["q: Tensor", *(f"{name}: Tensor" for name in start), "by_keys: bool"]
+        return BlockLists(
+            queries=queries,
+            keys=keys,
+            kernel=listed("def blocks_kernel(", [*pointers, *sizes], "):"),
+            starts=tuple(line.replace(") * T + i", ") * START_STRIDE + i") for line in START_BOUNDS if start),
+            some=nested("some", triton_text(mask.any, whole=True)),
+            every=nested("every", triton_text(mask.all, whole=True)),
+            function=listed("def list_blocks(", parameters, ") -> list[Tensor]:"),
+            launch=listed(
+                f"blocks_kernel[(rows, {sequences})](",
+                [*arguments, "QUERIES", "KEYS", "by_keys", "most", "num_warps=1"],
+                ")",
+                indent=4,
+            ).lstrip(),
+            sequences=sequences,
+        )

@@ -1,0 +1,222 @@
+"""Attention with a score and a mask by flash-attn-4, and its gradient: the expressions as functions of the CuTe DSL."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from specc.compiler.expr import Call, Const, Expr, cute_text, variables
+from specc.compiler.expr.mask import sees_itself
+from specc.compiler.expr.python_lines import fitted, operand
+from specc.compiler.expr.values import ZERO
+from specc.compiler.kernels.attention.attention import DATA_CENTRE, FLASH_4, FLASH_4_CALLS, REPEATS, AttentionKernel
+from specc.compiler.kernels.attention.block_lists import BlockLists
+from specc.compiler.kernels.attention.score_lines import Reading
+from specc.compiler.kernels.attention.scored_context import (
+    Writer,
+    inputs_of,
+    is_gradient,
+    op_of,
+    prefix_reason,
+    table_name,
+)
+from specc.compiler.kernels.generated import GeneratedFunction, python_file
+from specc.compiler.kernels.kernel import Rendered, Site
+from specc.compiler.kernels.lines import flowed
+from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
+
+KEYS = 128  # of a block; a program of flash-attn-4 computes as many keys at a time for heads of up to 128 channels
+HOOK_END = "q_idx, kv_idx, seqlen_info, aux_tensors"  # the parameters of hooks, which flash-attn-4 passes by name
+FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
+HELPERS = {"smaller": "cute.where(x > y, y, x)", "larger": "cute.where(x < y, y, x)"}
+_NAMES = re.compile(r"[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A function that flash-attn-4 compiles into its kernel.
+
+    flash-attn-4 tells hooks apart by their text alone, so that it contains all numbers and calls only functions whose
+    text is the same in all files.
+
+    Attributes:
+        signature: Its first line.
+        doc: Its docstring.
+        lines: Its body.
+    """
+
+    signature: str
+    doc: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlashScoredContext:
+    """The context of templates/torch/flash_scored_attention.py.jinja.
+
+    Attributes:
+        how: A description of the algorithm, and a sentence on whether repeated calls return the same bits.
+        modules: The statements that import modules other than Torch.
+        imports: The statements that import the compiler of hooks and flash-attn-4.
+        helpers: Name and value of the functions that hooks call.
+        hooks: The score, its gradient, and the mask.
+        blocks: The lists of blocks of scores; None if the mask needs none.
+        wanted: Rows of the table of input checks.
+        call: The lines that call flash-attn-4 and return its results.
+        fake: The statement that returns outputs without values.
+    """
+
+    op: GeneratedFunction
+    how: str
+    heads: int
+    kv_heads: int
+    channels: int
+    modules: tuple[str, ...]
+    imports: tuple[str, ...]
+    helpers: tuple[tuple[str, str], ...]
+    hooks: tuple[Hook, ...]
+    blocks: BlockLists | None
+    wanted: tuple[str, ...]
+    call: tuple[str, ...]
+    fake: str
+
+
+class FlashScored(AttentionKernel):
+    """The forward, or the gradient of q, k, v and of sinks. flash-attn-4 returns no gradient of a tensor that a hook
+    reads, so that the gradient of a score with learned tables is left to other kernels."""
+
+    def rejects(self, site: Site) -> str | None:
+        if not DATA_CENTRE & site.target.features:
+            return f"has hooks for scores and masks on H100, H200 and B200, and not on {site.target.title}"
+        op = op_of(site)
+        if is_gradient(site) and op.tables:
+            return f"returns no gradient of what a score reads; this one reads {', '.join(op.tables)}"
+        return prefix_reason(site) or AttentionKernel.rejects(self, site)
+
+    def render(self, site: Site) -> Rendered:
+        context = _FlashWriter(site).context(REPEATS[self.deterministic])
+        return python_file(context.op, "torch/flash_scored_attention.py.jinja", context)
+
+
+class _FlashWriter:
+    """Writes the context of one site."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.writer, self.op = site, Writer(site), op_of(site)
+        self.score, self.mask = self.op.parsed(inputs_of(site)["q"].shape[-2])
+        self.backward = is_gradient(site)
+        self.read = (*(("start",) if self.op.documents else ()), *map(table_name, self.op.tables))
+        # A program of flash-attn-4 on a B200 computes two tiles of 128 queries.
+        self.queries = 256 if "tcgen05" in site.target.features else 128
+
+    def context(self, repeats: str) -> FlashScoredContext:
+        hooks = tuple(self._hooks())
+        text = "\n".join(line for hook in hooks for line in hook.lines)
+        helpers = tuple((name, value) for name, value in HELPERS.items() if f"{name}(" in text)
+        function = FLASH_4_CALLS[self.backward]
+        masked = not self.mask.plain
+        return FlashScoredContext(
+            op=self.writer.function("flash-attn-4"),
+            how=flowed(self._how(masked) + repeats),
+            heads=self.writer.heads,
+            kv_heads=self.writer.kv_heads,
+            channels=self.writer.channels,
+            modules=(
+                *(("import triton", "import triton.language as tl") if masked else ()),
+                "from torch import Tensor",
+                *(("from torch.nn import functional as F",) if self.op.documents else ()),
+            ),
+            imports=(
+                *(["import cutlass"] if "cutlass." in text else []),
+                *(["from cutlass import cute"] if hooks else []),
+                *(["from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch"] if masked else []),
+                f"from flash_attn.cute.interface import {function}",
+            ),
+            helpers=helpers,
+            hooks=hooks,
+            blocks=BlockLists.of(self.mask, self.queries, KEYS) if masked else None,
+            wanted=self.writer.checks(),
+            call=tuple(line for text in self._call(function) for line in fitted(text, 102)),
+            fake=self.writer.fake(),
+        )
+
+    def _how(self, masked: bool) -> str:
+        words = "flash-attn-4 compiles the functions below into its kernel. " if masked or not self.score.plain else ""
+        if masked:
+            words += "Blocks of scores that are all masked are not computed; "
+            words += "those of which none is masked are computed without the mask. "
+        return words
+
+    def _hooks(self) -> Iterator[Hook]:
+        end = f"b, h, {HOOK_END}"
+        if not self.score.plain:
+            reads = tuple(map(self._element, self.writer.lines.readings))
+            doc = "The score of the scaled products s of the query at i and the key at j, in fp32."
+            yield _hook(f"score(s, {end})", doc, reads, cute_text(self.score.value, floats=FLOATS))
+            if self.backward:
+                slope = self.score.slope
+                text = "grad" if slope == Const(1) else f"grad * ({cute_text(slope, floats=FLOATS)})"
+                yield _hook(f"score_grad(grad, s, {end})", "The gradient of s, from that of the score.", (), text)
+        if not self.mask.plain:
+            start = ("start = cute.full_like(q_idx, aux_tensors[0][b[0], q_idx[0]])",) if self.op.documents else ()
+            doc = "Whether the query at i attends to the key at j."
+            yield _hook(f"mask({end})", doc, start, cute_text(self.mask.condition, whole=True))
+
+    def _element(self, reading: Reading) -> str:
+        """Returns the statement that loads an element of a table. The index of a masked pair may be out of range."""
+        index: Expr = reading.index
+        if not set(variables(index)) <= {"h"}:
+            index = Call("min", (Call("max", (index, ZERO)), Const(reading.size - 1)))
+        text = cute_text(index, whole=True)
+        text = f"{operand(text)}[0]" if variables(index) else text
+        return f"{reading.name} = cute.full_like(s, aux_tensors[{self.read.index(table_name(reading.table))}][{text}])"
+
+    def _call(self, function: str) -> Iterator[str]:
+        """Yields the lines of the call."""
+        settings = [f"softmax_scale={self.op.scale!r}"] if self.op.scale is not None else []
+        if self.mask.plain:
+            settings.append("causal=True")
+        else:
+            if self.op.documents:
+                yield "start = F.pad(start.int(), (0, -t % QUERIES))  # the last block may exceed the sequence"
+            lists = f"list_blocks({'q, start' if self.op.documents else 'q'}, {self.backward})"
+            yield f"blocks = BlockSparseTensorsTorch(*{lists}, block_size=(QUERIES, KEYS))"
+            settings += ["mask_mod=mask", "block_sparse_tensors=blocks"]
+        if not self.score.plain:
+            settings += ["score_mod=score", *(["score_mod_bwd=score_grad"] if self.backward else [])]
+        if self.read:
+            tensors = (name if name == "start" else f"{name}.flatten()" for name in self.read)
+            settings.append(f"aux_tensors=[{', '.join(tensors)}]")
+        settings += ["learnable_sink=sinks.float()"] if self.op.sinks else []
+        if self.backward:
+            sinks = ", dsinks" if self.op.sinks else ""
+            yield f"dq, dk, dv{sinks} = {function}(q, k, v, y, dy, lse, {', '.join(settings)})"
+            yield f"return dq.contiguous(), dk.contiguous(), dv.contiguous(){sinks}"
+            return
+        yield f"y, lse, *_ = {function}(q, k, v, {', '.join(settings)}, return_lse=True)"
+        if not self.op.sinks and not sees_itself(self.op.mask):
+            yield "lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of a query that attends to no key"
+        yield "return y, lse"
+
+
+def _hook(signature: str, doc: str, first: tuple[str, ...], value: str) -> Hook:
+    """Returns a hook.
+
+    Args:
+        signature: Its name and parameters.
+        doc: Its docstring.
+        first: The statements that load what it reads.
+        value: The text of what it returns.
+    """
+    names = set(_NAMES.findall("\n".join((*first, value))))
+    positions = (("i", "q_idx"), ("j", "kv_idx"))
+    lines = [f"{name} = {index}" for name, index in positions if {name, FLOATS[name]} & names]
+    lines += [f"{floated} = {name}.to(cutlass.Float32)" for name, floated in FLOATS.items() if floated in names]
+    broken = (line for statement in (*first, f"return {value}") for line in fitted(statement, 106))
+    return Hook(f"def {signature}:", doc, (*lines, *broken))
+
+
+_DATA_CENTRE_GPU = frozenset({"tma"})
+FLASH_SCORED = FlashScored("flash_attention_4_scored", "torch", _DATA_CENTRE_GPU, ScoredAttention, by=FLASH_4)
+FLASH_SCORED_GRAD = FlashScored(
+    "flash_attention_4_scored_grad", "torch", _DATA_CENTRE_GPU, ScoredAttentionGrad, deterministic=False, by=FLASH_4
+)

@@ -1,0 +1,159 @@
+"""Attention with a score and a mask by Torch's FlexAttention, and its gradient."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from specc.compiler.expr import torch_text
+from specc.compiler.expr.mask import sees_itself
+from specc.compiler.expr.python_lines import fitted
+from specc.compiler.kernels.attention.attention import REPEATS, unequal
+from specc.compiler.kernels.attention.block_lists import BlockLists
+from specc.compiler.kernels.attention.scored_context import Writer, inputs_of, is_gradient, op_of, table_name
+from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.lines import flowed, listed
+from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
+
+BLOCK = 128  # queries and keys of a block, as FlexAttention's own masks have
+NARROWEST = 16  # channels of a head
+RECOMPUTES = "The forward is computed again, because FlexAttention differentiates only its own calls."
+
+
+@dataclass(frozen=True, slots=True)
+class FlexContext:
+    """The context of templates/torch/flex_attention.py.jinja.
+
+    Attributes:
+        how: A sentence on whether repeated calls return the same bits.
+        visible: The first line of the function of the mask.
+        mask: The lines of its body.
+        scored: The first line of the function of the score; "" if the score is s.
+        score: The lines of its body.
+        seen: The mask of a pair.
+        scores: The score of a pair.
+        attend: The first line of the function that calls FlexAttention.
+        lines: The lines of its body.
+        blocks: The lists of blocks of scores.
+        wanted: Rows of the table of input checks.
+        gradient: Whether it is the gradient.
+        call: The lines that call the function and return the results.
+        fake: The statement that returns outputs without values.
+    """
+
+    op: GeneratedFunction
+    how: str
+    heads: int
+    kv_heads: int
+    channels: int
+    visible: str
+    mask: tuple[str, ...]
+    scored: str
+    score: tuple[str, ...]
+    seen: str
+    scores: str
+    attend: str
+    lines: tuple[str, ...]
+    blocks: BlockLists
+    wanted: tuple[str, ...]
+    gradient: bool
+    call: tuple[str, ...]
+    fake: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlexKernel(Kernel):
+    """Attention by FlexAttention, for 16-bit heads of at least 16 channels.
+
+    Where a Triton kernel also accepts the site, only a measurement in the lock chooses this one.
+    """
+
+    RANK: ClassVar[int] = 7
+
+    def rejects(self, site: Site) -> str | None:
+        q = inputs_of(site)["q"]
+        if q.dtype not in ("bf16", "f16"):
+            return f"computes in bf16 or f16, not in {q.dtype}"
+        if number_of(q.width) < NARROWEST:
+            return f"takes heads of at least {NARROWEST} channels; these have {q.width}"
+        return unequal(site)
+
+    @property
+    def made_of(self) -> str:
+        return "FlexAttention"
+
+    def render(self, site: Site) -> Rendered:
+        writer, op = Writer(site), op_of(site)
+        score, mask = op.parsed(inputs_of(site)["q"].shape[-2])
+        further = tuple(map(table_name, op.further))
+        reads = [replace(read, table=table_name(read.table)) for read in score.reads]
+        elements = {read.variable: f"{read.table}[{', '.join(read.index_texts())}]" for read in reads}
+        gradient = is_gradient(site)
+        repeats = REPEATS[self.deterministic] if not gradient else f"{RECOMPUTES} {REPEATS[False].partition(':')[0]}."
+        context = FlexContext(
+            op=writer.function("FlexAttention"),
+            how=flowed(repeats),
+            heads=writer.heads,
+            kv_heads=writer.kv_heads,
+            channels=writer.channels,
+            visible=_signature("visible", ("i", "j", "h", *(("start",) if op.documents else ()))),
+            mask=fitted(f"return {torch_text(mask.condition, whole=True)}", 106),
+            scored="" if score.plain else _signature("scored", ("s", "i", "j", "h", *map(table_name, op.tables))),
+            score=fitted(f"return {torch_text(score.value, elements)}", 106),
+            seen=f"visible(i, j, h{', start[row, i]' if op.documents else ''})",
+            scores=f"scored({', '.join(('s', 'i', 'j', 'h', *map(table_name, op.tables)))})",
+            attend=listed(
+                "def attend(",
+                [*(f"{name}: Tensor" for name in ("q", "k", "v", *further)), "blocks: list[Tensor]"],
+                ") -> tuple[Tensor, Tensor]:",
+            ),
+            lines=tuple(line for text in _attend(op, score.plain) for line in fitted(text, 106)),
+            blocks=BlockLists.of(mask, BLOCK, BLOCK),
+            wanted=writer.checks(),
+            gradient=gradient,
+            call=tuple(line for text in _call(op, further, gradient) for line in fitted(text, 102)),
+            fake=writer.fake(),
+        )
+        return python_file(context.op, "torch/flex_attention.py.jinja", context)
+
+
+def _signature(function: str, names: tuple[str, ...]) -> str:
+    return listed(f"def {function}(", [f"{name}: Tensor" for name in names], ") -> Tensor:")
+
+
+def _attend(op: ScoredAttention | ScoredAttentionGrad, plain: bool) -> Iterator[str]:
+    """Yields the statements of the function that calls FlexAttention."""
+    settings = ["block_mask=mask", "enable_gqa=True", "return_lse=True"]
+    settings += [f"scale={op.scale!r}"] if op.scale is not None else []
+    settings += [] if plain else ["score_mod=score"]
+    settings.append('kernel_options={"FORCE_USE_FLEX_ATTENTION": True}')  # the kernel for decoding does not end
+    yield f"y, lse = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {', '.join(settings)})"
+    if op.sinks:
+        yield "y = (y * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)).to(q.dtype)"
+        yield "lse = torch.logaddexp(lse, sinks[:, None].float())"
+    elif not sees_itself(op.mask):
+        yield "lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of a query that attends to no key"
+    yield "return y.transpose(1, 2).contiguous(), lse"
+
+
+def _call(op: ScoredAttention | ScoredAttentionGrad, further: tuple[str, ...], gradient: bool) -> Iterator[str]:
+    """Yields the statements of the op."""
+    operands = "q, start" if op.documents else "q"
+    yield f"blocks = [*list_blocks({operands}, False), *list_blocks({operands}, True)]"
+    names = ", ".join(("q", "k", "v", *further))
+    if not gradient:
+        yield f"return attend({names}, blocks)"
+        return
+    learned = [name for name in further if name != "start"]
+    sources = ", ".join(("q", "k", "v", *(f"{name}.float()" for name in learned)))
+    yield "with recorded():"
+    yield f"    leaves = [x.detach().requires_grad_() for x in ({sources})]"
+    yield f"    {', '.join(('q', 'k', 'v', *learned))} = leaves"
+    yield f"    y, _ = attend({names}, blocks)"
+    yield "    gradients = torch.autograd.grad(y, leaves, dy)"
+    yield "return tuple(x.contiguous() for x in gradients)"
+
+
+_NEEDS = frozenset({"gpu", "mma"})
+FLEX = FlexKernel("flex_attention", "torch", _NEEDS, ScoredAttention)
+FLEX_GRAD = FlexKernel("flex_attention_grad", "torch", _NEEDS, ScoredAttentionGrad, deterministic=False)

@@ -1,0 +1,40 @@
+"""The cross-entropy of a token after the next, by the logits of the next token."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specc.compiler.ir.builder import Builder
+from specc.compiler.losses.term import LossTerm
+from specc.compiler.ops.loss import LaterTargets
+from specc.compiler.strict import NonNegative
+
+
+class LaterToken(LossTerm):
+    """The cross-entropy of the token `ahead` positions later, by the same logits as that of the next token: one form of
+    multi-token prediction.
+
+    Tokens beyond the end of a row, or of the document that the next token is in, have no such target, and their term is
+    0. The mean is over all tokens.
+
+    Attributes:
+        ahead: the position of the target: 2 is the token after the next.
+        bos: the id that starts a document, so that targets of later documents do not count.
+    """
+
+    kind: Literal["later_token"]
+    ahead: Annotated[int, Field(ge=2, le=16)]
+    bos: NonNegative | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}_{self.ahead}"
+
+    @property
+    def per_token(self) -> str:
+        return f"nats_{self.ahead}"
+
+    def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
+        later = LaterTargets(self.ahead - 1, self.bos, ignore)
+        return {str(self.ahead): b.add(f"targets_{self.ahead}", later, (targets,))}

@@ -1,0 +1,175 @@
+"""Dropless dispatch of tokens to experts: rows are sorted by expert, and each expert multiplies its rows.
+
+A token has K experts, so B T tokens have B T K rows. The ops keep the dims [B, T, K] of these rows in sorted order too,
+where they only count rows: no size depends on the values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.shape import Moves
+
+GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in generated code
+
+
+@dataclass(frozen=True, slots=True)
+class SortByExpert(Moves):
+    """The order of rows sorted by expert, for experts i64[B, T, K] below `experts`.
+
+    Outputs are `order` i64[B, T, K], the row that is at each place of the sorted rows; `place` i64[B, T, K], the place
+    of each row; and `ends` i32[E], the number of sorted rows of the experts up to each. Rows of an expert stay in the
+    order of their tokens.
+    """
+
+    name: ClassVar[str] = "sort_by_expert"
+    inline: ClassVar[bool] = False
+    output_labels: ClassVar[tuple[str, ...]] = ("order", "place", "ends")
+    experts: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return inputs[0], inputs[0], TensorType((self.experts,), "i32")
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("sort_by_expert", (Input(0), self.experts))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        import torch
+
+        experts = inputs[0].flatten().tolist()
+        order = sorted(range(len(experts)), key=experts.__getitem__)
+        place = [0] * len(order)
+        for i, row in enumerate(order):
+            place[row] = i
+        ends = [sum(expert <= e for expert in experts) for e in range(self.experts)]
+        rows = (torch.tensor(value, device=inputs[0].device).reshape(inputs[0].shape) for value in (order, place))
+        return *rows, torch.tensor(ends, dtype=torch.int32, device=inputs[0].device)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch(Moves):
+    """The rows [B, T, K, D], sorted by expert, of the tokens x [B, T, D], by `order` and `place` of SortByExpert."""
+
+    name: ClassVar[str] = "dispatch"
+    arity: ClassVar[int] = 3
+    keeps_features: ClassVar[bool] = True
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, order, place = inputs
+        if order != place or order.shape[:-1] != x.shape[:-1]:
+            raise TypeRuleError(f"needs an order of the rows of {x}, not {order} and {place}", (0, 1, 2))
+        return (x.with_shape(*order.shape, x.width),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("dispatch", (Input(0), Input(1), Input(2)))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        x, order, _ = inputs
+        tokens = x.flatten(0, -2)
+        return tokens[order // order.shape[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class OfExperts(Moves):
+    """The value of each row's expert, [B, T, K, N], in the sorted order of rows, from the values [E, N] of experts.
+
+    Further inputs are the experts i64[B, T, K] of the tokens, and `order` of SortByExpert.
+    """
+
+    name: ClassVar[str] = "of_experts"
+    arity: ClassVar[int] = 3
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        values, experts, order = inputs
+        if len(values.shape) != 2 or experts != order:
+            raise TypeRuleError(f"needs values [E, N] and an order of rows, not {values} and {order}", (0, 2))
+        return (values.with_shape(*order.shape, values.width),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("F.embedding", (TorchCall(".take", (Input(1), Input(2))), Input(0)))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        values, experts, order = inputs
+        return values[experts.flatten()[order]]
+
+
+@dataclass(frozen=True, slots=True)
+class Combine(Op):
+    """y [B, T, D], the sum of each token's rows by weights f32[B, T, K], from the rows [B, T, K, D] sorted by expert.
+
+    Further inputs are `order` and `place` of SortByExpert. The sum is computed in f32 or wider.
+    """
+
+    name: ClassVar[str] = "combine"
+    arity: ClassVar[int] = 4
+    keeps_features: ClassVar[bool] = True
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        rows, weights, order, place = inputs
+        if not rows.shape[:-1] == weights.shape == order.shape == place.shape:
+            raise TypeRuleError(f"needs a weight of each row of {rows}, not {weights}", (0, 1))
+        return (rows.with_shape(*rows.shape[:-2], rows.width),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 2 * inputs[0].count(sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("combine", (Input(0), Input(1), Input(2), Input(3)))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        import torch
+
+        rows, weights, order, _ = inputs
+        weighted = rows.flatten(0, -2) * weights.flatten()[order.flatten()].unsqueeze(1)
+        y = torch.zeros_like(rows.flatten(0, -2)[: weights[..., 0].numel()])
+        tokens = order.flatten() // order.shape[-1]
+        return y.index_add(0, tokens, weighted.to(y.dtype)).reshape(*weights.shape[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLinear(Op):
+    """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
+
+    Rows are sorted by expert. `ends` i32[E] is the number of rows of the experts up to each.
+    """
+
+    name: ClassVar[str] = GROUPED_LINEAR
+    matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
+    arity: ClassVar[int] = 3
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        experts, n, k = inputs[1].shape
+        return self.name, f"e{experts}_n{n}_k{k}"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, weight, ends = inputs
+        if len(weight.shape) != 3 or ends.shape != weight.shape[:1]:
+            raise TypeRuleError(f"takes a matrix [N, K] of each expert, not {weight} of experts {ends}", (1, 2))
+        if weight.width != x.width:
+            raise TypeRuleError(f"takes {weight.width} features but {{input}} gives {x.width}", (0, 1))
+        return (x.with_shape(*x.shape[:-1], weight.shape[1]),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, weight, _ = inputs
+        return 2 * x.count(sizes) * weight.with_shape(weight.shape[1]).count(sizes)
+
+    def used_share(self, inputs: Sequence[TensorType]) -> float:
+        (*_, chosen, _), (experts, *_) = (type.shape for type in inputs[:2])
+        assert isinstance(chosen, int) and isinstance(experts, int)
+        return chosen / experts
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("grouped_linear", (Input(0), Input(1), Input(2)))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        import torch
+
+        x, weight, ends = inputs
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = torch.split(x.flatten(0, -2), counts)
+        products = [rows @ matrix.T for rows, matrix in zip(parts, weight, strict=True)]
+        return torch.cat(products).reshape(*x.shape[:-1], -1)

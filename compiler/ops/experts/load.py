@@ -1,0 +1,109 @@
+"""The load of experts, the loss that balances it, and the gradient of a bias that balances it without a loss."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.shape import Moves
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad(Op):
+    """The load f32[B, E]: the share of the rows of each sequence that each of `experts` experts has.
+
+    The input is the experts of each token, i64[B, T, K]. There is no gradient.
+    """
+
+    name: ClassVar[str] = "expert_load"
+    arity: ClassVar[int] = 1
+    experts: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (TensorType((inputs[0].shape[0], self.experts), "f32"),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return inputs[0].count(sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("expert_load", (Input(0), self.experts))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        import torch
+
+        rows = [[row.count(e) / len(row) for e in range(self.experts)] for row in inputs[0].flatten(1).tolist()]
+        return torch.tensor(rows, dtype=torch.float64, device=inputs[0].device)
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceLoss(Op):
+    """E sum_e load_e p_e, f32[], for the mean probability p_e of each expert; 1 if load or p is equal for all experts.
+
+    Inputs are probabilities f32[B, T, E] and the load f32[B, E]. Means are over all tokens (Fedus et al. 2022, "Switch
+    Transformers", equation 4), or with `by_sequence` over the tokens of a sequence, and the loss is then the mean over
+    sequences (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
+    """
+
+    name: ClassVar[str] = "balance_loss"
+    arity: ClassVar[int] = 2
+    by_sequence: bool = False
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        probabilities, load = inputs
+        if (probabilities.shape[0], probabilities.width) != load.shape:
+            raise TypeRuleError(f"needs the load of the experts of {probabilities}, not {load}", (0, 1))
+        return (TensorType((), "f32"),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return inputs[0].count(sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(f"{'sequence_' if self.by_sequence else ''}balance_loss", (Input(0), Input(1)))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        probabilities, load = inputs
+        p = probabilities.flatten(1, -2).mean(1)
+        if not self.by_sequence:
+            p, load = p.mean(0, keepdim=True), load.mean(0, keepdim=True)
+        return p.shape[-1] * (p * load.to(p.dtype)).sum() / len(p)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachLoad(Moves):
+    """The weights f32[B, T, K], unchanged. The backward pass gives the bias f32[E] its load less the mean load.
+
+    Inputs are the weights, the bias, and the load f32[B, E]. An optimizer that lowers the bias of an expert with too
+    much load then balances the load without a loss (Wang et al. 2024, arXiv 2408.15664).
+    """
+
+    name: ClassVar[str] = "attach_load"
+    arity: ClassVar[int] = 3
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        weights, bias, load = inputs
+        if bias.shape != load.shape[1:]:
+            raise TypeRuleError(f"needs the load of the experts of {bias}, not {load}", (1, 2))
+        return (weights,)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("attach_load", (Input(0), Input(1), Input(2)))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        from torch.autograd import Function
+
+        weights, bias, load = inputs
+
+        class Attached(Function):
+            @staticmethod
+            def forward(ctx: Any, weights: Tensor, bias: Tensor) -> Tensor:
+                return weights.clone()
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+                mean = load.mean(0)
+                return grads[0], (mean - mean.mean()).to(bias.dtype)
+
+        result: Tensor = Attached.apply(weights, bias)  # type: ignore[no-untyped-call]
+        return result

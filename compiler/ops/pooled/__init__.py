@@ -1,0 +1,1 @@
+"""Ops of pooled keys and values."""

@@ -1,0 +1,128 @@
+"""Ways to pool the keys or values of a block of tokens: mean, maximum, a sample, learned latent tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from specc.compiler.ir.types import Tensor
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)  # odd; of the position and of the second round
+
+
+class Pooling:
+    """Base of the ways to pool x [B, G, N, P, C], the keys or values of N blocks of P tokens, to [B, G, N M, C].
+
+    Attributes:
+        template: the template of the function `pool` in generated code.
+        reads: the arguments of `pool` after `x`: `number`, the indices of the blocks i64[N]; `keys`, the keys
+            [B, G, N, P, C] of the same tokens; `latents` [M, G C].
+        several: whether M may be more than 1.
+    """
+
+    template: str
+    reads: tuple[str, ...] = ()
+    several = False
+
+    def reference(
+        self, x: Tensor, number: Tensor, keys: Tensor, latents: Tensor | None, tokens: int, seed: int
+    ) -> Tensor:
+        """Returns x pooled, [B, G, N M, C].
+
+        Args:
+            x: the keys or values, [B, G, N, P, C].
+            number: the indices of the blocks, i64[N].
+            keys: the keys of the same tokens, [B, G, N, P, C].
+            latents: the learned latent tokens, [M, G C], of a pooling that reads them.
+            tokens: the number M of results per block.
+            seed: the seed of a sample.
+        """
+        raise TypeError(f"{type(self).__name__} must override `reference`")
+
+
+class Mean(Pooling):
+    template = "torch/pool_mean.jinja"
+
+    def reference(self, x: Tensor, *_: object) -> Tensor:
+        return x.sum(3) / x.shape[3]
+
+
+class Maximum(Pooling):
+    template = "torch/pool_max.jinja"
+
+    def reference(self, x: Tensor, *_: object) -> Tensor:
+        return x.amax(3)
+
+
+class Reservoir(Pooling):
+    """A sample of M tokens without replacement: those with the largest random priorities (Efraimidis and Spirakis,
+    2006, "Weighted random sampling with a reservoir", with equal weights). The priority of a token is a hash of the
+    seed and its position, so it is the same in training and in decoding."""
+
+    template = "torch/pool_reservoir.jinja"
+    reads = ("number",)
+    several = True
+
+    def reference(
+        self, x: Tensor, number: Tensor, keys: Tensor, latents: Tensor | None, tokens: int, seed: int
+    ) -> Tensor:
+        import torch
+
+        block, rows = x.shape[3], []
+        for row, index in enumerate(number.tolist()):
+            order = sorted(range(block), key=lambda token: -priority(index * block + token, seed))
+            rows += [x[:, :, row, token] for token in order[:tokens]]
+        return torch.stack(rows, 2) if rows else x[:, :, :, 0]
+
+
+class Latent(Pooling):
+    """M learned latent tokens that attend to the tokens of the block, as in a Perceiver (Jaegle et al., 2021). The
+    result for each is the mean of x, weighted by softmax(latent keys^T / sqrt(C))."""
+
+    template = "torch/pool_latent.jinja"
+    reads = ("keys", "latents")
+    several = True
+
+    def reference(
+        self, x: Tensor, number: Tensor, keys: Tensor, latents: Tensor | None, tokens: int, seed: int
+    ) -> Tensor:
+        import torch
+
+        assert latents is not None
+        queries = latents.reshape(tokens, x.shape[1], keys.shape[-1])
+        scores = torch.einsum("bgnpc,mgc->bgnmp", keys, queries) / keys.shape[-1] ** 0.5
+        return torch.einsum("bgnmp,bgnpc->bgnmc", scores.softmax(-1), x).flatten(2, 3)
+
+
+POOLINGS: Mapping[str, Pooling] = MappingProxyType(
+    {"mean": Mean(), "max": Maximum(), "reservoir": Reservoir(), "latent": Latent()}
+)
+
+
+def priority(position: int, seed: int) -> int:
+    """Returns the priority of a token in a sample: a 32-bit hash of its position and the seed.
+
+    Each step of the hash can be inverted. Therefore two positions below 2**32 never have the same priority.
+    """
+    word = (position ^ seed) & WORD
+    for multiplier in MULTIPLIERS:
+        word = word * multiplier & WORD
+        word ^= word >> 15
+    return word
+
+
+@dataclass(frozen=True, slots=True)
+class PoolContext:
+    """The context of a template of `pool`.
+
+    Attributes:
+        tokens: the number M of results per block.
+        block: the number P of tokens of a block.
+        seed: the seed of a sample.
+        multipliers: the multipliers of the hash of a position.
+    """
+
+    tokens: int
+    block: int
+    seed: int
+    multipliers: tuple[int, ...] = MULTIPLIERS

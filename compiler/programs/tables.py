@@ -1,0 +1,153 @@
+"""The tables that the programs of a model share during lowering: functions, parameters, and the names of sizes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph
+from specc.compiler.ir.types import Size, TensorType
+from specc.compiler.programs.init import Init
+from specc.compiler.programs.programs import LoweringError, Parameter, Programs
+from specc.compiler.strict import Path, Problem
+
+TRAIN = "train"  # the prefix of the names of programs that only training runs
+
+
+@dataclass
+class Tables:
+    """Functions by name and parameters by path, in the order in which they were added.
+
+    Attributes:
+        layers: the number of blocks, for formulas.
+        places: the spec paths of all nodes so far, by node-name prefix.
+        graphs: the functions, by name.
+        params: the parameters, by path.
+        scored: the paths of the parameters that a function or a program besides those of training reads.
+        refused: the rejected initializations, each with the first affected parameter and the reason.
+        owners: the class of the functions that are called at each path.
+        constants: the value and the text of each formula, by the name of the constant in generated code.
+        sizes: the sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
+    """
+
+    layers: int
+    places: dict[str, Path] = field(default_factory=dict)
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    params: dict[str, Parameter] = field(default_factory=dict)
+    scored: set[str] = field(default_factory=set)
+    refused: dict[Init, str] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, tuple[float, str]] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def size(self, name: str, value: int, words: str, title: str = "") -> int:
+        """Returns `value` as a dim called `name` in generated code.
+
+        If `name` already stands for another value, the dim is called `TITLE_NAME`. If both names are taken, returns
+        `value` as a number.
+
+        Args:
+            name: the preferred name, e.g. `D`.
+            value: the size.
+            words: the description of the size.
+            title: the title of the part that declares the size; `name` if empty.
+        """
+        for option in (name, f"{title or name}_{name}".upper()):
+            if self.sizes.setdefault(option, (value, words))[0] == value:
+                return Size(value, option)
+        return value
+
+    def programs(
+        self,
+        name: str,
+        programs: tuple[Graph, ...],
+        whole: tuple[str, ...],
+        context: int,
+        place_of: Callable[[Init], Path],
+    ) -> Programs:
+        """Returns the lowered model.
+
+        Args:
+            name: the name of the model.
+            programs: the programs of the model.
+            whole: the names of the programs that read whole sequences at once.
+            context: the maximum number of tokens of a sequence.
+            place_of: returns the spec path of an initialization, for errors.
+
+        Raises:
+            LoweringError: if a parameter cannot have its initialization.
+        """
+        if self.refused:
+            hint = "change the number or formula"
+            refused = self.refused.items()
+            raise LoweringError(tuple(Problem(place_of(init), "S221", text, hint) for init, text in refused))
+        return Programs(
+            name,
+            tuple(replace(param, training=path not in self.scored) for path, param in self.params.items()),
+            tuple(self.graphs.values()),
+            programs,
+            tuple(self.places.items()),
+            whole,
+            context=context,
+            constants=tuple((name, *constant) for name, constant in self.constants.items()),
+            sizes=tuple((name, *size) for name, size in self.sizes.items()),
+            layers=self.layers,
+        )
+
+    def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
+        """Builds a function, or returns the equal function that the table already holds.
+
+        Args:
+            b: the builder of the function.
+            names: candidate names, in order of preference. The function gets the first name that is free or that
+                belongs to an equal function.
+            at: the path prefix of the function's parameters.
+            outputs: the output values by label.
+
+        Raises:
+            AssertionError: if every candidate name belongs to a different function.
+        """
+        for name in names:
+            b.name = name
+            graph = b.build(outputs)
+            if self.graphs.setdefault(name, graph) == graph:
+                self.owners.setdefault(at, name.partition(".")[0])
+                break
+        else:
+            raise AssertionError(f"what runs at {at} is none of {', '.join(names)}")
+        for path, type in graph.params:
+            self._add(f"{at}.{path}", type, b.inits[path])
+            self.scored.add(f"{at}.{path}")
+        self._define(b)
+        return graph
+
+    def program(self, b: Builder, outputs: Mapping[str, str]) -> Graph:
+        """Builds a program without unused nodes and returns it. Adds the parameters and constants of the program to the
+        tables."""
+        graph = _read(b.build(outputs))
+        for path, type in graph.params:
+            self._add(path, type, b.inits[path])
+            if not graph.name.startswith(TRAIN):
+                self.scored.add(path)
+        self._define(b)
+        return graph
+
+    def _define(self, b: Builder) -> None:
+        """Adds the constants of a graph. If a name already has a different value, a number is appended to the name."""
+        for name, constant in b.constants.items():
+            options = (name, *(f"{name}_{i}" for i in range(2, len(self.constants) + 3)))
+            free = next(option for option in options if self.constants.get(option, constant) == constant)
+            self.constants[free] = constant
+
+    def _add(self, path: str, type: TensorType, init: object) -> None:
+        assert isinstance(init, Init)
+        shape = tuple(dim for dim in type.shape if isinstance(dim, int))
+        self.params.setdefault(path, Parameter(path, shape, type.dtype, init))
+        if reason := init.refusal(shape, self.layers):
+            self.refused.setdefault(init, f"{path}: {reason}")
+
+
+def _read(graph: Graph) -> Graph:
+    """Returns the graph without unused nodes. A node is used if another node or the caller reads its value."""
+    while unread := [node for node in graph.nodes if not any(map(graph.uses, node.outputs))]:
+        graph = replace(graph, nodes=tuple(node for node in graph.nodes if node not in unread))
+    return graph
