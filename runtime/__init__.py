@@ -1,12 +1,13 @@
 """Trains, quantizes, evaluates and exports the models that the compiler generates."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["LAYERS", "load"]
+__all__ = ["LAYERS", "build_model", "load"]
 
 # Folders and modules, from the lowest layer to the highest. Each may import only itself and the layers before it.
 LAYERS = (
@@ -20,6 +21,9 @@ LAYERS = (
     "artifact",
     "data",
     "open_model",
+    "families",
+    "hugging_face",
+    "weights",
     "decode",
     "generate",
     "metrics",
@@ -34,6 +38,48 @@ LAYERS = (
     "bench",
     "tune",
 )
+
+
+def build_model(
+    spec: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    target: str | None = None,
+    device: str | None = None,
+    seed: int | None = None,
+) -> "nn.Module":
+    """Builds the model of a spec with initial weights, in eval mode and in the dtypes of its target.
+
+    The code is that of `specc build`, with the tiles of the lock next to the spec. Parameters have the names of the
+    spec, which `specc ir` prints, so that `load_state_dict` accepts other weights. The module has the same methods as
+    the result of `load`, except `translate`.
+
+    Args:
+        spec: the spec file.
+        overrides: texts `path=value` that replace values of the spec.
+        target: a target of the spec. None selects the best target that this machine can run.
+        device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
+        seed: the seed of the initial weights. None selects `train.seed` of the spec.
+
+    Returns:
+        The module.
+
+    Raises:
+        SpecError: the spec or its lock is invalid.
+        TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
+        RunFailure: no target of the spec runs on this machine.
+        EnvironmentFailure: the GPU does not exist.
+    """
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.spec.check import load as checked
+    from specc.runtime.model.guards import check_programs
+    from specc.runtime.open_model import realize
+
+    parsed = checked(Path(spec), overrides)[0]
+    lock = read_lock(lock_path(Path(spec), parsed.name))
+    loaded = realize(parsed, target, device, parsed.train.seed if seed is None else seed, lock=lock)
+    check_programs(loaded.model, loaded.programs, parsed.model.vocabulary)
+    return loaded.model
 
 
 def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":
@@ -73,5 +119,6 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     opened = open_model(Path(path), target, device)
     if opened.spec.model.reads == "lines":
         opened.model.translate = translator_of(opened).translate  # type: ignore[assignment]
-    check_programs(opened.model, opened.loaded.programs, opened.spec.model.vocabulary)
+    model = opened.spec.model
+    check_programs(opened.model, opened.loaded.programs, model.vocabulary, model.unscored + 1)
     return opened.model

@@ -2,13 +2,6 @@
 
 import torch
 
-DTYPES = {
-    "f64": torch.float64,
-    "f32": torch.float32,
-    "bf16": torch.bfloat16,
-    "f16": torch.float16,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "i8": torch.int8,
-    "bool": torch.bool,
-}
+from specc.compiler.ir.types import DTYPES as SPELLINGS
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, text.removeprefix("torch.")) for name, text in SPELLINGS.items()}

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.progress import Progress as RichProgress
 from specc.runtime.errors import cannot_write
 
 Say = Callable[[str], None]
-Value = str | int | float | bool | None
+Value = str | int | float | bool | None | Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ Progress = Callable[[Step, float], None]  # shows a step, and the completed frac
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
-    The `event` of an object is start, step, validation, reached, checkpoint, end, stopped or failure. Methods raise
-    EnvironmentFailure if the file cannot be written.
+    The field `event` of an object says what happened. It is one of: start, step, validation, experts, reached,
+    checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -157,7 +157,7 @@ def unfailing(say: Say) -> Say:
 def _silence_broken_streams() -> None:
     """Redirects the standard streams that cannot be flushed to the null device.
 
-    Otherwise flushing their buffers would fail again when the process exits.
+    Otherwise, flushing the buffers of these streams would fail again when the process exits.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

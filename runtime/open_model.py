@@ -30,7 +30,7 @@ from specc.runtime.data.tokenizers.from_spec import characters_of, tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.model.load import Loaded, choose_target, device_asked_for, instantiate
+from specc.runtime.model.load import Loaded, choose_target, device_asked_for, initialize, instantiate
 from specc.runtime.model.parameters import assign, place
 from specc.runtime.model.protocols import GeneratedLines, GeneratedText, line_model, text_model
 from specc.runtime.storage import checkpoint
@@ -58,6 +58,7 @@ class OpenedModel:
         data: the training data, in the format of `--data`; None for an artifact outside its run.
         search: folders to search for the tokenizer.
         trained_on: digests of the training data; None if neither the run nor the artifact states them.
+        step: the step of the checkpoint of a run; None for an artifact.
     """
 
     spec: Spec
@@ -69,6 +70,7 @@ class OpenedModel:
     data: str | None
     search: tuple[Path, ...]
     trained_on: DataDigests | None = None
+    step: int | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -133,9 +135,9 @@ def open_model(
         if quantized:
             places = _places(run, search)
             return _open_artifact(quantized_artifact(run, say), target, device, places, say, run.data, prepared)
-        run, weights, _ = as_trained(run, say)
+        run, weights, step = as_trained(run, say)
         run = replace(run, spec=prepared(run.spec))
-        return opened_run(run, weights, target, device, search)
+        return replace(opened_run(run, weights, target, device, search), step=step)
     require_path(path)
     places = (path.parent.parent / KEPT, *search, path.parent)  # the first exists if the artifact is still in its run
     return _open_artifact(path, target, device, places, say, None, prepared)
@@ -168,7 +170,7 @@ def realize(
     spec: Spec,
     target: str | None,
     device: str | None,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | int,
     fuse: bool = True,
     lock: Lock = NO_LOCK,
     constants: Mapping[str, Tensor] | None = None,
@@ -181,7 +183,7 @@ def realize(
         spec: the spec.
         target: a target of the spec. None selects the best target that this machine can run.
         device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
-        weights: f32 parameters by name.
+        weights: f32 parameters by name, or the seed of initial weights.
         fuse: whether to apply the fusion points of the spec.
         lock: measured tile sizes.
         constants: constants of the deployed programs by name. If not None, the deployed module is generated.
@@ -199,7 +201,10 @@ def realize(
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
     try:
         loaded = instantiate(spec.at_rest, target, directory, fuse, lock, constants is not None)
-        assign(loaded.model, weights)
+        if isinstance(weights, int):
+            initialize(loaded, weights)
+        else:
+            assign(loaded.model, _at_rest(spec, target, weights))
         fill(loaded, constants or {})
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
@@ -211,6 +216,14 @@ def realize(
         raise
     weakref.finalize(loaded.model, shutil.rmtree, directory, ignore_errors=True)
     return loaded
+
+
+def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Returns the weights without those of parameters that training alone has, such as modules of a loss."""
+    if spec.at_rest.train.losses == spec.train.losses:
+        return weights
+    trained, deployed = ({param.name for param in lower(form, target).params} for form in (spec, spec.at_rest))
+    return {name: weight for name, weight in weights.items() if name in deployed or name not in trained}
 
 
 def realize_stored(

@@ -1,9 +1,9 @@
 """Reads and writes the `.specc` artifact: one file with the resolved spec and the arrays of every parameter.
 
-The file stores no code. The reader's own compiler lowers the spec, and names and shapes follow from the result. If
-arrays are multiplied in their stored form, the file also states their names and shapes (table.py), which must agree
-with the spec. Every section is hashed before it is decompressed, and decompressed only up to the size that the header
-declares and the spec expects.
+The file stores no code. The compiler of the reader lowers the spec, which determines the names and shapes of the
+arrays. If arrays are multiplied in their stored form, the file also states their names and shapes (table.py), which
+must agree with the spec. Every section is hashed before it is decompressed, and decompressed only up to the size that
+the header declares and the spec expects.
 """
 
 import contextlib
@@ -145,8 +145,8 @@ def read_artifact(
         path: the artifact.
         layout_of: returns the (interface digest, layout) that the local compiler derives from the bytes of the spec.
         limit: the maximum size of all arrays in bytes, checked before they are decompressed.
-        judge: called with the text of the table of arrays, which is empty if the file has none, before any array is
-            decompressed. It raises IntegrityError to reject the file.
+        judge: called with the text of the table of arrays before any array is decompressed. The text is empty if the
+            file has no table. It raises IntegrityError to reject the file.
 
     Returns:
         The verified contents, with read-only arrays.
@@ -165,10 +165,8 @@ def read_artifact(
         except Exception as error:
             raise IntegrityError(f"its spec is not valid for this version of specc: {error}") from error
         if interface != header.interface:
-            raise IntegrityError(
-                "its parameters differ from those that this version of specc derives from its spec",
-                "read it with the version of specc that wrote it",
-            )
+            message = "its parameters differ from those that this version of specc derives from its spec"
+            raise IntegrityError(message, "read it with the version of specc that wrote it")
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
             raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
         table, digests = (
@@ -183,7 +181,8 @@ def read_artifact(
 
 
 def require_layout(path: Path, layout: Layout) -> None:
-    """Checks the section sizes of the artifact at `path`. Raises IntegrityError if they are not those of `layout`."""
+    """Checks the section sizes of the artifact at `path`. Raises IntegrityError if the sizes differ from those of
+    `layout`."""
     with _opened(path) as (file, size):
         _plan(read_header(file, size), layout)
 
@@ -191,7 +190,7 @@ def require_layout(path: Path, layout: Layout) -> None:
 def peek_spec(path: Path) -> bytes:
     """Reads and verifies the resolved spec of the artifact at `path`, without the other sections.
 
-    Raises IntegrityError if the file cannot be read, or its header or spec is damaged.
+    Raises IntegrityError if the file cannot be read, or if the header or the spec is damaged.
     """
     with _opened(path) as (file, size):
         header = read_header(file, size)
@@ -262,7 +261,8 @@ def _raw_sections(contents: ArtifactContents) -> Iterator[tuple[Kind, int, bytes
 
 @lru_cache(CACHED_SECTIONS)
 def _section(kind: Kind, columns: int, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
-    """Returns the header entry and the compressed bytes of a section. Array sections get the transform of `choose`."""
+    """Returns the header entry and the compressed bytes of a section. Array sections have the transform that `choose`
+    returns."""
     transform = Transform.PLAIN
     if kind not in TEXTS:
         stream = Stream(kind, columns, 0, ())
@@ -290,7 +290,8 @@ def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
 
 
 def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
-    """Yields `_plan` for format version 1: one stream per kind, in layout order, cut every CHUNK_BYTES."""
+    """Yields the result of `_plan` for format version 1: one stream per kind, in layout order, cut every
+    CHUNK_BYTES."""
     for kind in Kind:
         members = tuple(i for i, (_, stored) in enumerate(layout) if stored.bytes and kind_of(stored) == kind)
         items, step = sum(layout[i][1].bytes for i in members) // ITEM_BYTES[kind], CHUNK_BYTES // ITEM_BYTES[kind]

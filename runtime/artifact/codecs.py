@@ -1,7 +1,5 @@
 """The two codecs of artifact sections, brotli and LZMA2, with decompression of bounded size."""
 
-from __future__ import annotations
-
 import lzma
 from collections.abc import Iterator
 from enum import IntEnum
@@ -76,7 +74,7 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
                 raise IntegrityError(f"{label} ends before its compressed stream does")
             produced += len(piece)
             if produced > declared + SLACK_BYTES:
-                raise IntegrityError(f"{label} expands past the {declared:,} bytes that it declares")
+                raise IntegrityError(f"{label} expands to more than the {declared:,} bytes that the header declares")
             yield piece
     except failure as error:
         raise IntegrityError(f"{label} is not a valid {codec.name.lower()} stream") from error

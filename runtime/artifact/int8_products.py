@@ -1,6 +1,6 @@
 """Stored arrays of int8 products: checks them against their products and computes the tensors that the kernels read.
 
-The checks of a file need only its table of arrays, so that they run before any array is decompressed.
+The checks need only the table of arrays, so they run before any array is decompressed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ Table = Mapping[tuple[str, str], Entry]
 def require_products(
     sources: Sequence[Source], shapes: Mapping[str, tuple[int, ...]], layout: Layout, text: bytes
 ) -> None:
-    """Checks the table of arrays of a file against its int8 products, and then against its layout.
+    """Checks the table of arrays of a file against the int8 products of the model, and then against the layout.
 
     Args:
         sources: the int8 products of the model.
@@ -60,7 +60,7 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
     yield from (f"{', '.join(array)} is not in the file" for array in arrays if array not in table)
     codes, scale, input_scale, *bias = (table[array] for array in arrays)
     if codes.dtype != "i8":
-        yield f"the weight is stored as {codes.dtype}, and its product reads i8"
+        yield f"the weight is stored as {codes.dtype}, but its product reads i8"
     if len(codes.shape) != 2 or codes.shape[1] != k:
         stored_k = codes.shape[1] if len(codes.shape) == 2 else list(codes.shape)
         transposed = ": it is stored transposed" if codes.shape == (k, n) else ""
@@ -96,7 +96,7 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
 
     For each input, under the name of its leader: `LEADER_inverse`, f32 [K] without padding, the inverse of its scale.
 
-    Raises IntegrityError, which names the product, if arrays do not fit the product or each other.
+    Raises IntegrityError, which names the product, if arrays do not match the product or each other.
     """
     tensors: dict[str, Tensor] = {}
     table = entries(stored.tensors)
@@ -129,7 +129,7 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
 
 
 def _first_difference(scale: Array, leader: Array) -> str:
-    """Describes the first difference between the input scales of a weight and of its leader, for a message."""
+    """Returns text about the first difference between the input scales of a weight and of its leader."""
     if scale.shape != leader.shape:
         return f"{scale.size} and {leader.size} numbers"
     at = int((scale != leader).argmax())
@@ -140,7 +140,7 @@ def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
     """Copies `tensors` into the buffers of a module. Raises IntegrityError if names, shapes or dtypes differ."""
     buffers = dict(loaded.model.named_buffers())
     if unpaired := sorted(buffers.keys() ^ tensors.keys()):
-        message = f"{len(unpaired)} constants have a buffer or a value, not both: {', '.join(unpaired[:5])}"
+        message = f"{len(unpaired)} constants lack a buffer or a value: {', '.join(unpaired[:5])}"
         raise IntegrityError(message, AGAIN)
     for name, buffer in buffers.items():
         stored = tensors[name]

@@ -1,6 +1,6 @@
 """Quantizes and dequantizes all parameters of a model, each by its scheme."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +9,6 @@ from torch import Tensor
 from specc.compiler.quant.scheme import Scheme, SchemeError, Seen
 from specc.runtime.artifact.table import AGAIN, Array, Layout, layout
 from specc.runtime.errors import IntegrityError, QuantizeError
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,6 @@ def quantize_tensors(
     params: Mapping[str, Tensor],
     schemes: Mapping[str, Scheme],
     hessians: Mapping[str, Tensor],
-    progress: Progress | None = None,
     seen: Mapping[str, Seen] | None = None,
 ) -> QuantizedModel:
     """Quantizes every parameter by its scheme, in the order of `schemes`.
@@ -39,7 +36,6 @@ def quantize_tensors(
         params: the parameters to quantize, by name.
         schemes: the scheme of each parameter, by the same names.
         hessians: X^T X [columns, columns] of the parameters whose scheme needs it.
-        progress: called as `progress(name, done, total)` after each parameter.
         seen: the calibration statistics of a parameter. It replaces the entry of `hessians` for that parameter.
 
     Returns:
@@ -50,7 +46,7 @@ def quantize_tensors(
             parameter. The message names the parameter.
     """
     if unpaired := sorted(params.keys() ^ schemes.keys()):
-        raise QuantizeError(f"{len(unpaired)} names have a parameter or a scheme, not both: {', '.join(unpaired[:5])}")
+        raise QuantizeError(f"{len(unpaired)} names lack a parameter or a scheme: {', '.join(unpaired[:5])}")
     tensors: dict[str, Mapping[str, Array]] = {}
     for name, scheme in schemes.items():
         try:
@@ -58,8 +54,6 @@ def quantize_tensors(
             tensors[name] = scheme.quantize_seen(params[name], (seen or {}).get(name, Seen(hessian)))
         except SchemeError as error:
             raise QuantizeError(f"{name}: {error}", "give it another scheme under quant.rules") from error
-        if progress is not None:
-            progress(name, len(tensors), len(schemes))
     return QuantizedModel(dict(schemes), {name: tuple(params[name].shape) for name in schemes}, tensors)
 
 
@@ -83,9 +77,9 @@ def entropy_bytes(model: QuantizedModel) -> int:
     """Returns a quick estimate, in bytes, of the compressed arrays, for the search over bit allocations.
 
     The estimate is the order-0 entropy of each parameter's codes, plus 0.5 %, plus all other arrays uncompressed. It
-    needs milliseconds, while brotli of quality 11 needs a minute. On heavy-tailed matrices the output of brotli 11 was
-    0.2 % above the entropy; that of the brotli qualities that are fast enough for the search was 4 to 12 % above. The
-    artifact is always written, and its budget checked, at full quality.
+    needs milliseconds, while brotli of quality 11 needs a minute. On heavy-tailed matrices, the output of brotli 11 was
+    0.2 % above the entropy. Brotli qualities that are fast enough for the search were 4 to 12 % above it. The artifact
+    is always written at full quality, and its size is checked at full quality.
     """
     codes, others = 0.0, 0
     for name, stored in model.layout():

@@ -1,4 +1,4 @@
-"""The header and the sections of a `.specc` file: packs the header, reads and verifies both.
+"""The header and the sections of a `.specc` file: writes the header, and reads and verifies header and sections.
 
 Layout of version 2, little-endian:
 
@@ -21,9 +21,9 @@ The sections are, in this order:
 - the digests of the training data, if they are known: 64 bytes, the SHA-256 of the training and validation splits;
 - the streams (streams.py), each cut between rows into sections of at most 512 KiB.
 
-Each stream section has the transform that was measured to be smallest. Other names, dtypes and shapes are not stored.
-Cutting the streams lets brotli adapt to each part, lets all cores compress in parallel, and bounds the size to which a
-section can expand.
+Each stream section has the transform with the smallest measured size. Other names, dtypes and shapes are not stored.
+Because streams are cut, brotli adapts to each part, all cores compress in parallel, and the expanded size of a section
+is bounded.
 
 Version 1, which is read but no longer written, has no codec and no transforms. The arrays of each kind are joined in
 layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.
@@ -69,7 +69,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an artifact: either verified after reading or ready to be written."""
+    """The header of an artifact, verified after reading or ready to be written."""
 
     interface: bytes
     code: bytes
@@ -112,7 +112,7 @@ class Header:
 def read_header(file: BinaryIO, size: int) -> Header:
     """Reads and verifies the header of an artifact of `size` bytes, and leaves `file` at the first section.
 
-    Raises IntegrityError if the header is damaged or not supported, or if its sections do not exactly fill the file.
+    Raises IntegrityError if the header is damaged or not supported, or if the sections do not exactly fill the file.
     """
     prefix = file.read(_PREFIX.size)
     if prefix[: len(MAGIC)] != MAGIC:
@@ -145,9 +145,8 @@ def read_header(file: BinaryIO, size: int) -> Header:
         raise IntegrityError("its first section must be the spec, and no other section may be")
     texts = [section.kind for section in sections if section.kind in TEXTS]
     if texts != sorted(set(texts), key=TEXTS.index) or [section.kind for section in sections[: len(texts)]] != texts:
-        raise IntegrityError(
-            "the table of arrays and the digests of data must follow the spec, in this order, at most once each"
-        )
+        message = "the table of arrays and the digests of data must follow the spec, in this order, at most once each"
+        raise IntegrityError(message)
     if version == 1 and len(texts) > 1:
         raise IntegrityError("a file of version 1 has no table of arrays and no digests of data")
     if any(section.kind == Kind.DATA_DIGESTS and section.raw != DATA_DIGEST_BYTES for section in sections):
@@ -188,5 +187,5 @@ def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> 
     compressed = read_verified_bytes(file, section, label)
     raw = b"".join(decompressed(compressed, section.raw, label, codec))
     if len(raw) != section.raw:
-        raise IntegrityError(f"{label} holds {len(raw):,} bytes and declares {section.raw:,}")
+        raise IntegrityError(f"{label} has {len(raw):,} bytes, but the header declares {section.raw:,}")
     return raw

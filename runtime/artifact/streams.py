@@ -1,10 +1,8 @@
 """Reversible transforms between the rows of a stream and the raw bytes of a section, for better compression.
 
-Streams and their cuts follow from the layout (`specc.compiler.quant.artifact_sections`), so that a file states only the
+Streams and cuts follow from the layout (`specc.compiler.quant.artifact_sections`). A file therefore states only the
 transform of each section.
 """
-
-from __future__ import annotations
 
 from enum import IntFlag
 from typing import Any
@@ -61,7 +59,7 @@ def raw_size(stream: Stream, rows: int, transform: int) -> int:
 
 
 def pack(data: bytes, stream: Stream, transform: int) -> bytes:
-    """Returns the raw bytes of a section: `data`, which holds whole rows of `stream`, transformed."""
+    """Returns the raw bytes of a section: `data` after the transform. `data` holds whole rows of `stream`."""
     matrix = _matrix(data, stream)
     front = b""
     if transform & T.ORDERED:
@@ -75,7 +73,7 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
     """Inverts `pack`.
 
     Args:
-        raw: the raw bytes of the section, whose size is that of `raw_size`.
+        raw: the raw bytes of the section, of the size that `raw_size` returns.
         stream: the stream of the section.
         rows: the number of rows.
         transform: the flags of `Transform`.
@@ -107,8 +105,8 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
 def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform:
     """Returns the transform with the smallest compressed size, measured on a sample of at most `SAMPLE_BYTES`.
 
-    The sample is a submatrix: its larger dimension is halved until it fits. Cutting both dimensions preserves the gain
-    of transposing, which depends on the shape.
+    The sample is a submatrix: the larger dimension is halved until the sample is small enough. Cutting both dimensions
+    preserves the gain of transposing, which depends on the shape.
 
     Args:
         data: whole rows of `stream`.

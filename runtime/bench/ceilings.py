@@ -1,5 +1,5 @@
-"""The ceilings that every kernel is compared with, measured in the same run: a large GEMM and a large copy. For kernels
-that write very little, a large sum replaces the copy."""
+"""The peak rates that every kernel is compared with, measured in the same run by a large GEMM and a large copy. For
+kernels that write very little, a large sum replaces the copy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ NEXT_TO_NOTHING = 1 / 16  # of the bytes: memory is faster if it need not switch
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The least work of one call: its operations, the bytes that it moves, and the bytes that it writes among them."""
+    """The minimum work of one call: the operations, the bytes moved, and the part of these bytes that is written."""
 
     flops: int
     bytes: int
@@ -26,15 +26,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The measured ceilings of a device.
+    """The measured peak rates of a device.
 
     Attributes:
         dtype: the dtype of the GEMM.
         gemm_size: N of the GEMM.
-        gemm: the library's product of two N x N matrices.
+        gemm: the time of the library's product of two N x N matrices.
         copy_bytes: the bytes that `copy` and `read` process.
-        copy: a copy from device memory to device memory, which reads and writes `copy_bytes` bytes.
-        read: a sum, which only reads `copy_bytes` bytes.
+        copy: the time of a copy in device memory, which reads and writes `copy_bytes` bytes.
+        read: the time of a sum, which only reads `copy_bytes` bytes.
     """
 
     dtype: str
@@ -54,16 +54,16 @@ class Ceilings:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """Bytes read per second. At least the rate of the copy, because a sum on a CPU may be limited by its
-        additions."""
+        """The bytes read per second. The rate is at least that of the copy, because the additions may limit a sum on a
+        CPU."""
         return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 
     def floor_ms(self, work: Work) -> float:
-        """Returns the least time of the work in ms, about."""
+        """Returns the approximate minimum time of the work, in ms."""
         return 1e3 * max(self._seconds(work))
 
     def bound(self, work: Work) -> Literal["FLOPs", "bytes"]:
-        """Returns which of the two determines the floor."""
+        """Returns whether operations or bytes determine the minimum time."""
         flops, memory = self._seconds(work)
         return "FLOPs" if flops > memory else "bytes"
 
@@ -74,7 +74,7 @@ class Ceilings:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures all ceilings on random normal data."""
+    """Measures all peak rates on random normal data."""
     size, copied = SIZES[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

@@ -1,8 +1,8 @@
 """Greedy decoding of held-out lines by a model of pairs: with a cache and without, in each dtype, and in int8.
 
-lines/s are lines over seconds, from text to text in this process, `eval.batch` lines at once. A first pass, which
-captures CUDA graphs, precedes two timed passes. Weights that are stored as int8 run in the deployed programs, and only
-with the cache. A spec that is scored by beam search is also timed with its beam.
+lines/s is the number of lines divided by the seconds from text to text in this process, with `eval.batch` lines at
+once. An untimed pass, which captures CUDA graphs, precedes two timed passes. Weights that are stored as int8 run in the
+deployed programs, and only with the cache. If the spec scores by beam search, beam search is timed too.
 """
 
 import time
@@ -52,7 +52,7 @@ class DecodeRow:
         ms: the time of a pass over all lines.
         spread: the difference between two passes, as a share of the smaller.
         building: seconds from the spec to the module on its device, including kernel compilation.
-        first: the additional seconds of the first pass.
+        first: the seconds by which the first pass is longer than the others.
         exact: the number of lines that equal their target.
         agreeing: the share of lines equal to those of the decoder with a cache. None for that decoder.
     """
@@ -81,14 +81,14 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """All rows; whether they are of trained weights; and, by name, why rows are missing."""
+    """All rows, whether the weights are trained, and the reasons for missing rows, by name."""
 
     rows: tuple[DecodeRow, ...]
     trained: bool
     missing: Mapping[str, str]
 
     def over_uncached(self, row: DecodeRow) -> float | None:
-        """Returns a row's lines/s as a multiple of those without a cache, or None if these were not measured."""
+        """Returns the ratio of a row's lines/s to the lines/s without a cache; None if the latter were not measured."""
         for other in self.rows:
             if (other.dtype, other.beam, other.cache) == (row.dtype, row.beam, False):
                 return row.lines_per_second / other.lines_per_second
@@ -97,7 +97,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The weights to decode with: f32 parameters by name; for an artifact also the stored arrays and their spec."""
+    """The weights to decode with: f32 parameters by name. For an artifact, also the stored arrays and the spec."""
 
     floats: Mapping[str, Tensor]
     stored: QuantizedModel | None
@@ -167,8 +167,7 @@ def _weights(setup: Setup, path: Path | None) -> _Weights:
 def _builds(
     setup: Setup, weights: _Weights, opened: OpenData, missing: dict[str, str]
 ) -> Iterator[tuple[str, Callable[[], Loaded]]]:
-    """Yields the model in each dtype that it can compute in on the target, starting with the spec's own, then
-    in int8."""
+    """Yields the model in each dtype in which it can compute on the target, first in that of the spec, last in int8."""
     spec, target, device = setup.spec, setup.target, str(setup.device)
     for dtype, other in spec_in_dtypes(spec, target).items():
         yield dtype, partial(realize, other, target, device, weights.floats, lock=setup.lock)
@@ -190,8 +189,8 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns, by dtype, the spec for each dtype that its model can compute in on a target. The unchanged spec is
-    first."""
+    """Returns, for each dtype in which the model can compute on a target, the spec with this dtype. The unchanged spec
+    is first."""
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
         model = spec.model.model_copy(update={"dtype": dtype})
@@ -201,7 +200,7 @@ def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
 
 
 def _timed(setup: Setup, loaded: Loaded, dtype: str, opened: OpenData, missing: dict[str, str]) -> Iterator[DecodeRow]:
-    """Yields a row for each decoder of one module. Its `building` is that of the decoder."""
+    """Yields a row for each decoder of one module."""
     spec, match, epoch, device = loaded.spec, setup.spec.eval, opened.epoch, setup.device
     assert epoch is not None and isinstance(match, ExactMatchSpec)
     tokenizer = characters_of(spec)

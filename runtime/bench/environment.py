@@ -22,7 +22,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the parts of a benchmark have in common.
+    """The setup that all parts of a benchmark share.
 
     Attributes:
         spec: the spec.
@@ -42,15 +42,16 @@ class Setup:
 
 
 def device_for(target: str) -> torch.device:
-    """Returns the device that a target's code runs on here. Raises EnvironmentFailure if this machine has no such
-    device."""
+    """Returns the device of this machine that runs a target's code. Raises EnvironmentFailure if this machine has no
+    such device."""
     if reason := unavailable(TARGETS[target]):
         raise EnvironmentFailure(f"{target} {reason}", "name another target")
     return torch.device(device_of(TARGETS[target]))
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Returns the machine as locks and reports record it. A CPU is named with its threads in the GPU field."""
+    """Returns the machine as locks and reports record it. For a CPU, the GPU field holds the name of the CPU and the
+    number of threads."""
     gpu, threads = device.type == "cuda", torch.get_num_threads()
     nvcc = cutlass = None
     if gpu:

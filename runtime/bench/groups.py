@@ -1,5 +1,5 @@
-"""Measures every fused group as a whole, and the same function in plain Torch: the forward as in training, and the
-forward with the backward."""
+"""Measures every fused group as a whole, and the same function in plain Torch. Times the forward as in training, and
+the forward with the backward."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from specc.compiler import pipeline
 from specc.compiler.ir.graph import Graph, Node, node_of
-from specc.compiler.ops.region import Fused
 from specc.compiler.plan.plan import Plan, place_pattern
 from specc.compiler.programs import reference
 from specc.compiler.programs.cost import boundary_bytes, graph_costs
@@ -35,8 +34,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The nodes that a group replaced, in their original graph, and the values that they read from outside, in
-    order."""
+    """The nodes that a group replaced, in the original graph, and the inputs of these nodes from outside, in order."""
 
     graph: Graph
     nodes: tuple[Node, ...]
@@ -44,21 +42,21 @@ class Members:
 
     @property
     def output(self) -> str:
-        """The output of the group: the last node's value is the only one that is read from outside."""
+        """The output of the group, which is the value of the last node. No other value is read from outside."""
         return self.nodes[-1].name
 
 
 def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Members:
-    """Returns a group's members, from the same spec without fusion points.
+    """Returns the members of a group in the graph of the same spec without fusion points.
 
     Args:
         spec: the spec with fusion points.
-        programs: its programs on the target.
+        programs: the programs of the spec on the target.
         target: the target.
         group: a group of `programs`.
     """
     plain = pipeline.run(replace_fuse(spec), target)
-    host = hosts(programs, group)[0]
+    host = programs.callers[group.name][0]
     graph = next(graph for graph in plain.graphs if graph.name == host)
     nodes = tuple(node for node in graph.nodes if node.name in group.members)
     inside = {node.name for node in nodes}
@@ -66,26 +64,17 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
     return Members(graph, nodes, tuple(external))
 
 
-def hosts(programs: Programs, group: Group) -> tuple[str, ...]:
-    """Returns the names of the graphs that run a group."""
-    return tuple(
-        graph.name
-        for graph in programs.graphs
-        if any(isinstance(node.op, Fused) and node.op.group == group.name for node in graph.nodes)
-    )
-
-
 def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
-    """Yields each group with its place in display form. If several groups have the same place, it includes the graphs
-    that run the group."""
-    places = [place_pattern(programs, hosts(programs, group), group.scope) for group in programs.groups]
+    """Yields each group and its path as displayed. If several groups have the same path, the displayed path includes
+    the graphs that run the group."""
+    places = [place_pattern(programs, programs.callers[group.name], group.scope) for group in programs.groups]
     for group, place in zip(programs.groups, places, strict=True):
-        yield group, place if places.count(place) == 1 else f"{place} in {', '.join(hosts(programs, group))}"
+        yield group, place if places.count(place) == 1 else f"{place} in {', '.join(programs.callers[group.name])}"
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Raises RunFailure, before anything is measured, if `parts` are only kernels or groups and none of these has a
-    path that contains `at`."""
+    """Raises RunFailure if `parts` are only kernels or groups and no path of these contains `at`. The check precedes
+    all measurements."""
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
         "groups": {place for _, place in labelled(plan.programs)},
@@ -94,7 +83,9 @@ def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
         return
     known = sorted(set().union(*(places[part] for part in parts)))
     if not any(at in place for place in known):
-        raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(known) or 'none'}")
+        raise RunFailure(
+            f"no node of a kernel or group has {at} in its name", f"the names are: {', '.join(known) or 'none'}"
+        )
 
 
 def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, at: str) -> Iterator[Row]:
@@ -151,7 +142,7 @@ def _work(graph: Graph, sizes: Mapping[str, int]) -> Work:
 
 
 def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
-    """Returns the inputs. Those with an index in `leaves` require a gradient."""
+    """Returns the inputs. Inputs with an index in `leaves` require a gradient."""
     return [value.detach().requires_grad_() if i in leaves else value for i, value in enumerate(inputs)]
 
 
@@ -165,7 +156,7 @@ class Pass:
     gradient: Tensor
 
     def forward(self) -> Tensor:
-        """Returns the value. All that the backward pass needs is saved."""
+        """Returns the value, and saves the tensors for the backward pass."""
         result: Tensor = self.call(*self.inputs)
         return result
 
@@ -179,8 +170,8 @@ class Pass:
 
 
 def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
-    """Compares value and gradients of the generated group with those of the members' references, by autograd: first
-    `run`, uncompiled and on poisoned memory, then the form that is timed.
+    """Compares value and gradients of the generated group with the references of the members under autograd. Compares
+    `run`, uncompiled and on poisoned memory, and then the timed form.
 
     The references are in float64, or in float32 if the device's memory is too small. Returns the worst error. Raises
     RunFailure if a result is wrong.

@@ -1,4 +1,5 @@
-"""Measures every kernel of a plan, eager Torch, torch.compile, and the bare product of the library."""
+"""Measures every kernel of a plan, and the same node in eager Torch, in torch.compile and as a bare product of the
+library."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from specc.runtime.verify.random_inputs import Operands, sizes_of
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table: the measured work, and a time for each variant.
+    """One row of a table: the work of a node or group, and the time of each variant.
 
     Attributes:
         name: the path of the node or group.
@@ -49,7 +50,7 @@ class Row:
         return self.times.get(GENERATED) or self.times[LIBRARY]
 
     def ratio(self, variant: str) -> float | None:
-        """Returns the time of generated code as a share of a variant's, or None if either is missing."""
+        """Returns the ratio of the time of generated code to the time of a variant; None if either is missing."""
         if GENERATED not in self.times or variant not in self.times:
             return None
         return self.times[GENERATED].ms / self.times[variant].ms
@@ -65,7 +66,7 @@ def kernel_rows(
         setup: the setup of the benchmark.
         plan: the plan.
         module: the generated model.py.
-        ready: waits until a choice's kernel can be called. Called after torch.compile is done.
+        ready: waits until the kernel of a choice can be called. Is called after torch.compile has finished.
         at: the text that paths must contain.
 
     Raises:
@@ -109,8 +110,7 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
 
 
 def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
-    """Returns the compiler's cost of the node of a choice: the least operations and bytes, without the values that
-    its kernel moves in between."""
+    """Returns the minimum operations and bytes of the node of a choice, without intermediate values of the kernel."""
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     read, written = (sum(type.bytes(sizes) for type in types) for types in (inputs, node.types))

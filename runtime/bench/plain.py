@@ -1,4 +1,4 @@
-"""The plain Torch function of a kernel or a group, in the form that the compiler generates without kernels."""
+"""Plain Torch functions that compute the same as a kernel or a group."""
 
 import hashlib
 import sys
@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from specc.compiler import kernels
 from specc.compiler.build import kernel_files
 from specc.compiler.catalog import catalog
-from specc.compiler.ir.graph import Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, missing
 from specc.compiler.ops.linear import Product
 from specc.compiler.targets import CPU
@@ -25,7 +26,7 @@ Function = Callable[..., Any]
 def plain_nodes(
     nodes: Sequence[Node], types: Mapping[str, TensorType], inputs: Sequence[str], output: str, module: ModuleType
 ) -> Function:
-    """Returns a function that computes nodes without epilogues, from the text of a `fuse: []` build for each node.
+    """Returns a function that computes nodes without epilogues. The text of each node is that of a `fuse: []` build.
 
     Args:
         nodes: the nodes, in order.
@@ -48,8 +49,9 @@ def plain_nodes(
 
 
 def plain_site(site: Site) -> Function:
-    """Returns the function of one node with its epilogue, from all of its inputs in order to all of its outputs:
-    Torch's call for it on the site's target, else the Torch kernel of the CPU target, else the op's reference."""
+    """Returns the function of one node with its epilogue, from all inputs to all outputs in order. The function is
+    Torch's call for the node on the target. If there is none, it is the Torch kernel of the CPU target, or else the
+    reference of the op."""
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is None:
         function: Function = site.node.op.reference
@@ -59,8 +61,8 @@ def plain_site(site: Site) -> Function:
 
 
 def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
-    """Returns the plain Torch rendering of a node: the Torch kernel of lowest rank with a function of its own, or None.
-    With `elsewhere`, only kernels that also run on other targets."""
+    """Returns the Torch kernel of lowest rank that renders a function for the node, or None. With `elsewhere`,
+    considers only kernels that also run on other targets."""
     every = (kernel for kernel in catalog(kernels, Kernel).values() if kernel.language == "torch")
     known = [k for k in every if isinstance(site.node.op, k.computes) and (k.portable or not elsewhere)]
     taking = [kernel for kernel in known if missing(kernel, site.target) is None and kernel.rejects(site) is None]
@@ -69,8 +71,8 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
 
 
 def bare_product(site: Site) -> Function | None:
-    """Returns a function of the node's matrix products alone, by the library, from all of its inputs. None if the op is
-    not a product."""
+    """Returns a function that computes only the matrix products of the node, by the library. It accepts all inputs of
+    the node. None if the op is not a product."""
     op = site.node.op
     if not isinstance(op, Product):
         return None
@@ -83,8 +85,8 @@ def bare_product(site: Site) -> Function | None:
 
 
 def executed(text: str, name: str, namespace: Mapping[str, Any]) -> Function:
-    """Returns a function of generated text. The text runs in a new module that can be imported by name, which Dynamo
-    requires."""
+    """Executes generated text and returns the function `name`. The text runs in a new module that can be imported by
+    name, which Dynamo requires."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     module = ModuleType(f"specc_bench_{digest}_{id(namespace):x}")
     vars(module).update({key: value for key, value in namespace.items() if not key.startswith("__")})

@@ -1,8 +1,8 @@
-"""Measures the int8 products of deployed programs and `torch._int_mm` with the compiled epilogue, for several
-numbers of rows.
+"""Measures the int8 products of deployed programs, and `torch._int_mm` with the compiled epilogue, for several numbers
+of rows.
 
-On a GPU, calls are replayed as one CUDA graph, so that launches do not count. Operands stay in the cache, as they do
-between the steps of a decoder.
+On a GPU, calls are replayed as one CUDA graph, so that launches do not count. Operands stay in the cache, as in a
+decoder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler.expr import torch_text
-from specc.compiler.kernels.generated import DTYPES as SPELT
+from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.int8.gemm import Int8Epilogue, int8_epilogue
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.plan.plan import Choice, Plan
@@ -39,11 +39,11 @@ class ProductRow:
     Attributes:
         name: the paths of the nodes.
         kernel: the name of the generated kernel.
-        language: its language.
+        language: the language of the kernel.
         n: N.
         k: K.
         makes: the dtype of the output.
-        times: our time and the library's, by M.
+        times: the times of the generated kernel and of the library, by M.
         refused: the reason why the library did not run, by M.
     """
 
@@ -58,7 +58,7 @@ class ProductRow:
 
     @property
     def ratio(self) -> Mapping[int, float | None]:
-        """Our time as a share of the library's, by M. None if the library did not run."""
+        """The ratio of the kernel's time to the library's time, by M; None if the library did not run."""
         return {m: x[OURS].ms / x[THEIRS].ms if THEIRS in x else None for m, x in self.times.items()}
 
 
@@ -70,7 +70,7 @@ def product_rows(
     Args:
         setup: the setup of the benchmark.
         plan: the deployed plan.
-        module: its generated model.py.
+        module: the generated model.py of the plan.
         ready: waits until a choice's kernel can be called.
         at: the text that paths must contain.
 
@@ -122,13 +122,13 @@ def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
     lines += [f"    {value.name} = {value.name}.float()" for value in epilogue.operands if value.type.dtype != "f32"]
     lines.append(f"    y = {torch_text(epilogue.expr)}")
     rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if epilogue.codes else ""
-    lines.append(f"    return y{rounded}.to({SPELT[epilogue.y.type.dtype]})")
+    lines.append(f"    return y{rounded}.to({DTYPES[epilogue.y.type.dtype]})")
     return executed("\n".join(lines), "epilogue", {"torch": torch, "F": torch.nn.functional})
 
 
 def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
-    """Raises RunFailure if the values differ by more than rounding: an int8 code may be off by 1, where its value is
-    about half-way between two codes; floats differ by rounding."""
+    """Raises RunFailure if the values differ by more than rounding. An int8 code may differ by 1 if the exact value is
+    about half-way between two codes."""
     tolerance = 1.0
     if expected.dtype != torch.int8:
         tolerance = (1e-4 if expected.dtype == torch.float32 else 1e-2) * max(1.0, float(expected.abs().max()))
@@ -138,7 +138,7 @@ def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
 
 
 def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:
-    """Times the calls. On a GPU, as replays of a graph of `CALLS` calls."""
+    """Times the calls. On a GPU, times replays of a CUDA graph of `CALLS` calls."""
     if device.type != "cuda":
         return alternate(calls, device, IN_CACHE)
     graphs = {name: captured(partial(_repeat, call))[0] for name, call in calls.items()}

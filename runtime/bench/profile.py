@@ -52,8 +52,8 @@ def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
 
 
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
-    """Returns the runtime names of a plan's kernels, except CUTLASS's: the functions that their files mark
-    `@triton.jit` or `__global__`."""
+    """Returns the names of a plan's kernels at run time, except those of CUTLASS: the functions that are marked
+    `@triton.jit` or `__global__` in the kernel files."""
     names: set[str] = set()
     for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
         source = (directory / file).read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ class Profile:
     """A step by class of kernel, averaged over `steps` steps.
 
     `wall_ms` is the time from the start of the first kernel to the end of the last, and `idle_ms` the part of it in
-    which no kernel ran, both per step. Kernels that run concurrently each count in full.
+    which no kernel ran, both per step. Each of several concurrent kernels counts in full.
     """
 
     steps: int
@@ -121,7 +121,7 @@ def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]
 
 def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[str]) -> Profile:
     """Computes the profile from the events of a Chrome trace of torch.profiler. Times in the trace are in microseconds;
-    a correlation number links a kernel to its launch. Raises RuntimeError if the trace contains no kernel."""
+    a correlation number links a kernel to the launch. Raises RuntimeError if the trace contains no kernel."""
     device: list[Mapping[str, Any]] = []
     launched: dict[object, float] = {}
     ranges: list[tuple[float, float]] = []

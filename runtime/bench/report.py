@@ -112,10 +112,10 @@ def _details(report: Report, row: Row) -> list[str]:
 def _legend(report: Report) -> list[str]:
     mode = MODES[MAX_AUTOTUNE]
     return [
-        "Medians. floor: bytes or operations at the ceilings above; of it: the floor's share of our time. Bytes are",
-        "held to the copy, and to reading alone where at most one in sixteen is written.",
-        f"±: how far two passes lie apart, the worst of the row. max-at: torch.compile, {mode}.",
-        f"{library_name(report)}: the bare products. error: |found - exact| / |exact| of the worst output, by float64.",
+        "Times are medians. floor: the minimum time of the bytes or operations at the ceilings above. of it: the floor",
+        "divided by our time. Bytes are compared with the copy, or with the read if at most 1/16 of them is written.",
+        f"±: the largest difference between two passes in the row. max-at: torch.compile, {mode}.",
+        f"{library_name(report)}: products only. error: |output - exact| / |exact| of the worst output, by float64.",
     ]
 
 
@@ -149,9 +149,9 @@ def _step(report: Report) -> list[str]:
         )
         lines.append(f"{name:<{NAME - 5}}" + "".join(f"{cell:>10}" for cell in cells))
     lines += [
-        f"Medians of {build.steps} steps each in {count} micro-batches, one build after the other; pads are no tokens.",
-        "TFLOP/s: of the model, three times its forward pass. start: from the spec to the end of the warm-up, without",
-        "nvcc; compile: what of it the steps of the warm-up do not take.",
+        f"Medians of {build.steps} steps of {count} micro-batches, one build after the other. Pads do not count.",
+        "TFLOP/s: three times the operations of the forward pass. start: from the spec to the end of the warm-up,",
+        "without nvcc. compile: start without the time of normal steps.",
     ]
     return lines
 
@@ -178,8 +178,8 @@ def _profiles(builds: Mapping[str, Build]) -> list[str]:
         pairs = zip(values, shares, strict=True)
         lines.append(f"{name:<18}" + "".join(f"{ms:>14.2f}{share:>7.1%}{'':>7}" for ms, share in pairs).rstrip())
     lines += [
-        "ms a step. optimizer: all that `step` of an optimizer launches, products too, and the foreach kernels of",
-        "accumulation, clipping and casts; fused: the plan's own kernels; idle: no kernel runs.",
+        "Times in ms per step. optimizer: all kernels of `step` of an optimizer, including products, and the foreach",
+        "kernels of accumulation, clipping and casts. fused: the generated kernels. idle: no kernel runs.",
     ]
     return lines
 

@@ -26,15 +26,15 @@ def table_lines(table: Table, steps: int) -> list[str]:
     batch = {row.train.samples // row.train.steps for row in table.rows}
     size = next(iter(batch), 0)
     lines += [
-        f"Behind a name: processes, one a GPU. A step has {size:,} samples of all of them together. train: updates as",
-        "`specc train` makes them, with teacher forcing. validation: greedy decoding of held-out lines from text to",
-        "text, and exact match; as many steps to a training step as an epoch has. overall: all steps over all seconds.",
-        "tokens: of sources and targets, no pads. Rates are totals over totals, compile is separate. Without a cache",
-        "a decoder runs again over all that it has written, for each token; the encoder runs once a line in both.",
-        "Rows of as many processes share their training, which decodes nothing.",
+        f"After a name: the number of processes, one per GPU. A step has {size:,} samples in total. train: updates as",
+        "in `specc train`, with teacher forcing. validation: greedy decoding of held-out lines, from text to text, and",
+        "exact match. Validation steps per training step are as in an epoch. overall: all steps by all seconds.",
+        "tokens: of sources and targets, without pads. A rate is total work by total time, without compilation.",
+        "Without a cache, the decoder runs again over all previous tokens for each token; the encoder runs once.",
+        "Rows with the same number of processes share one training measurement.",
     ]
     if (gain := table.cached_over_uncached) is not None:
-        lines.append(f"With the cache one process validates {gain:.2f} times as fast as without.")
+        lines.append(f"With the cache, one process validates {gain:.2f} times as fast as without it.")
     for row in table.rows:
         lines.append(f"{row.name}: {row.exact_match:.2%} of {row.validation.samples:,} lines exact after these steps.")
     return lines
@@ -66,19 +66,18 @@ def decode_lines(decoding: Decoding) -> list[str]:
     lines += [f"not measured: {reason}" for reason in decoding.missing.values()]
     batch = first.batch if first is not None else 0
     lines += [
-        f"From text to text in this process, {batch:,} lines at once (eval.batch); two passes after a first one.",
-        "build: from the spec to the module, kernels compiled; first: what the first pass took beyond, which captures",
-        "graphs; of uncached: lines/s as a multiple; agree: lines that both give, but for rounding.",
+        f"From text to text in this process, {batch:,} lines at once (eval.batch), two passes after an untimed pass.",
+        "build: from the spec to the module, with kernel compilation. first: the additional time of the untimed pass,",
+        "which captures graphs. of uncached: lines/s divided by those without a cache. agree: equal lines.",
     ]
     if not decoding.trained:
-        lines.append(
-            "The weights are as training starts (--weights names others): few lines end before the last position."
-        )
+        lines.append("The weights are initial (--weights selects others), so few lines end before the last position.")
     return lines
 
 
 def product_lines(rows: Sequence[ProductRow]) -> list[str]:
-    """Returns three lines per product: our time, the library's, and their ratio, for each number of rows."""
+    """Returns three lines per product: the time of the generated kernel, the time of the library, and the ratio, for
+    each number of rows."""
     lines = [f"{'int8 products, us; rows M':<50}" + "".join(f"{m:>10,}" for m in ROWS)]
     for row in rows:
         lines.append(f"{row.name} ({row.language})")

@@ -1,5 +1,5 @@
-"""Decoding without a cache: for each token the decoder runs again over all previous tokens. This is the baseline for
-the cached state of a model of pairs."""
+"""Decoding without a cache: for each token, the decoder runs again over all previous tokens. This is the baseline for
+decoding with a cache."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batc
 
     Args:
         loaded: the model.
-        folder: the folder for its generated code.
+        folder: the folder for the generated code.
         device: the device of the model. On a GPU, the decoder replays CUDA graphs.
         batch: lines at once.
         beam: the beam size; 1 for greedy decoding.
@@ -42,7 +42,7 @@ def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batc
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
     """Returns a module that decodes without a cache and shares the current weights of a loaded model of pairs.
 
-    Its code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
+    The generated code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in uncached_files(loaded.spec, loaded.target.name).items():
@@ -58,7 +58,7 @@ class Rerun:
     """The decoding steps of a `rerun_model` module.
 
     With `graphs`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. The numbers of rows are
-    powers of two and that of the whole batch, as in a decoder with a cache.
+    powers of two, and the size of the whole batch, as in a decoder with a cache.
     """
 
     def __init__(self, model: Any, window: int, graphs: bool) -> None:

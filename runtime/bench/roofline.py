@@ -1,7 +1,7 @@
-"""The roofline picture: the performance of each kernel below the two ceilings measured in the same run. Needs
+"""The roofline picture: the performance of each kernel, and the two peak rates measured in the same run. Needs
 matplotlib.
 
-The picture is drawn from the JSON data of a report, so that a machine without matplotlib can measure it.
+The picture is drawn from the JSON data of a report, so that the measurement does not need matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def roofline(data: Mapping[str, Any]) -> bytes:
 
     Returns:
         A PNG of 1500 x 900 pixels: a mark for each kernel and group, at its operations per byte (by the compiler's
-        count) and its measured operations per second.
+        count) and the measured operations per second.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.
@@ -102,8 +102,8 @@ def _ceilings(axes: "Axes", ceilings: Mapping[str, Any], rows: Sequence[Row]) ->
 
 
 def _points(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Draws generated kernels, whole groups and library products as filled marks, and torch.compile's best as open
-    marks."""
+    """Draws generated kernels, whole groups and library products as filled marks, and the best times of torch.compile
+    as open marks."""
     kinds = (
         ("generated kernel", KERNEL_COLOR, "o", [row for row in rows if GENERATED in row["times"] and row["language"]]),
         ("fused group", GROUP_COLOR, "D", [row for row in rows if not row["language"]]),
@@ -147,7 +147,7 @@ def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Mapping[str, Any]) -> N
 
 
 def _label(row: Row) -> str:
-    """Returns the text of a label: name, time, share of the roof, and of torch.compile's best time."""
+    """Returns the text of a label: name, time, share of the peak rate, and ratio to the best time of torch.compile."""
     label = f"{row['name']}\n{_time(row):.3g} ms, {row['share_of_floor']:.0%} of the roof"
     ratios = ((variant, row["ratio"][variant]) for variant in (MAX_AUTOTUNE, COMPILE))
     best = next(((variant, ratio) for variant, ratio in ratios if ratio is not None), None)

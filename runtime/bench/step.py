@@ -1,5 +1,5 @@
-"""Measures the whole training step, by the real trainer on drill data of the spec's kind: the spec itself and the
-same spec with `fuse: []`."""
+"""Measures the whole training step of a spec, and of the same spec with `fuse: []`. Steps run in the real trainer on
+random data."""
 
 import gc
 import time
@@ -18,8 +18,7 @@ from specc.runtime.bench.timing import Measured, wait
 from specc.runtime.distributed.world import World
 from specc.runtime.model.load import initialize, instantiate
 from specc.runtime.train.sources.source import source_of
-from specc.runtime.train.trainable_model import TrainableModel
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import TrainableModel, Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
 WARM_UP = 4  # steps: the first compiles, and the GPU's clocks settle in the rest
@@ -38,7 +37,7 @@ class Build:
         tokens: the mean number of tokens per step, without pads.
         flops: the operations of the model per step: three times those of its forward pass, without recomputation.
         start_seconds: seconds from the spec to the end of the warm-up.
-        compile_seconds: the part of `start_seconds` in excess of normal step times.
+        compile_seconds: `start_seconds` without the time of normal steps.
         peak_bytes: the peak memory of the build. None on the CPU.
         loss: the last loss, in nats.
         profile: the profile of a step. None on the CPU.
@@ -67,12 +66,12 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
     """Measures both builds, at least `steps` steps of each. They run one after the other, because together they might
     not fit in memory.
 
-    A spec without fusion points is its own `fuse: []`, which is then the only build.
+    A spec without fusion points has only one build.
 
     Args:
         setup: the setup of the benchmark.
         steps: the steps to time.
-        generated: the names of the fused build's own kernels.
+        generated: the names of the generated kernels of the fused build.
         unfused: whether to measure the `fuse: []` build of a spec with fusion points too.
 
     Returns:
@@ -101,8 +100,8 @@ def release(device: torch.device) -> None:
 
 
 def cold_caches(device: torch.device) -> AbstractContextManager[None]:
-    """Returns a context manager with empty compile caches, as in a first run on a machine: no kernel that Inductor or
-    Triton compiled before."""
+    """Returns a context manager in which the compile caches of Inductor and Triton are empty, as in a first run on a
+    machine."""
     if device.type != "cuda":
         return nullcontext()
     from torch._inductor.utils import fresh_cache

@@ -40,12 +40,12 @@ class BenchOptions:
 
     Attributes:
         spec: the spec.
-        lock: its measured kernels.
+        lock: the measured kernels of the spec.
         target: the target to measure.
-        parts: the entries of PARTS to run. Empty for all that the spec has.
+        parts: the entries of PARTS to run; empty for all parts that apply to the spec.
         steps: the number of training steps.
         command: the command that a report states.
-        at: of kernels, groups and int8, measures only those whose path contains this text.
+        at: measures only the kernels, groups and int8 products whose path contains this text.
         weights: a run or an artifact to decode with.
     """
 
@@ -92,9 +92,9 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
     """Returns the parts to run, in order. Raises RunFailure if a requested part does not apply to the spec."""
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {
-        "table": None if pairs else "validates by decoding lines, and this model reads one stream of tokens",
-        "decode": None if pairs else "decodes lines, and this model reads one stream of tokens",
-        "int8": None if integers else "times products in int8, and this spec stores none",
+        "table": None if pairs else "needs a model of lines, but this model reads one stream of tokens",
+        "decode": None if pairs else "needs a model of lines, but this model reads one stream of tokens",
+        "int8": None if integers else "needs int8 products, but this spec has none",
     }
     for part in options.parts:
         if reason := refused.get(part):
@@ -103,8 +103,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs the part of all processes except the first: their share of the table, if it is measured. Raises as
-    `bench`."""
+    """Runs the benchmark on a process other than the first: this process's share of the table, if the table is
+    measured. Raises as `bench`."""
     built = compile_loaded(options.spec, None, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
@@ -113,8 +113,8 @@ def follow(options: BenchOptions, world: World) -> None:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
-    """Runs the parts. Reports each figure as soon as it is known, so that an interrupted run has reported its results
-    so far. In a `world` of several processes, the others call `follow`.
+    """Runs the parts. Reports each figure as soon as it is known. In a `world` of several processes, the others call
+    `follow`.
 
     Args:
         options: the options of the benchmark.
@@ -149,7 +149,9 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
     measured = (report.kernels, report.groups, report.builds, report.products, report.table, report.decoding)
     if at and not any(measured):
         labels = {choice.site.label for each in (plan, *built.deployed.values()) for choice in each.choices}
-        raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(sorted(labels))}")
+        raise RunFailure(
+            f"no node of a kernel or group has {at} in its name", f"the names are: {', '.join(sorted(labels))}"
+        )
     if {"kernels", "groups"} & set(parts):
         report.left_out = dict(left_out(device))
     if "step" in parts and device.type == "cpu":

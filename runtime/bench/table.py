@@ -1,17 +1,18 @@
 """The training table of a model of pairs: one GPU or several, decoding with a cache or without.
 
-All rates are totals over totals, never means of rates:
+A rate is total work divided by total time. Terms of the table:
 
 - A training step is one update on `train.batch` samples of all processes together, as in `specc train`: teacher
   forcing by the spec, compiled and captured on a GPU, batches transferred while the previous batch computes.
-- A validation step decodes that many lines of the held-out split greedily and compares each with its target, from
-  text to text. Several processes share its lines. The ratio of validation to training steps is that of `eval.lines`
-  to the lines of the spec's epoch, with at least one validation step.
-- tokens: of sources and targets, including stops, without pads. overall: all steps over all seconds of both.
-- compile: seconds before the clock starts, in which code is rendered and compiled and graphs are captured. This
-  includes a first pass over the validation lines.
-- With the cache a decoder stores the keys, values and states of its previous tokens. Without it, it runs again over
-  all of them for each token. The encoder runs once per line in both.
+- A validation step decodes `train.batch` lines of the held-out split greedily and compares each with its target, from
+text to text. Several processes share the lines. The ratio of validation steps to training steps is the ratio of
+`eval.lines` to the lines of an epoch. There is at least one validation step.
+- tokens: the tokens of sources and targets, including stops, without pads. overall: all steps divided by all seconds,
+of training and validation.
+- compile: the seconds before the clock starts, in which code is rendered and compiled, graphs are captured, and the
+validation lines are decoded once.
+- With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, it runs again over
+all previous tokens for each token. The encoder runs once per line in both cases.
 """
 
 import tempfile
@@ -36,8 +37,7 @@ from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import Loaded, initialize, instantiate
 from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.sources.source import Epoch, Supply, source_of
-from specc.runtime.train.trainable_model import TrainableModel
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import TrainableModel, Trainer
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"
 NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # indexed by [has a cache][has several processes]
@@ -101,22 +101,22 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The measured rows, and, by name, why the others were not measured."""
+    """The measured rows, and the reasons why other rows were not measured, by name."""
 
     rows: tuple[TableRow, ...]
     missing: dict[str, str]
 
     @property
     def cached_over_uncached(self) -> float | None:
-        """The time of validation without a cache as a multiple of the time with a cache, on one GPU. None if either is
+        """The ratio of the validation time without a cache to the time with a cache, on one GPU; None if either is
         missing."""
         seconds = {row.name: row.validation.seconds / row.validation.samples for row in self.rows}
         return seconds[BASELINE] / seconds[CACHE] if {BASELINE, CACHE} <= seconds.keys() else None
 
 
 def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
-    """Returns the number of validation steps for a number of training steps, in the proportion of held-out lines to
-    samples per epoch.
+    """Returns the number of validation steps for a number of training steps: in the ratio of held-out lines to samples
+    per epoch.
 
     Each step has `rows` lines. Raises RunFailure if there are fewer than `rows` held-out lines.
     """
@@ -128,7 +128,7 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
 
 
 def measure(setup: Setup, steps: int, world: World) -> Table:
-    """Measures all rows that the processes of `world` can run. Rank 0 first measures the rows of one process, while the
+    """Measures all rows that the processes of `world` can run. First, rank 0 measures the rows of one process while the
     others wait.
 
     Args:
@@ -166,8 +166,8 @@ def _why_alone(device: torch.device) -> str:
 
 
 def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
-    """Yields the two rows of one number of processes. Both share one training measurement, because training does not
-    depend on the cache."""
+    """Yields the two rows of a number of processes, with and without a cache. Training is measured once for both rows,
+    because it does not depend on the cache."""
     spec, say = setup.spec, setup.say
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     say(f"table, {processes}: compiles, then trains {steps} steps")
@@ -234,7 +234,7 @@ def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """This process's part of the validation lines, and the totals over all processes, whose seconds are not known."""
+    """This process's part of the validation lines, and the totals over all processes, before they are timed."""
 
     sources: list[str]
     targets: list[str]
@@ -251,7 +251,7 @@ class _Scored:
         return cls(sources, targets, Totals(steps, len(lines), tokens, 0.0), world)
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
-        """Decodes the lines, one step at a time, and counts the exact matches. The seconds are those of the slowest
+        """Decodes the lines, one step at a time, and counts the exact matches. Returns the seconds of the slowest
         process."""
         each = len(self.sources) // self.totals.steps
         self.world.wait()

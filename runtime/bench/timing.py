@@ -20,8 +20,8 @@ HOST_CACHE = 32 << 20  # bytes; Torch does not report the size of a CPU's cache
 class Measured:
     """The time of a call: the median of all samples, in ms per call.
 
-    `spread` is the difference between the medians of its two passes, as a share of the smaller. A smaller difference
-    between two calls is noise.
+    `spread` is the difference between the medians of the two passes, divided by the smaller median. A difference
+    between two calls below `spread` is noise.
     """
 
     ms: float
@@ -38,7 +38,7 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
     """Times every call in two passes over all calls, with CUDA events on a GPU and with `perf_counter` on the CPU.
 
     If a call moves less than four times the last-level cache, the cache is filled with other data before each call.
-    That data is read, not written, because dirty lines would have to be written back during the call.
+    This data is only read, because written cache lines would have to be written back during the call.
 
     Args:
         calls: the calls, by name.
@@ -83,7 +83,7 @@ def wait(device: torch.device) -> None:
 
 
 def _device_samples(call: Call, evict: Call, count: int, enqueue: float) -> list[float]:
-    """Returns the ms of each of `count` calls. The host runs ahead, so that its own time does not count."""
+    """Returns the ms of each of `count` calls. The host runs ahead of the device, so that host time does not count."""
     times: list[float] = []
     while len(times) < count:
         events = [(_event(), _event()) for _ in range(min(CHUNK, count - len(times)))]

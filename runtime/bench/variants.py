@@ -20,9 +20,10 @@ def left_out(device: torch.device) -> Mapping[str, str]:
 
 
 def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
-    """Returns `plain` unchanged and compiled in each mode, fullgraph and for fixed shapes. The first call compiles.
+    """Returns `plain` itself, and `plain` compiled in each mode with fullgraph and fixed shapes. The first call
+    compiles.
 
-    Resets the compiler first. The modes share nothing: Dynamo's cache is keyed by the backend and Inductor's by its
+    Resets the compiler first. The modes share no cache entries: Dynamo's key is the backend, and Inductor's key is its
     whole configuration.
     """
     torch.compiler.reset()
@@ -51,5 +52,6 @@ def failures(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
 
 
 def as_trained(function: Function, device: torch.device) -> Function:
-    """Returns generated code as the trainer runs it: compiled on a GPU, unchanged on the CPU."""
+    """Returns a generated function in the form in which the trainer runs it: compiled on a GPU, unchanged on the
+    CPU."""
     return torch.compile(function, fullgraph=True, dynamic=False) if device.type == "cuda" else function

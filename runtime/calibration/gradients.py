@@ -15,9 +15,10 @@ class Gradients:
     """Second moments of the gradient of the loss l at the uses of a parameter of shape [rows, columns].
 
     Attributes:
-        products: E[(dl/dy_i)^2] of the outputs y of linears with this weight, f64 [rows]; None if no linear uses it.
-        lookups: E[1(id = v) (dl/dy_j)^2] per token of the rows y that are looked up in it, f64 [rows, columns]; None if
-            it is not looked up.
+        products: E[(dl/dy_i)^2] of the outputs y of linears with this weight, f64 [rows] or [experts, rows]; None if no
+            linear uses it.
+        lookups: E[1(id = v) (dl/dy_j)^2] per token, where y is a looked-up row, f64 [rows, columns]; None if the
+            parameter is not looked up.
     """
 
     products: Tensor | None = None
@@ -75,14 +76,14 @@ class Lookups:
 def _with_unread(total: Tensor, reads: Tensor) -> Tensor:
     """Returns the sums `total` [rows, columns] with an estimate for the rows that were never read.
 
-    Later text reads rows that the calibration text missed, and their errors then add to the loss. The Good-Turing
-    estimate predicts how often: if any one lookup is left out, its row is unread in the rest if and only if it was read
-    once. Hence the total of the rows read once estimates the total of all unread rows.
+    Later text reads rows that the calibration text missed, and errors of these rows add to the loss. The Good-Turing
+    estimate predicts how often: leave out one lookup; its row is unread in the rest if and only if the row was read
+    once. The total of the rows read once therefore estimates the total of all unread rows.
 
-    Unread rows share this total evenly, but none gets more than the mean of the rows read once. If no row was read
-    once, the unread rows share the mean over lookups, because an estimate of 0 would allow them any error. A uniform
-    prior of half a read per row would overestimate rows that a language does not use: of a vocabulary of 257 bytes, the
-    150 bytes that never occur in text would get 75 reads.
+    Unread rows share this total evenly. The share of a row is at most the mean of the rows read once. If no row was
+    read once, the unread rows share the mean over lookups, because an estimate of 0 would allow them any error. A
+    uniform prior of half a read per row would overestimate rows that a language does not use: of a vocabulary of 257
+    bytes, the 150 bytes that never occur in text would get 75 reads.
 
     The rows that were read are scaled down so that the sum is unchanged, but at most by half: a text that is so short
     that it reads nearly every row once is weak evidence about both groups.

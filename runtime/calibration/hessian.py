@@ -26,30 +26,42 @@ class Hessians:
         self._sums: dict[str, Tensor] = {}
         self._rows: dict[str, int] = {}
 
-    def add(self, name: str, x: Tensor) -> None:
+    def add(self, name: str, x: Tensor, ends: Tensor | None = None) -> None:
         """Adds the rows of `x` [..., features], any float dtype. `x` is detached, so no gradient is recorded.
+
+        With `ends` i32 [experts], the rows are sorted by expert, and the sum is that of each expert, [experts,
+        features, features]. `ends` is the number of rows of the experts up to each.
 
         Raises QuantizeError if the number of features differs from that of earlier calls with this name.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         features = rows.shape[1]
+        experts = () if ends is None else (len(ends),)
         if name not in self._sums:
             where = self._device if self._device is not None else x.device
-            self._sums[name] = torch.zeros(features, features, dtype=self._dtype, device=where)
+            self._sums[name] = torch.zeros(*experts, features, features, dtype=self._dtype, device=where)
             self._rows[name] = 0
         total = self._sums[name]
-        if total.shape[0] != features:
-            raise QuantizeError(f"{name}: its input has {features} features, and had {total.shape[0]} before")
+        if total.shape[-1] != features:
+            raise QuantizeError(f"{name}: the input has {features} features, but had {total.shape[-1]} before")
+        if ends is None:
+            self._add(total, rows)
+        else:
+            for of_expert, part in zip(total, rows_of_experts(rows, ends), strict=True):
+                self._add(of_expert, part)
+        self._rows[name] += rows.shape[0]
+
+    def _add(self, total: Tensor, rows: Tensor) -> None:
+        """Adds rows [N, features] to a sum [features, features]."""
         for start in range(0, rows.shape[0], CHUNK_ROWS):
             exact = rows[start : start + CHUNK_ROWS].to(self._dtype)
             if total.device == exact.device:
                 total.addmm_(exact.T, exact)
             else:
                 total.add_((exact.T @ exact).to(total.device))
-        self._rows[name] += rows.shape[0]
 
     def a_token(self, tokens: int) -> dict[str, Tensor]:
-        """Returns X^T X / tokens by name, [features, features] in the accumulation dtype.
+        """Returns X^T X / tokens by name, [features, features] in the accumulation dtype, or one for each expert.
 
         `tokens` is the number of tokens that the model has processed. If a weight has several calls per token, its
         Hessian is the sum over the calls, as the effects of its error on the loss also add up.
@@ -59,13 +71,20 @@ class Hessians:
         means: dict[str, Tensor] = {}
         for name, total in self._sums.items():
             if self._rows[name] == 0:
-                raise QuantizeError(f"{name}: calibration gave its input no rows")
+                raise QuantizeError(f"{name}: no input reached it during calibration")
             if not bool(total.isfinite().all()):
-                raise QuantizeError(f"{name}: its input holds NaN or infinity", "calibrate from an earlier checkpoint")
+                message = f"{name}: the input contains NaN or infinity"
+                raise QuantizeError(message, "calibrate from an earlier checkpoint")
             means[name] = total / tokens
         return means
 
 
+def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Returns the rows of each expert, of rows [N, ...] sorted by expert. `ends` i32 [experts] is the number of rows of
+    the experts up to each."""
+    return torch.split(rows, ends.diff(prepend=ends.new_zeros(1)).tolist())
+
+
 def traces(hessians: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the trace of each Hessian: the sensitivity that ranks parameters for promotion, not divided by size."""
-    return {name: float(hessian.diagonal().double().sum()) for name, hessian in hessians.items()}
+    """Returns the trace of each Hessian, not divided by its size. Promotion ranks parameters by this trace."""
+    return {name: float(hessian.diagonal(dim1=-2, dim2=-1).double().sum()) for name, hessian in hessians.items()}

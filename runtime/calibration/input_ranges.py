@@ -28,9 +28,9 @@ def input_ranges(
 ) -> dict[str, Range]:
     """Returns the input range of each int8 product in the program `score`, by weight.
 
-    Products that share an input share its range. If a node reads or computes the features of several products in one
-    tensor, as the two directions of a bidirectional layer do, each product uses its part of the features. All values
-    are computed from the reference implementations of the ops, in the precision of `weights`.
+    Products with the same input have the same range. If one tensor holds the features of several products, as in a
+    bidirectional layer, each product uses its part of the features. All values are computed from the reference
+    implementations of the ops, in the precision of `weights`.
 
     Args:
         programs: the lowered programs, before any pass.
@@ -55,9 +55,8 @@ def input_ranges(
                 part = value.detach().chunk(source.parts, -1)[source.part]
                 rows = part.double().flatten(0, -2)
                 if not bool(rows.isfinite().all()):
-                    raise QuantizeError(
-                        f"{source.node}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
-                    )
+                    message = f"{source.node}: the input contains NaN or infinity"
+                    raise QuantizeError(message, "calibrate from an earlier checkpoint")
                 if source.leader not in met:
                     met[source.leader] = _Met(rows, (scales or {}).get(source.leader))
                 met[source.leader].take(rows)
@@ -70,12 +69,13 @@ def input_ranges(
             if progress is not None:
                 progress(done)
     if missing := [source.node for source in sources if source.leader not in met]:
-        raise QuantizeError(f"{missing[0]}: calibration gave its input no rows")
+        raise QuantizeError(f"{missing[0]}: no input reached it during calibration")
     return {source.weight: met[source.leader].range for source in sources}
 
 
 class _Met:
-    """Accumulates the range of one input from its rows, f64 [.., K], and the clipping by its `scale`, unless None."""
+    """Accumulates the range of one input from rows, f64 [.., K]. If `scale` is given, also accumulates the clipping by
+    this scale."""
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
         features = rows.shape[1]
@@ -103,7 +103,7 @@ class _Met:
 def input_scales(
     programs: Programs, sources: Sequence[Source], schemes: Allocation, rows: Rows, weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the scale of each input of int8 products, as its scheme chooses it for measured ranges.
+    """Returns the scale of each input of int8 products. The scheme chooses the scale from the measured range.
 
     Args:
         programs: the lowered programs, before any pass.
@@ -133,7 +133,7 @@ def input_scales(
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
     """Returns the input scales in the optimizer state of a checkpoint, by the first weight that reads the input.
 
-    The result is empty if the run did not round inputs, or had not started to when it wrote the checkpoint.
+    The result is empty if the run had not rounded inputs before it wrote the checkpoint.
     """
     slots = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
     scales = {leader: scale for leader, scale in slots.items() if scale is not None}

@@ -13,7 +13,7 @@ SLOT = "rounding.input_scale"  # the key prefix in the optimizer state of a chec
 class InputScales:
     """The scales of the inputs of int8 products, f32 [K] each, by leader: the first weight that reads the input.
 
-    If the model's programs round these inputs, they read the inverse scales from its buffers, on its device. Scales are
+    If the programs of the model round these inputs, they read the inverse scales from buffers of the model. Scales are
     measured once and saved in checkpoints, so that a resumed run rounds as before.
 
     Args:

@@ -24,8 +24,9 @@ class Translator:
     """A decoder of a model of line pairs.
 
     Beam search (`beam` > 1) maintains the `beam` most probable lines of each source, finished or not. It stops when the
-    most probable line is finished: extending a line can only lower its probability, and there is no length penalty.
-    Finished rows are removed from the batch. Lines without a stop token after `window` tokens are returned as they are.
+    most probable line is finished, because extending another line only lowers its probability. There is no length
+    penalty. Finished rows are removed from the batch. Lines without a stop token after `window` tokens are returned as
+    they are.
 
     Attributes:
         steps: runs the model's programs.
@@ -88,8 +89,7 @@ class Translator:
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
         """Decodes sources, i64 [B, S], to targets, i64 [B, window]: tokens, a stop token, then pads.
 
-        Greedy decoding may stop a row after its number of tokens in `limits`, i64 [B]. Raises RunFailure if logits are
-        NaN.
+        Greedy decoding may stop row i after `limits[i]` tokens, i64 [B]. Raises RunFailure if logits are NaN.
         """
         rows, beam = len(source), self.beam
         state = self.steps.begin(self.steps.encode(source), beam)
@@ -143,21 +143,18 @@ class _Search:
         rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)
         scores[:, 0] = 0
-        return cls(
-            torch.arange(rows, device=device),
-            limits,
-            torch.full((rows, beam, window), PAD, device=device),
-            scores,
-            torch.zeros(rows, beam, dtype=torch.bool, device=device),
-            torch.full((rows * beam, 1), START, device=device),
-        )
+        lines = torch.full((rows, beam, window), PAD, device=device)
+        ended = torch.zeros(rows, beam, dtype=torch.bool, device=device)
+        last = torch.full((rows * beam, 1), START, device=device)
+        return cls(torch.arange(rows, device=device), limits, lines, scores, ended, last)
 
     @property
     def rows(self) -> int:
         return len(self.index)
 
     def done(self, written: int) -> Tensor:
-        """Returns bool [rows]: whether the best line is finished, or has the `limits` tokens after `written` steps."""
+        """Returns bool [rows]: whether the best line is finished or, after `written` steps, has the number of tokens in
+        `limits`."""
         return self.ended[:, 0] | (self.limits <= written)
 
     @property

@@ -16,19 +16,15 @@ class Steps(Protocol):
 
     def encode(self, source: Tensor) -> State:
         """Returns the state before the first token."""
-        ...
 
     def begin(self, state: State, beam: int = 1) -> State:
         """Returns a state for `extend`, with every row repeated `beam` times. It is valid until the next `begin`."""
-        ...
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
         """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. They are valid until the next call."""
-        ...
 
     def rows(self, unfinished: int, now: int) -> int:
         """Returns the number of rows to continue with if `unfinished` of `now` rows remain."""
-        ...
 
 
 class Eager:

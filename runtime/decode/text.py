@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,10 +45,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SamplingError(
-                f"the temperature is {self.temperature}; it must be a number of at least 0",
-                "0 selects the most probable token",
-            )
+            message = f"the temperature is {self.temperature}; it must be a number of at least 0"
+            raise SamplingError(message, "0 selects the most probable token")
         if self.top_k is not None and self.top_k < 1:
             raise SamplingError(f"top-k is {self.top_k}; it must be at least 1", "leave it out to keep all tokens")
         if not 0 < self.top_p <= 1:
@@ -189,8 +188,18 @@ class _Step:
         self._logits.copy_(logits)
 
 
+class TextDecoder(Protocol):
+    """Computes next-token logits for a batch of texts of equal length, as `Decoder` does."""
+
+    def prefill(self, tokens: Tensor) -> Tensor:
+        """Starts new texts, i64 [rows, T], and returns logits, f32 [rows, vocabulary]."""
+
+    def append(self, tokens: Tensor) -> Tensor:
+        """Appends one token to each text, i64 [rows], and returns logits, f32 [rows, vocabulary]."""
+
+
 def sample_tokens(
-    decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
+    decoder: TextDecoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
     """Yields `count` steps of sampled tokens that follow `tokens`.
 
@@ -212,7 +221,7 @@ def sample_tokens(
     Raises:
         SamplingError: a seed has more than 64 bits.
     """
-    generators = [_generator(seed) for seed in seeds]
+    generators = [generator_of(seed) for seed in seeds]
     last: Tensor | None = None
     for at in range(count):
         if at % PAGE == 0:
@@ -224,7 +233,8 @@ def sample_tokens(
         yield last
 
 
-def _generator(seed: int) -> torch.Generator:
+def generator_of(seed: int) -> torch.Generator:
+    """Returns the generator of the random numbers of a text. Raises SamplingError if the seed has more than 64 bits."""
     if not -(2**63) <= seed < 2**64:
         raise SamplingError(f"the seed {seed} has more than 64 bits", f"give 0 to {2**64 - 1}")
     return torch.Generator().manual_seed(seed)

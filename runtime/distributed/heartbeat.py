@@ -71,6 +71,6 @@ class Heartbeat:
     def _end(self, rank: int, reports: bool) -> NoReturn:
         if reports:
             message = f"rank {rank} has not answered for {PATIENCE:.0f} s: it is stopped, or hangs"
-            hint = f"see what its process does (rank {self._rank} reports this); --resume auto continues the run"
+            hint = f"check the process (reported by rank {self._rank}); resume with --resume auto"
             print(f"error: {message}\n  = help: {hint}", file=sys.stderr, flush=True)
         os._exit(RunFailure.exit_code if reports else PEER_LOST)

@@ -1,7 +1,8 @@
 """`specc train --gpus N`: starts one process per GPU on this machine, with the environment variables of torchrun.
 
-torchrun itself has three drawbacks here: it exits with 1 for any exit code of its processes, it allows them only 30
-seconds to save after a signal, and it shows one failure several times. Use torchrun to train across machines.
+torchrun has three drawbacks on one machine: it exits with 1 for any exit code of its processes, it allows the processes
+only 30 seconds to save after a signal, and it shows the same failure several times. Use torchrun to train across
+machines.
 """
 
 import ctypes
@@ -35,7 +36,8 @@ def is_launched() -> bool:
 
 
 def place() -> tuple[int, int, int, int]:
-    """Returns (rank, size, local rank, local size) from the environment: over all hosts, then on this host.
+    """Returns (rank, size, local rank, local size) from the environment. Rank and size count all hosts; the local
+    values count this host.
 
     Raises EnvironmentFailure if a variable is missing or not an integer.
     """
@@ -67,7 +69,7 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
-    """Returns the target as `choose_target` does, but if `gpus` is given, selects the CPU only if it is `wanted`.
+    """Returns the target as `choose_target` does. If `gpus` is given, selects the CPU only if `wanted` is the CPU.
 
     Raises as `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs here.
     """
@@ -79,9 +81,9 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
 
 
 def own_cpu(path: Path, spec: Spec) -> str | None:
-    """Returns the CPU target that the run at `path` was trained on, or that is the only target of the artifact at
-    `path`. Returns None if there is no such target, or if a target of the spec runs on a GPU here. Raises as
-    `Run.open`."""
+    """Returns the CPU target of the run or artifact at `path`: the target that the run was trained on, or the only
+    target of the artifact. Returns None if there is no such target, or if a target of the spec runs on a GPU of this
+    machine. Raises as `Run.open`."""
     if not path.is_dir() and len(spec.targets) > 1:
         return None
     target = Run.open(path).target if path.is_dir() else spec.targets[0]
@@ -109,8 +111,8 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
 
 
 def _environment(size: int) -> dict[str, str]:
-    """Returns the environment of `size` processes, without what differs between them. OMP_NUM_THREADS and
-    GLOO_SOCKET_IFNAME keep their values in the environment of this process."""
+    """Returns the environment variables that all `size` processes share. OMP_NUM_THREADS and GLOO_SOCKET_IFNAME keep
+    their values in the environment of this process."""
     linux = sys.platform == "linux"
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     # without an interface, gloo uses the address that the host name resolves to
@@ -171,7 +173,7 @@ def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def end_with_launcher() -> None:
-    """Requests SIGTERM from the system for when `launch` dies before this process, if `launch` started it."""
+    """If `launch` started this process, requests that the system sends SIGTERM when `launch` ends first."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return

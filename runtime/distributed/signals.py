@@ -29,7 +29,7 @@ class Stopped(Exception):
         self._number = number
 
     def failure(self, hint: str) -> RuntimeFailure:
-        """Returns the exception that the command should end with."""
+        """Returns the exception with which the command should end."""
         if self._number == signal.SIGINT:
             return Interrupted("interrupted", hint)
         return Preempted(f"pre-empted by {self}", hint)

@@ -1,8 +1,8 @@
 """The processes that train together: the rank of this process, collective sums, and agreement between ranks.
 
 The processes are started by torchrun, or by `specc train --gpus N` (launch.py), with the same environment variables:
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Each holds the whole model. Only rank 0 writes files, and it
-broadcasts the results that it alone computes.
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Each holds the whole model. Only rank 0 writes files. Rank 0
+broadcasts results that no other rank computes.
 """
 
 import atexit
@@ -75,7 +75,7 @@ class World:
         return cls()
 
     def on(self, device: torch.device) -> "World":
-        """Returns the same world with its sums on `device`. Each process of a host gets its own GPU.
+        """Returns the same world with sums on `device`. Each process of a host uses a different GPU.
 
         Raises EnvironmentFailure if this host has fewer GPUs than processes.
         """
@@ -101,13 +101,13 @@ class World:
                 dist.all_reduce(tensor, group=self._wire)
 
     def add_parts(self, whole: Tensor, part: Tensor) -> "Waiting":
-        """Begins a reduce-scatter: writes this rank's equal part, along the first axis, of the sum of all ranks'
-        `whole` into `part`. Both are contiguous, on `device`."""
+        """Begins a reduce-scatter: sums `whole` over all ranks, divides the sum into equal parts along the first axis,
+        and writes the part of this rank into `part`. Both tensors are contiguous and on `device`."""
         with _peers():
             return Waiting(_reduce_scatter(part, whole, group=self._wire, async_op=True))
 
     def join_parts(self, part: Tensor, whole: Tensor) -> "Waiting":
-        """Begins an all-gather: writes all ranks' `part`, concatenated along the first axis, into `whole`."""
+        """Begins an all-gather: concatenates `part` of all ranks along the first axis in `whole`."""
         with _peers():
             return Waiting(_all_gather(whole, part, group=self._wire, async_op=True))
 
@@ -141,7 +141,8 @@ class World:
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """A context manager that rank 0 enters first, then all others at once, so that they find its results on disk.
+        """A context manager that rank 0 enters first. The other ranks enter together after rank 0 has left it, so that
+        they can read its files.
 
         There is no time limit. Each such block of a program needs a unique `name`. Raises PeerLost on the waiting ranks
         if another rank has failed.
@@ -163,12 +164,12 @@ class World:
         expected = self.first(lambda: dict(facts))
         if differs := [name for name in {**expected, **facts} if expected.get(name) != facts.get(name)]:
             more = f" and {len(differs) - 1} more" if len(differs) > 1 else ""
-            message = f"rank {self.rank} has another {what} than rank 0: {differs[0]}{more}"
+            message = f"the {what} of rank {self.rank} differs from that of rank 0: {differs[0]}{more}"
             raise RunFailure(message, "all processes need the same code, spec, data, checkpoints and kind of device")
 
     def reports(self, error: BaseException) -> bool:
-        """Returns whether this process should show `error`. Only the first process that fails does: the others end
-        because of its failure, or have the same error."""
+        """Returns whether this process should show `error`. Only the first process that fails does, because the others
+        end as a result of that failure or with the same error."""
         if self._store is None:
             return True
         try:

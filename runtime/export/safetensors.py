@@ -16,7 +16,7 @@ from specc.runtime.storage.atomic import write_atomically
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Writes `tensors` (any device) to `path` atomically, with their dtypes and shapes, and with `metadata`.
 
-    Tensors that share memory are each written in full. The file is read back and compared bit for bit, including the
+    Tensors that share memory are written separately. The file is read back and compared bit for bit, including the
     metadata, before it is renamed to `path`.
 
     Raises RunFailure if a tensor cannot be stored, EnvironmentFailure if the file cannot be written, and IntegrityError

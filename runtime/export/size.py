@@ -65,7 +65,7 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> Si
     """Returns the size of the artifact at `path`, which is an artifact or a quantized run.
 
     `budget` is a limit in bytes; if it is None, the spec's `quant.budget_bytes` applies. `say` is called with a line of
-    text if the weights of the run have changed since it was quantized.
+    text if the weights of the run have changed since the quantization.
 
     Raises RunDirectoryError if `path` is neither an artifact nor a run, RunFailure if the run is not quantized, and
     IntegrityError if the file does not match its header or its spec.
@@ -91,13 +91,7 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> Si
         kinds = [(deployment.schemes[name], deployment.shapes[name]) for name in names]
         stored = [array for scheme, shape in kinds for array in scheme.stored(shape)]
         labels = {scheme.label(): scheme.bits_per_value() for scheme, _ in kinds}
-        groups.append(
-            GroupSize(
-                group,
-                len(names),
-                sum(math.prod(shape) for _, shape in kinds),
-                " + ".join(sorted(labels, key=lambda label: (-labels[label], label))),
-                sum(array.bytes for array in stored),
-            )
-        )
+        count, raw = sum(math.prod(shape) for _, shape in kinds), sum(array.bytes for array in stored)
+        shown = " + ".join(sorted(labels, key=lambda label: (-labels[label], label)))
+        groups.append(GroupSize(group, len(names), count, shown, raw))
     return SizeResult(artifact, total, size.header, size.sections, tuple(groups), budget)

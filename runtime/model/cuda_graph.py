@@ -18,8 +18,8 @@ def captured(
 
     Args:
         work: the function to capture.
-        pool: the memory pool that the graph allocates from; a pool of its own if None. Several graphs may share a pool
-            if only one of them runs at a time and tensors allocated in it are not read after another graph runs.
+        pool: the memory pool of the graph; a new pool if None. Several graphs may share a pool if only one of them runs
+            at a time and tensors allocated in it are not read after another graph runs.
         warm_up: the number of uncaptured calls before the capture, on a side stream.
 
     Returns:
@@ -46,7 +46,7 @@ class Captured:
 
     Unlike `captured`, it calls `work` once per call, so `work` may have effects such as an optimizer update. All calls
     must have the same tensor shapes. `work` must write to the same addresses, and execute the same Python operations,
-    in every call. `pool` and the errors are those of `captured`. It never falls back to running without a graph.
+    in every call. `pool` and the errors are those of `captured`. There is no fallback without a graph.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:

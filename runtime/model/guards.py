@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.ir.graph import Named, TensorType
+from specc.compiler.ir.graph import Named
+from specc.compiler.ir.types import TensorType
 from specc.compiler.programs.programs import Programs
 
+PLACES = ("starts", "table")  # inputs that are no ids
 STATE_PREFIXES = ("state.", "cache.")  # prefixes of the names of inputs that persist between decoding steps
 
 
@@ -27,24 +29,25 @@ def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
         raise ValueError(f"{name}{place} is {int(ids[tuple(place)])}; the vocabulary has ids 0 to {vocabulary - 1}")
 
 
-def check_programs(model: nn.Module, programs: Programs, vocabulary: int) -> None:
+def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least: int = 1) -> None:
     """Wraps every program of `model` except the training programs with a check of its inputs.
 
     A wrapped program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id.
-    Checking ids synchronizes with a GPU once per call. Therefore programs that accept a single token, which run once
-    per decoding step, do not check ids on a GPU.
+    Checking ids synchronizes with a GPU once per call. Programs that accept a single token run once per decoding step,
+    and therefore do not check ids on a GPU.
     """
     for graph in programs.programs:
         trains = {"train", *(phase.train for phase in programs.phases)}
         if graph.name not in trains and callable(getattr(model, graph.name, None)):
             inputs = tuple(entry for entry in graph.inputs if not entry[0].startswith(STATE_PREFIXES))
-            setattr(model, graph.name, _checked(model, graph.name, inputs, vocabulary, programs.context))
+            setattr(model, graph.name, _checked(model, graph.name, inputs, vocabulary, programs.context, least))
 
 
 def _checked(
-    model: nn.Module, program: str, inputs: tuple[Named, ...], vocabulary: int, context: int | None
+    model: nn.Module, program: str, inputs: tuple[Named, ...], vocabulary: int, context: int | None, least: int
 ) -> Callable[..., Any]:
-    """Returns the method `program` of `model`, wrapped with checks. It holds only a weak reference to the model."""
+    """Returns the method `program` of `model`, wrapped with checks. The wrapper holds only a weak reference to the
+    model."""
     model_of = weakref.ref(model)
     names = tuple(name for name, _ in inputs)
     step = all(isinstance(dim, int) for _, type in inputs for dim in type.shape[1:])
@@ -57,10 +60,13 @@ def _checked(
         for name, type in inputs:
             if name in tensors:  # else the call below raises TypeError for the missing argument
                 _require(name, tensors[name], type, sizes, context, device)
-                if type.shape and not (step and tensors[name].is_cuda):
+                if type.shape and name not in PLACES and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
+        if sizes.get("T", least) < least and not int(tensors.get("start", 0)):
+            raise ValueError(f"{names[0]} has {sizes['T']} tokens a row; the model needs at least {least}, its prefix")
         for state in (*args[len(names) :], *(value for name, value in kwargs.items() if name not in names)):
-            _require_rows(state, names[0], sizes["B"])
+            if "B" in sizes:  # pages belong to no row
+                _require_rows(state, names[0], sizes["B"])
         return getattr(Unchecked(live), program)(*args, **kwargs)
 
     return run

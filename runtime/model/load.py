@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TargetError(RuntimeFailure):
-    """The target is not in the spec, or no target's code runs on the device."""
+    """The target is not in the spec, or the code of no target runs on the device."""
 
     exit_code = 2
 
@@ -116,7 +116,7 @@ def initialize(loaded: Loaded, seed: int) -> None:
 
 
 def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
-    """Returns the initial distribution of each parameter and its number (such as the standard deviation), by name."""
+    """Returns, by parameter name, the initial distribution and its number, such as the standard deviation."""
     return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
 
@@ -130,19 +130,20 @@ class Targeted(Protocol):
 
 
 def choose_target(spec: Targeted, target: str | None) -> str:
-    """Returns `target`, or if that is None the best target of the spec that this machine can run.
+    """Returns `target`. If `target` is None, returns the best target of the spec that this machine can run.
 
     Raises TargetError if the spec does not list `target`, and RunFailure if none of its targets runs on this machine.
     """
     if target is not None:
         if target not in spec.targets:
-            raise TargetError(f"{spec.name} is not built for {target}", f"its targets are {', '.join(spec.targets)}")
+            raise TargetError(
+                f"{spec.name} does not list the target {target}", f"its targets are {', '.join(spec.targets)}"
+            )
         return target
     fitting = [name for name in spec.targets if unavailable(TARGETS[name]) is None]
     if not fitting:
-        raise RunFailure(
-            f"no target of {spec.name} runs on this machine", f"add cpu to its targets ({', '.join(spec.targets)})"
-        )
+        message = f"no target of {spec.name} runs on this machine"
+        raise RunFailure(message, f"add cpu to its targets ({', '.join(spec.targets)})")
     return max(fitting, key=lambda name: TARGETS[name].arch)
 
 
@@ -175,7 +176,7 @@ def device_of(target: Target) -> str:
 
 
 def device_asked_for(target: Target, name: str | None) -> "torch.device":
-    """Returns the device `name`, or if that is None the device of the target.
+    """Returns the device `name`. If `name` is None, returns the device of the target.
 
     Raises TargetError if the device is neither a CPU nor an NVIDIA GPU, and EnvironmentFailure if the GPU does not
     exist.
@@ -201,7 +202,7 @@ def device_asked_for(target: Target, name: str | None) -> "torch.device":
 def group_function(module: ModuleType, programs: Programs, group: Group) -> Callable[..., Any]:
     """Returns the generated function of a group: a named function of `module`, or the autograd function of the group.
 
-    Its arguments are the inputs of the group, in order.
+    The arguments of the function are the inputs of the group, in order.
     """
     name = group_functions(programs)[group.name]
     if name in vars(module):

@@ -1,7 +1,5 @@
 """Initializes the parameters of a module, assigns stored values to them, and moves them to a device."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +13,10 @@ from specc.runtime.errors import IntegrityError
 DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
     "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
     "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),
-    "orthogonal": lambda tensor, value, generator: nn.init.orthogonal_(tensor, value, generator=generator),
+    "orthogonal": lambda tensor, value, generator: [
+        nn.init.orthogonal_(matrix, value, generator=generator)
+        for matrix in (tensor if tensor.dim() == 3 else tensor.unsqueeze(0))
+    ],
     "constant": lambda tensor, value, generator: nn.init.constant_(tensor, value),
 }
 
@@ -48,9 +49,8 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in parameters.items():
             if parameter.shape != tensors[name].shape:
                 stored, expected = list(tensors[name].shape), list(parameter.shape)
-                raise IntegrityError(
-                    f"{name} is {stored} in the file but {expected} in the model", "the file is of another spec"
-                )
+                message = f"{name} is {stored} in the file but {expected} in the model"
+                raise IntegrityError(message, "the file is of another spec")
             parameter.copy_(tensors[name])
 
 

@@ -12,39 +12,38 @@ State = dict[str, tuple[Tensor, ...]]  # by location in the spec, tensors with o
 
 
 class GeneratedText(Protocol):
-    """A generated text model. Ids and targets are i64 [B, T], logits f32 [B, vocabulary]."""
+    """A generated text model. Ids and targets are i64 [B, T], logits f32 [B, vocabulary].
+
+    `features` and `nats`, the two parts of `score`, exist if `eval` of the spec has `adapt`.
+    """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of each target in nats, f32 [B, T]."""
-        ...
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
         """Appends `ids` to `cache`, which has `start` (i64 []) tokens, and returns the logits after the last id."""
-        ...
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
         """Runs `prefill` for a single token per row, ids i64 [B, 1]."""
-        ...
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
-        ...
-
-
-class GeneratedHalves(Protocol):
-    """A generated text model whose `score` is also available in two parts: `features` (all but the head) and `nats`."""
-
-    def score(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of each target in nats, f32 [B, T]."""
-        ...
 
     def features(self, ids: Tensor) -> Tensor:
         """Returns the input of the head, [B, T, D]."""
-        ...
 
     def nats(self, x: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of each target in nats, f32 [B, T], from the input of the head, x [B, T, D]."""
-        ...
+
+
+class GeneratedPages(Protocol):
+    """A generated text model whose cache is in pages. Row r of `table` i64 [R, N] lists the pages of text r."""
+
+    def step(self, ids: Tensor, starts: Tensor, table: Tensor, cache: Cache) -> Tensor:
+        """Appends ids i64 [R, K] to texts of `starts` (i64 [R]) tokens, and returns the logits after the last ids."""
+
+    def new_cache(self, pages: int) -> Cache:
+        """Returns empty pages."""
 
 
 class GeneratedLines(Protocol):
@@ -52,18 +51,15 @@ class GeneratedLines(Protocol):
 
     def score(self, source: Tensor, target: Tensor) -> Tensor:
         """Returns the loss of each target token in nats, f32 [B, T]; 0 at pads."""
-        ...
 
     def encode(self, source: Tensor) -> State:
         """Returns the decoder state before the first token."""
-        ...
 
     def extend(self, ids: Tensor, start: Tensor, state: State) -> Tensor:
         """Appends `ids` (i64 [B, 1]) at position `start` (i64 []) and returns the logits, f32 [B, vocabulary].
 
         `state` is updated in place.
         """
-        ...
 
 
 def text_model(module: Any) -> GeneratedText:
@@ -71,9 +67,9 @@ def text_model(module: Any) -> GeneratedText:
     return cast(GeneratedText, module)
 
 
-def text_model_in_halves(module: Any) -> GeneratedHalves:
-    """Casts a module that was generated from a text spec whose `eval` has `adapt`."""
-    return cast(GeneratedHalves, module)
+def paged_model(module: Any) -> GeneratedPages:
+    """Casts a module that was generated from a text spec with a cache in pages."""
+    return cast(GeneratedPages, module)
 
 
 def line_model(module: Any) -> GeneratedLines:

@@ -1,4 +1,4 @@
-"""Bit allocation under a byte budget: chooses the bits of each parameter that add least to the loss.
+"""Bit allocation under a byte budget: chooses the bits of each parameter such that the loss increases least.
 
 Each choice of bits for a parameter has a size in bytes, measured by quantizing it, and a cost in nats per token, by the
 second-order estimate of `added_nats`. The choice over all parameters is a multiple-choice knapsack problem, solved by
@@ -28,6 +28,8 @@ Option = tuple[int, float]  # bytes, cost
 def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> float:
     """Returns the second-order increase of the loss, in nats per token, by an error `delta` [rows, columns].
 
+    An error of the matrices of experts is [experts, rows, columns], with a Hessian and gradients of each.
+
     The increase is the sum over the products that read the parameter and the lookups in it. A tied embedding table has
     both.
 
@@ -42,16 +44,17 @@ def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> f
     exact, total = delta.double(), 0.0
     if gradients.products is not None:
         if hessian is None:
-            raise ValueError("the error of a product needs its Hessian")
-        curved = ((exact @ hessian.double()) * exact).sum(1).clamp_(min=0.0)
-        total += 0.5 * float(curved @ gradients.products.double())
+            raise ValueError("gradients of products need a Hessian, which is None")
+        curved = ((exact @ hessian.double()) * exact).sum(-1).clamp_(min=0.0)
+        total += 0.5 * float((curved * gradients.products.double()).sum())
     if gradients.lookups is not None:
         total += 0.5 * float((exact.square() * gradients.lookups.double()).sum())
     return total
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """Returns the index of the chosen option of each item: the least sum of costs whose bytes are within `budget`.
+    """Returns the index of the chosen option of each item. The choice has the smallest total cost with at most `budget`
+    bytes.
 
     Returns None if even the smallest options exceed the budget. Sizes are rounded up to whole cells of budget / 65536
     bytes, so the result is optimal up to this rounding and never exceeds the budget. Options of equal cost rank by
@@ -96,10 +99,10 @@ def allocate_bits(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> dict[str, Scheme]:
-    """Returns `base` with the bits from `allocate.bits` that add least to the loss within `budget` bytes.
+    """Returns `base` with bits from `allocate.bits`, chosen such that the loss increases least within `budget` bytes.
 
-    Bits are chosen for each parameter that `allocate.match` matches, whose scheme has several variants and whose `cost`
-    is known. Other parameters keep their scheme.
+    Bits are chosen for each parameter that matches `allocate.match`, has a scheme with several variants, and has a
+    known `cost`. The schemes of other parameters are unchanged.
 
     Args:
         allocate: the bits and clips to choose from, and the pattern of parameter names.
@@ -107,10 +110,10 @@ def allocate_bits(
         base: the scheme of each parameter before allocation.
         cost: returns the increase of the loss by a parameter at a scheme, in nats per token; None if it is unknown.
         estimate: returns the estimated bytes of a parameter at a scheme.
-        exact: returns the bytes of the whole artifact. It decides whether an allocation fits, and corrects the sum of
-            the estimates.
+        exact: returns the bytes of the whole artifact. This size decides whether an allocation fits, and corrects the
+            sum of the estimates.
         say: called with a line of text for each allocation that is measured.
-        reserved: bytes of the budget for the code of a submission; used in messages only.
+        reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.
@@ -120,11 +123,8 @@ def allocate_bits(
     """
     choices = {name: options for name in base if len(options := _widths(name, base[name], allocate, cost)) > 1}
     if not choices:
-        raise QuantizeError(
-            f"allocate: no parameter that {allocate.match!r} covers can have several of the widths "
-            f"{list(allocate.bits)}",
-            "widen quant.allocate.match, or give them a scheme with a width",
-        )
+        message = f"allocate: no parameter of {allocate.match!r} supports several of the bits {list(allocate.bits)}"
+        raise QuantizeError(message, "widen quant.allocate.match, or give them a scheme with a width")
     names = list(choices)
     sized = [[(estimate(name, scheme), nats) for scheme, nats in choices[name]] for name in names]
 
@@ -151,7 +151,7 @@ def allocate_bits(
             break
         if picks not in tried:
             tried[picks] = exact(schemes(picks))
-            say(f"allocate: {tried[picks]:,} of {budget:,} bytes, {nats(picks):.5f} nats a token by estimate")
+            say(f"allocate: {tried[picks]:,} of {budget:,} bytes, {nats(picks):.5f} nats per token (estimated)")
         left = budget - tried[picks]
         if 0 <= left < budget * ENOUGH:
             break
@@ -167,7 +167,8 @@ def allocate_bits(
 def _widths(
     name: str, scheme: Scheme, allocate: Allocate, cost: Callable[[str, Scheme], float | None]
 ) -> list[tuple[Scheme, float]]:
-    """Returns the (scheme, cost) variants of a parameter; empty if no pattern matches it or no cost is known."""
+    """Returns the (scheme, cost) variants of a parameter; empty if no pattern matches the parameter or no cost is
+    known."""
     if not matches(allocate.match, name):
         return []
     costs = ((other, cost(name, other)) for other in variants(scheme, allocate.bits, allocate.clip_stds))

@@ -53,7 +53,9 @@ def choose_bits(
         return _widths(quantizer, quant, corrected, measure, say, reserved)
     except QuantizeError as error:  # the artifact fits without corrections, or the first call had raised
         message = f"with corrections of rank {quant.correct.rank}, for {', '.join(names)}: {error.message}"
-        raise QuantizeError(message, "lower quant.correct's rank or count; without them it fits") from error
+        raise QuantizeError(
+            message, "lower the rank or count of quant.correct; without corrections, the artifact fits"
+        ) from error
 
 
 def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: Allocation) -> tuple[str, ...]:

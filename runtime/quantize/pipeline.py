@@ -87,8 +87,8 @@ class QuantizeOptions:
     """The options of `quantize`. An option that is None is taken from the run or the machine.
 
     Attributes:
-        data: a data source, as `specc.runtime.data.windows.stream.open_stream` accepts. Its train split is the
-            calibration text, unless the model writes that text itself. Its val split measures the loss.
+        data: a data source, as `specc.runtime.data.windows.stream.open_stream` accepts. The train split is the
+            calibration text, unless the model generates that text. The loss is measured on the val split.
         max_tokens: the number of tokens to measure the loss on; None for all.
         target: the name of the spec's target to compute with.
         device: the torch device to compute on.
@@ -191,7 +191,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 
     Args:
         path: the run directory.
-        options: data, device and overrides.
+        options: the options of the quantization.
         say: called with a line of text per stage.
         progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`
             and `evaluate`.
@@ -209,7 +209,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     try:
         run = Run.open(path).requantized(options.overrides)
         if run.spec.quant is None:
-            raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
+            raise QuantizeError(f"{run.spec.name} has no `quant` section", "add quant: to the spec")
         with locked(run.staged.parent), ExitStack() as stack:  # locked first: fails early if the folder is read-only
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
@@ -263,7 +263,8 @@ def _quantize(
 
 
 def _calibration_facts(calibrate: Calibrate, seed: int, text: WrittenText | None) -> dict[str, Any]:
-    """Returns the calibration settings for report.json; `text` is what the model wrote, or None for training data."""
+    """Returns the calibration settings for report.json; `text` is the text that the model generated, or None for
+    training data."""
     facts = {"source": calibrate.source, "sequences": calibrate.sequences, "seed": seed}
     if text is None:
         return facts
@@ -306,9 +307,9 @@ def _write(
             seconds=quantized.seconds or 0.0,
         )
         files = (
-            (SPEC, readable(spec).encode()),
-            (REPORT, report_json(result, hessians, quantization.options).encode()),
-            (ARTIFACT, (staging / ARTIFACT).read_bytes()),
+            (SPEC, [readable(spec).encode()]),
+            (REPORT, [report_json(result, hessians, quantization.options).encode()]),
+            (ARTIFACT, [(staging / ARTIFACT).read_bytes()]),
         )
         committed.write(run.staged, files)
         committed.replace(run.quantized, run.staged)

@@ -49,38 +49,30 @@ def promote(
         quant: supplies `promote` and `budget_bytes`, with `reserved` already subtracted.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces rank by name.
-        estimate: returns a quick estimate of the bytes of an allocation. Its offset is corrected at `base`. It
-            determines the first number of promotions to measure.
+        estimate: returns a quick estimate of the bytes of an allocation. The estimate, corrected by its error at
+            `base`, determines the first number of promotions to measure.
         exact: returns the bytes of the compressed artifact. It decides whether an allocation fits.
         say: called with a line of text for each promotion that is undone because the artifact exceeds the budget.
-        reserved: bytes of the budget for the code of a submission; used in messages only.
+        reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
 
     Returns:
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: `base` exceeds the budget, the pattern of the promotion matches no parameter, or its count
-            without a budget exceeds the number of candidates.
+        QuantizeError: `base` exceeds the budget, the pattern of the promotion matches no parameter, or, without a
+            budget, the count of the promotion exceeds the number of candidates.
     """
     promotion, budget = quant.promote, quant.budget_bytes
     smallest = exact(base) if budget is not None else 0
     if budget is not None and smallest > budget:
-        raise too_large(
-            smallest,
-            "before any promotion",
-            budget,
-            reserved,
-            "`quant.allocate: {bits: [4, 5, 6]}` in place of quant.promote chooses among widths that fit; or raise "
-            "quant.budget_bytes",
-        )
+        instead = "`quant.allocate: {bits: [4, 5, 6]}` in place of quant.promote chooses among widths that fit"
+        raise too_large(smallest, "before any promotion", budget, reserved, f"{instead}; or raise quant.budget_bytes")
     if promotion is None:
         return base
     wider = _candidates(promotion, base, traces)
     if budget is None and promotion.count is not None and promotion.count > len(wider):
-        raise QuantizeError(
-            f"promote asks for {promotion.count} parameters at int{promotion.bits}, and only {len(wider)} can take it",
-            "lower quant.promote.count or widen quant.promote.match",
-        )
+        message = f"promote has count {promotion.count}, but only {len(wider)} parameters can have int{promotion.bits}"
+        raise QuantizeError(message, "lower quant.promote.count or widen quant.promote.match")
     order = list(wider)[: promotion.count]
 
     def first(count: int) -> Allocation:

@@ -107,8 +107,8 @@ class Quantizer:
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
         """Returns the input scale of a weight; None if the weight has no int8 product.
 
-        Weights that read the same input share the scale of their leader, the first of them. If the run did not train
-        with a scale, it is computed from the measured range.
+        Weights with the same input use the scale of their leader, which is the first of these weights. If the run did
+        not train with a scale, it is computed from the measured range.
         """
         if name not in self.inputs.ranges:
             return None
@@ -121,7 +121,8 @@ class Quantizer:
         return self._input_scales[leader, scheme]
 
     def _trained_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """Returns the scale, f32 [1] or [K], by which training rounded the input of a weight; None if it did not.
+        """Returns the scale, f32 [1] or [K], by which training rounded the input of a weight; None if training did not
+        round it.
 
         A run stores one scale per feature. They are all equal if the scheme stores one number per input.
         """
@@ -154,5 +155,5 @@ class Quantizer:
         return [
             f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} mean diagonals"
             for (name, scheme), solution in self.solutions.items()
-            if schemes[name] == scheme and solution.damping > solution.asked
+            if schemes[name] == scheme and solution.damping > solution.requested
         ]

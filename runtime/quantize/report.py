@@ -64,7 +64,7 @@ class InputRow:
             `reach` can exceed 1 if the run trained with the scale.
         clipped: the share of values that clipping changes by more than half a scale. The second code of a 16-bit input
             covers smaller differences.
-        error: the expected error of rounding to these steps, including clipping, relative to the root mean square:
+        error: the expected error of rounding to these scales, including clipping, relative to the root mean square:
             sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k E[x_k^2]).
     """
 
@@ -85,8 +85,9 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
     """Returns one row per input of `sources`, in the order of their first products.
 
     Args:
-        sources: the int8 products. Products with the same leader share an input.
-        ranges: the measured range of each input, by weight.
+        sources: the int8 products. Products that share an input scale have the same `leader`, the first of their
+            weights.
+        ranges: the measured range of each input. The key is the name of the leader.
         model: the quantized arrays, which hold the input scales.
     """
     shared: dict[str, list[Source]] = {}
@@ -123,9 +124,9 @@ def clipped_line(rows: Sequence[InputRow]) -> str:
     clipped = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
     if not clipped:
         return ""
-    inputs = [f"{row.weights[0]} (to {row.reach:.3g} times it, {row.clipped:.2%} of its numbers)" for row in clipped]
-    problem = "inputs are cut off beyond the range of the scale that training measured"
-    return f"{problem}: {', '.join(inputs)}; a smaller train.qat.below measures it later"
+    inputs = [f"{row.weights[0]} (to {row.reach:.3g} times the range, {row.clipped:.2%} of values)" for row in clipped]
+    problem = "inputs exceed the range of their trained scale and are clipped"
+    return f"{problem}: {', '.join(inputs)}; with a smaller train.qat.below, training measures the scale later"
 
 
 def input_table(rows: Sequence[InputRow]) -> str:
@@ -166,7 +167,7 @@ def report(quantizer: Quantizer, schemes: Mapping[str, Scheme]) -> tuple[Row, ..
 
 
 def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
-    """Returns sqrt(tr(dW H dW^T) / tr(W H W^T)).
+    """Returns sqrt(tr(dW H dW^T) / tr(W H W^T)), with the traces summed over experts.
 
     If the trained output is zero, returns 0 if the quantized output is zero too, otherwise infinity.
     """
@@ -188,10 +189,12 @@ def solution_line(rows: Sequence[Row]) -> str:
     solved = {row.name: row.solution for row in rows if row.solution is not None}
     if not solved:
         return ""
-    asked = " or ".join(f"{damping:g}" for damping in sorted({solution.asked for solution in solved.values()}))
-    more = [f"{name} by {solution.damping:g}" for name, solution in solved.items() if solution.damping > solution.asked]
+    requested = " or ".join(f"{damping:g}" for damping in sorted({solution.requested for solution in solved.values()}))
+    more = [
+        f"{name} by {solution.damping:g}" for name, solution in solved.items() if solution.damping > solution.requested
+    ]
     dead = [f"{solution.dead:,} columns of {name}" for name, solution in solved.items() if solution.dead]
-    parts = [f"{len(solved)} Hessians damped by {asked} mean diagonals"]
+    parts = [f"{len(solved)} Hessians damped by {requested} mean diagonals"]
     parts += [f"as Cholesky failed there, {', '.join(more)}"] if more else []
     parts += [f"without input, so rounded to nearest: {', '.join(dead)}"] if dead else []
     return "; ".join(parts)
@@ -201,7 +204,7 @@ def table(rows: Sequence[Row]) -> str:
     """Returns the rows as aligned text of at most 100 columns, with a header and a total.
 
     With more than 40 rows, parameters whose names differ only in their numbers, such as the layer index, share a line.
-    It has the largest of their errors and the sums of nats and bytes.
+    The line has the largest error and the sums of nats and bytes of these parameters.
     """
     roles: dict[str, list[Row]] = {}
     for row in rows:

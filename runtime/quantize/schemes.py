@@ -1,4 +1,7 @@
-"""The scheme of each parameter: `base_schemes` reads it from the rules, `resolved` writes it back into a spec."""
+"""The scheme of each parameter: `base_schemes` reads it from the rules, `resolved` writes it back into a spec.
+
+The schemes themselves are in compiler/quant, where a new scheme also goes.
+"""
 
 from collections.abc import Mapping
 from typing import cast

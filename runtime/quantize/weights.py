@@ -25,7 +25,7 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A trained model to quantize. `specc` renders its modules from the spec; a submission carries their code.
+    """A trained model to quantize. `specc` renders the modules from the spec. A submission contains their code.
 
     Attributes:
         text: the model as it runs, with its tokenizer and device.
@@ -53,7 +53,7 @@ class QuantizedWeights:
         schemes: the chosen scheme of each parameter.
         stored: the arrays of the artifact.
         quantizer: the cache of quantized parameters, with the statistics of the calibration.
-        text: the text that the model wrote for its calibration; None if it was not calibrated on its own text.
+        text: the calibration text that the model generated; None if it was calibrated on other text.
         seconds: the duration of the calibration; None if nothing was calibrated.
     """
 
@@ -84,8 +84,8 @@ def quantize_weights(
         measure: returns the exact bytes of an artifact, while bits are chosen.
         say: called with a line of text for each stage and each allocation that is measured.
         progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`.
-        integer_inputs: measures the inputs of int8 products on the written text, or on the training data if its
-            argument is None. None if the model has no int8 products.
+        integer_inputs: measures the inputs of int8 products on the given text, or on the training data if the text is
+            None. None if the model has no int8 products.
         reserved: bytes of the budget that the artifact must not use, for the code of a submission.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Calibration text that the model writes itself: it needs no data and resembles the training text."""
+"""Calibration text that the model generates. It needs no data and resembles the training text."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specc.compiler.spec.spec import Calibrate
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
+from specc.runtime.decode.pages import decoder_of
+from specc.runtime.decode.text import Sampling, sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.model.protocols import GeneratedText
 
@@ -80,7 +81,7 @@ def write_text(
         first = torch.randint(tokenizer.vocab, (rows,), generator=torch.Generator().manual_seed(seed))
     elif tokenizer.bos is None:
         hint = "calibrate with `begin: uniform`, or on the training text"
-        raise QuantizeError(f"{tokenizer.name} has no separator of documents to begin a text with", hint)
+        raise QuantizeError(f"{tokenizer.name} has no document separator for the start of a text", hint)
     else:
         first = torch.full((rows,), tokenizer.bos)
     seeds = [(seed * rows + row) % 2**63 for row in range(rows)]
@@ -88,7 +89,7 @@ def write_text(
     written[:, 0] = first.to(model.device)
     start = written[:, :1].clone()
     try:
-        decoder = Decoder(model.text_model, length, model.device, rows)  # sampling ends before its cache is full
+        decoder = decoder_of(model.text_model, length, model.device, rows)  # sampling ends before its cache is full
         steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step
@@ -99,6 +100,6 @@ def write_text(
         hint = "lower quant.calibrate.sequences or its length"
         raise RunFailure("out of GPU memory while writing text to calibrate on", hint) from error
     if int(tokens.min()) < 0:
-        raise RunFailure("the logits hold NaN or infinity", "the model is broken: calibrate an earlier checkpoint")
+        raise RunFailure("the logits contain NaN or infinity", "the model is broken: calibrate an earlier checkpoint")
     separators = 0 if tokenizer.bos is None else int((tokens[:, 1:] == tokenizer.bos).sum())
     return WrittenText(tokens, separators, time.monotonic() - start_time, decoder.preparing)

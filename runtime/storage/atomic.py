@@ -10,11 +10,11 @@ from pathlib import Path
 from specc.runtime.errors import cannot_write
 
 
-def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None] = lambda _: None) -> None:
     """Writes `parts` to `path`, replacing an existing file.
 
     Temporary files of interrupted writers are removed first. After an error no temporary file remains, and `path` is
-    unchanged, unless only the sync of its folder failed: then `path` has the new content, which a power failure may
+    unchanged, except if only the sync of the folder failed: `path` then has the new content, which a power failure may
     still undo.
 
     Args:
@@ -56,8 +56,8 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
-    """Creates a new file next to `path` under a lock that ends with this process. The lock distinguishes the file from
-    a leftover."""
+    """Creates a new file next to `path`, with a lock that ends with this process. A file without a lock is left over
+    from an earlier process."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -2,12 +2,13 @@
 
 `checkpoints/step_00000400/` contains model.safetensors (the f32 masters), optimizer.safetensors,
 rng.safetensors, ema.safetensors if the run averages, state.json and COMMIT. Tensors are stored by parameter name.
+`checkpoints/step_00000000/` of a run that starts from given weights contains model.safetensors, state.json and COMMIT.
 """
 
 import platform
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -58,6 +59,11 @@ class Snapshot:
     spec_digest: str
     done: float = 1.0
 
+    @property
+    def weights_alone(self) -> bool:
+        """True if a run starts from these weights: it has no state of optimizers, generators and data yet."""
+        return self.step == 0 and not self.rng
+
     def copied(self) -> "Snapshot":
         """Returns a snapshot with copies of the weights, the average and the optimizer state."""
 
@@ -71,8 +77,8 @@ class Snapshot:
 class State(StrictModel):
     """The content of state.json.
 
-    `weights` names the file of the weights that the run would end with at this step. `threads` is the number of CPU
-    threads, which determines the order of sums.
+    `weights` names the file of the final weights if the run ended at this step. `threads` is the number of CPU threads,
+    which determines the order of sums.
     """
 
     step: int
@@ -105,6 +111,26 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     except OSError as error:
         again = f"specc train --run {shlex.quote(str(folder.parent))} --resume auto"
         raise cannot_write(path, error, f"make it writable, then: {again}") from error
+    return path
+
+
+def save_weights(folder: Path, model: Iterable[bytes], spec_digest: str) -> Path:
+    """Commits the weights that a run starts from as `folder/step_00000000`.
+
+    Args:
+        folder: the folder of the checkpoints of the run.
+        model: the parts of model.safetensors, f32 by parameter name.
+        spec_digest: SHA-256 (hex) of the canonical spec.
+
+    Raises:
+        EnvironmentFailure: if the checkpoint cannot be written.
+    """
+    path = path_of(folder, 0)
+    state = _state(0, 0.0, MODEL, spec_digest, {}, 0.0)
+    try:
+        committed.write(path, [(MODEL, model), (STATE, [state])])
+    except OSError as error:
+        raise cannot_write(path, error) from error
     return path
 
 
@@ -144,21 +170,15 @@ def load(path: Path) -> Snapshot:
     """Reads and verifies a checkpoint. Raises IntegrityError unless it is complete and as it was committed."""
     files = Committed.open(path)
     state = read_state(path)
-    groups = {name: _tensors(files, name) for name in (MODEL, OPTIMIZER, RNG)}
+    if state.step == 0 and files.members.keys() == {STATE, MODEL}:
+        model, empty = _tensors(files, MODEL), dict[str, Tensor]()
+        return Snapshot(0, state.seconds, model, None, empty, empty, state.loader, state.spec_digest, state.done)
+    model, optimizer, rng = (_tensors(files, name) for name in (MODEL, OPTIMIZER, RNG))
     average = _tensors(files, AVERAGE) if state.weights == AVERAGE else None
-    if files.members.keys() != {STATE, *groups, state.weights}:
-        raise IntegrityError(f"{path}: holds files that are no part of a checkpoint", committed.HINT)
-    return Snapshot(
-        state.step,
-        state.seconds,
-        groups[MODEL],
-        average,
-        groups[OPTIMIZER],
-        groups[RNG],
-        state.loader,
-        state.spec_digest,
-        state.done,
-    )
+    if files.members.keys() != {STATE, MODEL, OPTIMIZER, RNG, state.weights}:
+        raise IntegrityError(f"{path}: has files that do not belong to a checkpoint", committed.HINT)
+    tensors = (model, average, optimizer, rng)
+    return Snapshot(state.step, state.seconds, *tensors, state.loader, state.spec_digest, state.done)
 
 
 def read_state(path: Path) -> State:
@@ -174,8 +194,8 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """Returns the weights that the run would end with at this checkpoint, f32 by parameter name: the averaged weights
-    if it averages, else the plain weights.
+    """Returns the final weights if the run ended at this checkpoint, f32 by parameter name: the averaged weights if the
+    run averages, otherwise the plain weights.
 
     Raises IntegrityError if the checkpoint is incomplete or has changed since it was committed.
     """
@@ -201,24 +221,38 @@ def _form(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
-    state = State(
-        step=snapshot.step,
-        seconds=snapshot.seconds,
-        weights=MODEL if snapshot.average is None else AVERAGE,
-        spec_digest=snapshot.spec_digest,
-        threads=torch.get_num_threads(),
-        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
-        loader=dict(snapshot.loader),
-        done=snapshot.done,
-    )
+def _files(snapshot: Snapshot) -> Iterator[tuple[str, list[bytes]]]:
+    weights: Literal["model.safetensors", "ema.safetensors"] = MODEL if snapshot.average is None else AVERAGE
+    state = _state(snapshot.step, snapshot.seconds, weights, snapshot.spec_digest, snapshot.loader, snapshot.done)
     groups = {MODEL: snapshot.weights, OPTIMIZER: snapshot.optimizer, RNG: snapshot.rng}
     if snapshot.average is not None:
         groups[AVERAGE] = snapshot.average
     for name, tensors in groups.items():
         copies = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
-        yield name, tensor_bytes(copies)
-    yield STATE, state.model_dump_json(indent=1).encode()
+        yield name, [tensor_bytes(copies)]
+    yield STATE, [state]
+
+
+def _state(
+    step: int,
+    seconds: float,
+    weights: Literal["model.safetensors", "ema.safetensors"],
+    spec_digest: str,
+    loader: Mapping[str, int],
+    done: float,
+) -> bytes:
+    """Returns the content of state.json, with the fields of `State`."""
+    state = State(
+        step=step,
+        seconds=seconds,
+        weights=weights,
+        spec_digest=spec_digest,
+        threads=torch.get_num_threads(),
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        loader=dict(loader),
+        done=done,
+    )
+    return state.model_dump_json(indent=1).encode()
 
 
 def _tensors(files: Committed, name: str) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Directories that are written whole or not at all, and are valid only with their COMMIT file.
 
-COMMIT is JSON: size and SHA-256 of every other file. A directory is written under a temporary name. Its files and the
-directory itself are synced before the rename, and its parent after, so neither a kill nor a power failure leaves a
-partial directory under its name. Reading verifies the hash of exactly the bytes that it returns.
+COMMIT is JSON: size and SHA-256 of every other file. A directory is written under a temporary name. The files and the
+directory are synced before the rename, and the parent directory after it. Therefore neither a kill nor a power failure
+leaves a partial directory under the final name. Reading verifies the hash of the returned bytes.
 """
 
 import errno
@@ -58,7 +58,7 @@ class Committed:
         except ValidationError as error:
             raise IntegrityError(f"{path / COMMIT}: {in_words(error)}", HINT) from None
         if commit.name != path.name or any(name != os.path.basename(name) for name in commit.members):
-            raise IntegrityError(f"{path / COMMIT}: is not that of {path.name}", HINT)
+            raise IntegrityError(f"{path / COMMIT}: is the COMMIT of another directory, not of {path.name}", HINT)
         return cls(path, commit.members)
 
     def read(self, name: str) -> bytes:
@@ -87,17 +87,17 @@ class Committed:
         return all(sizes[name] == member.size for name, member in self.members.items())
 
 
-def write(path: Path, files: Iterable[tuple[str, bytes]]) -> None:
-    """Creates the directory `path`, which must not exist, with files from (name, bytes) pairs.
+def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
+    """Creates the directory `path`, which must not exist, with files from pairs of a name and the parts of its content.
 
     Raises OSError if the operating system refuses; then nothing remains.
     """
     temporary = _aside(path)
     try:
         os.makedirs(temporary)
-        members = {name: _write_file(temporary / name, data) for name, data in files}
+        members = {name: _write_file(temporary / name, parts) for name, parts in files}
         commit = Commit(format=1, name=path.name, members=members)
-        _write_file(temporary / COMMIT, commit.model_dump_json(indent=1).encode())
+        _write_file(temporary / COMMIT, [commit.model_dump_json(indent=1).encode()])
         sync_folder(temporary)
         os.rename(temporary, path)
         sync_folder(path.parent)
@@ -124,7 +124,7 @@ def replace(path: Path, new: Path) -> None:
         os.rename(path, new.with_name("before"))
     settle(path, new)
     if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "it went while it was put in place", str(path))
+        raise FileNotFoundError(errno.ENOENT, "it was removed during the replacement", str(path))
 
 
 def settle(path: Path, new: Path) -> None:
@@ -154,11 +154,15 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
-def _write_file(path: Path, data: bytes) -> Member:
+def _write_file(path: Path, parts: Iterable[bytes]) -> Member:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    size, digest = 0, hashlib.sha256()
     try:
-        write_all(descriptor, data)
+        for part in parts:
+            write_all(descriptor, part)
+            size += len(part)
+            digest.update(part)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Member(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+    return Member(size=size, sha256=digest.hexdigest())

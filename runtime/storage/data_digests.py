@@ -24,6 +24,5 @@ class DataDigests(StrictModel):
         return cls(train=data[:32].hex(), val=data[32:].hex())
 
     def held_out(self, digest: str) -> bool | None:
-        """Returns whether the text with this digest is the split that training left out, or None if it is neither
-        split."""
+        """Returns whether the text with this digest is the validation split; None if it is neither split."""
         return digest == self.val if digest in (self.train, self.val) else None

@@ -1,4 +1,4 @@
-"""The quantized artifact of a run, and the check that it is of the run's newest weights."""
+"""The quantized artifact of a run, and the check that it was made from the newest weights of the run."""
 
 import json
 import shlex
@@ -30,13 +30,13 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     try:
         step = json.loads(Committed.open(run.quantized).read(REPORT))["step"]
     except IntegrityError as error:
-        say(f"{error.message}: of which step the artifact is, is not known")
+        say(f"{error.message}: the step of the artifact is unknown")
         return path
     from specc.runtime.storage import checkpoint  # imports torch, which reading an artifact alone does not need
 
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is not None and checkpoint.read_state(newest).step > step:
-        say(f"the artifact is of step {step}, and {newest} is newer; one of that: {again}")
+        say(f"the artifact is of step {step}, but {newest} is newer; to quantize it: {again}")
     return path
 
 

@@ -2,7 +2,7 @@
 
 runs/gpt_mini-001/
     spec.json        the resolved spec, overrides applied; accepted wherever a spec is
-    run.json         target, data and overrides, as given
+    run.json         target, data and overrides, as given, and the weights that the run started from
     lock.json        the measured kernels that it runs with, if the spec had any
     files/           other files that it needs, such as its tokenizer
     generated/       the generated code
@@ -32,11 +32,12 @@ from specc.compiler.plan.lock import NO_LOCK, Lock, read_lock
 from specc.compiler.spec import check
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import GENERATED
-from specc.compiler.strict import StrictModel
+from specc.compiler.strict import StrictModel, later
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import COMMIT
 from specc.runtime.storage.data_digests import DataDigests
+from specc.runtime.storage.start_record import StartRecord
 
 SPEC = "spec.json"
 LOCK = "lock.json"
@@ -50,9 +51,12 @@ class RunDirectoryError(RuntimeFailure):
 
 
 def require_path(path: Path) -> None:
-    """Raises RunDirectoryError if nothing is at `path`, which names a run or an artifact."""
+    """Raises RunDirectoryError if `path`, which names a run or an artifact, does not exist or is a spec."""
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        hint = f"train it with `specc train {path}`, then name the run directory"
+        raise RunDirectoryError(f"{path}: a spec has no weights; this opens a run or a .specc artifact", hint)
 
 
 class _Record(StrictModel):
@@ -61,6 +65,7 @@ class _Record(StrictModel):
     data: str
     overrides: tuple[str, ...]
     data_digests: DataDigests | None = None
+    start: StartRecord | None = later(None)
 
 
 def _digest_of(path: Path) -> str:
@@ -82,6 +87,7 @@ class Run:
         lock: the measured kernels that it runs with.
         data_digests: the digests of the content of `data` at the start of the run. None for a run of an older specc.
         old_digest: the digest of the spec as the run recorded it, if that is of an old version.
+        start: the weights that the run started from; None for initial values.
     """
 
     directory: Path
@@ -92,6 +98,7 @@ class Run:
     lock: Lock = NO_LOCK
     data_digests: DataDigests | None = None
     old_digest: str | None = None
+    start: StartRecord | None = None
 
     @property
     def generated(self) -> Path:
@@ -115,8 +122,8 @@ class Run:
 
     @property
     def staged(self) -> Path:
-        """The folder in which the next `quantized` is written. Its parent has a lock of its own, so that a run that is
-        still training can be quantized from its last checkpoint."""
+        """The folder in which the next `quantized` is written. The parent folder has a separate lock, so that a run can
+        be quantized from its last checkpoint while it trains."""
         return self.directory / ".quantizing" / "quantized"
 
     @property
@@ -163,28 +170,35 @@ class Run:
             raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}") from None
         except (OSError, ValidationError) as error:
             raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
-        return cls(directory, spec, record.target, record.data, record.overrides, lock, record.data_digests, digest)
+        digests = record.data_digests
+        return cls(directory, spec, record.target, record.data, record.overrides, lock, digests, digest, record.start)
 
     def record(self) -> None:
         """Writes run.json. Raises EnvironmentFailure if it cannot be written."""
         record = _Record(
-            format=1, target=self.target, data=self.data, overrides=self.overrides, data_digests=self.data_digests
+            format=1,
+            target=self.target,
+            data=self.data,
+            overrides=self.overrides,
+            data_digests=self.data_digests,
+            start=self.start,
         )
         _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
 
     def requantized(self, overrides: Sequence[str]) -> "Run":
-        """Returns the run with `--set` overrides of its spec's `quant` section, which only QAT uses in training.
+        """Returns the run with `--set` overrides of the `quant` section of its spec. Only QAT reads this section in
+        training.
 
         Raises:
-            SpecError: if the resulting spec is invalid, as far as a build of the run's target would detect.
+            SpecError: if a build of the resulting spec for the run's target fails.
             RunDirectoryError: if the overrides change more than `quant`.
         """
         if not overrides:
             return self
         spec, source, _ = check.load_recorded(self.directory / SPEC, tuple(overrides))
         if spec.model_copy(update={"quant": self.spec.quant}) != self.spec:
-            message = f"{self.directory} is trained: of its spec only what is under `quant` can still be set"
-            raise RunDirectoryError(message, "take out the other --set")
+            message = f"{self.directory} is trained: only `quant` of its spec can be changed"
+            raise RunDirectoryError(message, "remove the other --set options")
         compile_loaded(spec.at_rest, source, (self.target,))
         return replace(self, spec=spec)
 
@@ -208,10 +222,10 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """Returns the run with its data at `data`, a path as returned by `lasting`. Does not check that the data are
-        the same. Raises RunDirectoryError if `data` is the recorded location and nothing is there."""
+        """Returns the run with the data location `data`, a path from `lasting`. Does not check that the data are the
+        same. Raises RunDirectoryError if `data` is the recorded location and nothing is there."""
         if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
-            hint = f"say where it is now: {self.resume_command} --data PATH"
+            hint = f"state the new location: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
         return replace(self, data=data)
 
@@ -289,7 +303,7 @@ def _numbered(name: str, root: Path) -> list[Path]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    write_atomically(path, [text.encode()], lambda _: None)
+    write_atomically(path, [text.encode()])
 
 
 def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -4,13 +4,11 @@ The needed code is extracted from the sources of specc (shake.py), stripped of d
 compressed. At start train_gpt.py unpacks it into a temporary folder, because Triton and nvcc read sources from files.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import lzma
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,14 +16,14 @@ import specc.compiler
 import specc.runtime
 from specc.compiler.build import canonical, compile_loaded
 from specc.compiler.plan.lock import Lock
-from specc.compiler.spec.spec import SCHEMES, Spec
+from specc.compiler.spec.spec import SCHEMES, QuantSpec, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import initial_values, replace_fuse
-from specc.runtime.optim.rule_of import rule_of
+from specc.runtime.optim.optimizers import rule_of
 from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
@@ -37,13 +35,21 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
-    ("specc.runtime.optim.rule_of", "rule_of"): (_KNOWN, "rule_of"),
+    ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
     ("specc.compiler.schedule", "formula"): (_KNOWN, "formula"),
     ("specc.compiler.schedule", "formula_at"): (_KNOWN, "formula_at"),
     ("specc.runtime.data.missing_paths", "missing_source"): (_KNOWN, "missing_source"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
-    ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
+    ("specc.runtime.data.shards.record", "parsed"): (_KNOWN, "parsed"),
 }
+_WHEN_USED: Mapping[Symbol, Callable[[QuantSpec], bool]] = {
+    ("specc.runtime.quantize.written_text", "write_text"): lambda quant: quant.calibrate.source == "self",
+    ("specc.runtime.quantize.promotion", "promote"): lambda quant: quant.allocate is None,
+    ("specc.runtime.quantize.bit_allocation", "allocate_bits"): lambda quant: quant.allocate is not None,
+    ("specc.runtime.quantize.bit_allocation", "added_nats"): lambda quant: quant.allocate is not None,
+    ("specc.runtime.calibration.calibrate", "capture_gradients"): lambda quant: quant.allocate is not None,
+    ("specc.runtime.quantize.bit_allocation", "largest_errors"): lambda quant: quant.correct is not None,
+}  # the functions that only some settings of a spec call
 LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
 MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len; all are tried, as the best depends on the data
 # Matches the strings and characters of C++, which are preserved, and its comments, which are removed.
@@ -105,7 +111,9 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
         ShakeError: the sources of specc contain a construct that cannot be followed.
     """
     plan, generated = _plan(spec, lock, targets, tokenizer, codec)
-    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE)
+    assert spec.quant is not None
+    unused = {symbol: (_KNOWN, "unused") for symbol, calls in _WHEN_USED.items() if not calls(spec.quant)}
+    shaker = Shaker("specc", {**_sources(), PLAN: plan}, {**REPLACED, **unused}, PACKAGE)
     shaker.reach(ENTRY, "main")
     files = {
         name: shaker.rewritten(text) if name.endswith(".py") else _without_comments(text)
@@ -117,7 +125,7 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
 def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
     """Returns a sort key that places similar files together, so that they compress well.
 
-    A kernel is next to the same kernel of other targets, and the tables of the plan are last.
+    A kernel is adjacent to the same kernel of other targets, and the tables of the plan are last.
     """
     path = PurePosixPath(file[0])
     return path.stem == _flat(PLAN), path.suffix, len(path.parts) > 1, path.name, file[0]
@@ -165,6 +173,7 @@ def _plan(
         "CODEC": int(codec),
         "TARGETS": tuple(targets),
         "WINDOW": spec.model.window,
+        "UNSCORED": spec.model.unscored,
         "TRAIN": spec.train.model_copy(update={"validate_every": 0, "checkpoint_every": 0}),
         "EVAL": spec.eval,
         "PHASES": first.phases,
@@ -210,8 +219,8 @@ def spelled(value: Any, classes: set[type]) -> str:
         fields = type(value).model_fields
         return call(type(value), [(n, v) for n, v in value if fields[n].is_required() or v != fields[n].default])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = [(item, getattr(value, item.name)) for item in dataclasses.fields(value)]
-        return call(type(value), [(item.name, inner) for item, inner in given if inner != item.default])
+        items = [(item, getattr(value, item.name)) for item in dataclasses.fields(value)]
+        return call(type(value), [(item.name, inner) for item, inner in items if inner != item.default])
     if isinstance(value, type):
         classes.add(value)
         return value.__name__

@@ -53,8 +53,8 @@ class SubmissionSize:
 def is_submission(path: Path) -> bool:
     """Returns True if `path` is a folder with the code file of a submission.
 
-    Raises IntegrityError if the folder is what an interrupted export leaves: empty, or with temporary files or weights
-    but no code.
+    Raises IntegrityError for the folder of an interrupted export: an empty folder, or one with temporary files or
+    weights but no code.
     """
     if (path / CODE).exists() or not path.is_dir() or is_run(path):
         return (path / CODE).exists()
@@ -72,8 +72,8 @@ def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
     If `budget` is None, the `quant.budget_bytes` of the spec in its weights applies, or else the 16,000,000 bytes of
     the challenge.
 
-    Raises IntegrityError if one of its files is missing or not a regular file, or if `budget` is None and the weights
-    are not a valid artifact.
+    Raises IntegrityError if the code or the weights are missing or not a regular file, or if `budget` is None and the
+    weights are not a valid artifact.
     """
     sizes = []
     for name in (CODE, WEIGHTS):

@@ -6,8 +6,6 @@ several GPUs. The trained weights are saved until they are quantized: if quantiz
 DATA_PATH.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -59,8 +57,7 @@ from specc.runtime.submission.names import WEIGHTS
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop
 from specc.runtime.train.sources.feed import Windows
-from specc.runtime.train.trainable_model import TrainableModel
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import TrainableModel, Trainer
 
 DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # the challenge's shard folder for this vocabulary size
 
@@ -91,9 +88,13 @@ def _options(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("command", nargs="?", choices=("train", "quantize", "score"), default="train")
     parser.add_argument("weights", nargs="?", default=WEIGHTS, help=f"file to write or to score; {WEIGHTS} where unset")
     parser.add_argument("--data", default=os.environ.get("DATA_PATH", DATA), help="folder of token shards")
-    parser.add_argument("--target", choices=plan.TARGETS, help="what to run on; what fits this machine where unset")
-    parser.add_argument("--steps", type=_count, help="end training after so many")
-    parser.add_argument("--budget", type=_count, help="bytes of the code and the weights; the spec's where unset")
+    parser.add_argument(
+        "--target", choices=plan.TARGETS, help="the target to run on; by default, the best one for this machine"
+    )
+    parser.add_argument("--steps", type=_count, help="the number of training steps")
+    parser.add_argument(
+        "--budget", type=_count, help="the limit of code and weights in bytes; by default, that of the spec"
+    )
     parser.add_argument("--max-tokens", type=_count, help="score so many only")
     return parser.parse_args(arguments)
 
@@ -146,7 +147,8 @@ class TrainedFile:
         try:
             weights = torch.load(self.path, map_location=device, weights_only=True)
         except FileNotFoundError:
-            raise RunFailure(f"there is no {self.path}", "nothing was trained here and left to be quantized") from None
+            message = f"there is no {self.path}"
+            raise RunFailure(message, "train first: there are no trained weights to quantize") from None
         except Exception as error:
             raise RunFailure(f"{self.path} holds no trained weights: {error}", "train again") from error
         if not isinstance(weights, dict) or {n: tuple(getattr(t, "shape", ())) for n, t in weights.items()} != SHAPES:
@@ -177,8 +179,8 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
         try:
             out.replace(before)
         except OSError as error:
-            raise RunFailure(f"cannot put {out} aside: {error.strerror}") from error
-        print(f"{out} is {before} until there is a new one", file=sys.stderr)
+            raise RunFailure(f"cannot rename {out}: {error.strerror}") from error
+        print(f"{out} is renamed to {before} until a new file is written", file=sys.stderr)
     if options.command != "quantize":
         train(world, target, options.steps, streams, trained)
     if not world.rank:
@@ -220,13 +222,13 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
     torch.manual_seed(spec.seed)
     model = initialized(target)
     order, rows = spec.data.order, spec.at_once(world.size)  # type: ignore[attr-defined]
-    with Loader(streams[0], rows, window, order, spec.seed, world.rank, world.size) as loader:
+    with Loader(streams[0], rows, window, order, spec.seed, world.rank, world.size, bos=TOKENIZER.bos) as loader:
         schemes = plan.BASE if spec.qat is not None else None
         trainable = TrainableModel(model, plan.PARAMS[target], window, plan.SPEC_DIGEST, plan.PHASES, schemes)
         trainer = Trainer(trainable, spec, Windows(loader, spec.pass_tokens(window, world.size)), world, compiled)
         if compiled:
             compile_ahead(folder(target))
-        validation = Validation(streams[1], TOKENIZER, plan.EVAL.batch, spec.validate_tokens)
+        validation = Validation(streams[1], TOKENIZER, plan.EVAL.batch, spec.validate_tokens, plan.UNSCORED)
         silent = bool(world.rank)
         reporter = Reporter(Silence(), (lambda step, done: None) if silent else _show, _ignore if silent else _print)
         Loop(trained, trainer, validation, reporter, Limits(steps), trained.save).run()
@@ -243,7 +245,7 @@ def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: in
         model: the trained model.
         out: the weights file.
         trained_on: digests of the training data.
-        budget: the size limit in bytes of the code and the weights together; that of the spec if None.
+        budget: the size limit in bytes of the code and the weights together; if None, the budget of the spec.
 
     Raises:
         QuantizeError, RunFailure, DataError: under the conditions of `quantize_weights`.
@@ -273,7 +275,7 @@ def score(world: World, target: str, options: Any) -> BitsPerByte:
     call = torch.compile(model.score, fullgraph=True) if world.device.type == "cuda" else model.score
     stream = open_stream(options.data, "val", TOKENIZER, Path())
     try:
-        windows = WindowPlan(plan.EVAL.window or plan.WINDOW, plan.EVAL.batch, plan.EVAL.stride)
+        windows = WindowPlan(plan.EVAL.window or plan.WINDOW, plan.EVAL.batch, plan.EVAL.stride, plan.UNSCORED)
         text = ScoredText(stream, TOKENIZER, options.max_tokens)
         result = evaluate_bits(call, text, windows, world.device, Share(world.rank, world.size, world.totals))
     finally:

@@ -71,7 +71,7 @@ def export_submission(
     assert spec.quant is not None
     artifact = read_verified(source)
     if any(scheme.integer for scheme in artifact.stored.schemes.values()):
-        raise ExportError(f"{spec.name} multiplies in whole numbers", "a submission takes round, gptq and none")
+        raise ExportError(f"{spec.name} has int8 products", "a submission supports round, gptq and none")
     targets = tuple(dict.fromkeys(choose_target(spec, target) for target in targets)) or spec.targets
     if out.exists() and not out.is_dir():
         raise ExportError(f"{out} is not a folder", "name a folder with --out")
@@ -82,7 +82,7 @@ def export_submission(
     if _without_rules(canonical(artifact.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
-        raise RunFailure(f"{source} was written for another spec than the run has now", again)
+        raise RunFailure(f"{source} was written for another spec than the present spec of the run", again)
     text = _code(run, targets, search, codec)
     with _removed_on_failure(out, weights):
         try:
@@ -94,9 +94,8 @@ def export_submission(
 
         def check(temporary: Path) -> None:
             if temporary.read_bytes() != text.encode():
-                raise IntegrityError(
-                    f"{code}: the data read back differ from what was written", "check disk and memory"
-                )
+                message = f"{code}: the data read back differ from what was written"
+                raise IntegrityError(message, "check disk and memory")
 
         write_atomically(code, [text.encode()], check)
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write syntax that older versions cannot parse
@@ -106,7 +105,7 @@ def export_submission(
     if size.over:
         say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
         fits = f"{again} --for submission, then export again with --force"
-        say(f"what leaves room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
+        say(f"to leave room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
     return size
 
 
@@ -139,6 +138,8 @@ def _of_text(run: Run) -> Run:
         raise ExportError(f"{spec.name} is not a quantized model of text", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
         raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")
+    if spec.train.start is not None:
+        raise ExportError(f"{spec.name} starts from other weights", "a submission trains from initial values")
     return run
 
 

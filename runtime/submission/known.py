@@ -1,19 +1,21 @@
 """Replacements, in a submission, for functions of specc that need the compiler, a text tokenizer or Pydantic."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+from pydantic import ValidationError
 
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
-from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
+from specc.runtime.data.errors import DataError
 from specc.runtime.optim.update_rule import UpdateRule
 from specc.runtime.submission import plan
+
+if TYPE_CHECKING:
+    from specc.runtime.data.shards.record import ShardRecord
 
 SHARDS = "give a folder of NAME_train_*.bin and NAME_val_*.bin"
 
@@ -40,6 +42,11 @@ def formula_at(text: str, t: float) -> float:
     return float(eval(text, {"__builtins__": {}}, names))  # the text is part of this file
 
 
+def unused(*arguments: object) -> NoReturn:
+    """Takes the place of functions that the settings of the spec never call."""
+    raise NotImplementedError("the spec of this submission does not call this function")
+
+
 def open_cached(source: object, *how: object) -> NoReturn:
     raise DataError(f"{source} holds no token shards", SHARDS)
 
@@ -49,28 +56,18 @@ def missing_source(path: Path) -> DataError:
     return DataError(f"{path}: no such file or folder", SHARDS)
 
 
-def read_record(folder: Path) -> ShardRecord | None:
-    """Reads the record of a folder of shards without Pydantic; returns None if the folder has none.
+def parsed(text: bytes) -> "ShardRecord":
+    """Parses the record of a folder of shards without Pydantic. Raises ValidationError if it is invalid."""
+    from specc.runtime.data.shards.record import ShardEntry, ShardRecord, SplitEntry  # which imports this module
 
-    Raises DataIntegrityError if the record cannot be read or parsed, or if a pack or fetch did not complete the folder.
-    """
-    path = folder / RECORD
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataIntegrityError(f"{path}: {error.strerror}", HINT) from None
-    if not text:
-        raise DataIntegrityError(f"{folder}: was never completed ({RECORD} is empty)", "pack or fetch it again")
     try:
         data = json.loads(text)
         for split, entry in data["splits"].items():
             shards = tuple(ShardEntry(**shard) for shard in entry["shards"])
             data["splits"][split] = SplitEntry(**{**entry, "shards": shards})
         return ShardRecord(**data)
-    except (ValueError, LookupError, TypeError, AttributeError):
-        raise DataIntegrityError(f"{path}: unreadable", HINT) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValidationError("unreadable") from error
 
 
 def user_cache_dir(name: str) -> str:

@@ -3,8 +3,6 @@
 `CarriedModel` and `artifact_contents` replace the opened run and the artifact of `specc`, which need the compiler.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Mapping

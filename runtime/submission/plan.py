@@ -1,7 +1,5 @@
 """The constants of a submission's model. This module declares their types; bundle.py generates their values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ NAME: str
 CODEC: int
 TARGETS: tuple[str, ...]
 WINDOW: int
+UNSCORED: int  # the number of first targets of a window that are not scored
 TRAIN: TrainSpec
 EVAL: BitsSpec
 PHASES: tuple[Phase, ...]

@@ -3,8 +3,6 @@
 Only the rules in a weights file come from outside. Their fields are validated against the ranges in their annotations.
 """
 
-from __future__ import annotations
-
 import inspect
 import operator
 from collections.abc import Iterator, Mapping
@@ -14,8 +12,8 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 class ValidationError(ValueError):
     """Raised if a field is unknown, missing, or out of its range."""
 
-    def errors(self) -> list[dict[str, str]]:
-        return [{"msg": str(self)}]
+    def errors(self) -> list[dict[str, Any]]:
+        return [{"loc": (), "msg": str(self)}]
 
 
 class _Field:
@@ -33,7 +31,7 @@ def ConfigDict(**settings: Any) -> dict[str, Any]:
     return settings
 
 
-_FITS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+_BOUNDS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le), "lt": ("<", operator.lt)}
 
 
 class BaseModel:
@@ -60,6 +58,11 @@ class BaseModel:
         ranges = {n: m.settings for n in fields for m in get_args(hints.get(n)) if isinstance(m, _Field)}
         cls._ranges = {**cls._ranges, **ranges}
 
+    @classmethod
+    def model_construct(cls) -> Self:
+        """Returns the model with its default values."""
+        return cls()
+
     def __init__(self, **values: Any) -> None:
         if unknown := values.keys() - self.model_fields.keys():
             raise ValidationError(f"{type(self).__name__} has no field {min(unknown)}")
@@ -73,12 +76,12 @@ class BaseModel:
 
     def _check(self, name: str, value: Any) -> None:
         limits = self._ranges.get(name, {})
-        for word, fits in _FITS.items():
-            if word not in limits:
+        for bound, (sign, fits) in _BOUNDS.items():
+            if bound not in limits:
                 continue
             kinds = int if name in ("bits", "correction_rank") else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value, limits[word]):
-                raise ValidationError(f"{name} is {value!r}, which is not {word} {limits[word]}")
+            if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value, limits[bound]):
+                raise ValidationError(f"{name} is {value!r}, which is not {sign} {limits[bound]}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen")

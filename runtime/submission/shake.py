@@ -1,12 +1,10 @@
 """Tree shaking: extracts the top-level statements of a package that an entry function needs, as a new package.
 
-Modules are parsed, never executed. Starting from the entry function, a name leads to the statements that bind it, and
-an import leads to statements of other modules; every statement that is reached is kept, a class with all its methods.
-Docstrings and annotations are removed and imports are regenerated, so that a module that is used only in annotations is
-not included.
+Modules are parsed, never executed. The search starts at the entry function. A name leads to the statements that bind
+it, and an import leads to statements of other modules. Every reached statement is included; a class is included with
+all its methods. Docstrings and annotations are removed and imports are regenerated, so that a module that is used only
+in annotations is not included.
 """
-
-from __future__ import annotations
 
 import ast
 import re
@@ -43,8 +41,8 @@ class Shaker:
     Args:
         root: the name of the package.
         sources: the source texts of its modules, by module name.
-        replaced: the replacement of each replaced symbol, as (module, name) pairs. A pair (module, None) of a module
-            outside the package replaces all of its names.
+        replaced: the replacement of each replaced symbol, as (module, name) pairs. A pair (module, None) replaces all
+            names of a module outside the package.
         package: the name of the new package. Its modules are named after the old modules, without `root` and with `_`
             for `.`.
     """
@@ -65,7 +63,7 @@ class Shaker:
     def rewritten(self, text: str) -> str:
         """Returns the source of a module from outside the package, without docstrings, with rewritten imports.
 
-        Its imports from the old package refer to the new modules. All that it imports is kept.
+        Its imports from the old package refer to the new modules. Every symbol that it imports is included.
         """
         tree = ast.parse(text)
         _Strip(annotations=False).visit(tree)
@@ -305,9 +303,6 @@ class _Strip(ast.NodeTransformer):
             return [cast(ast.stmt, self.visit(statement)) for statement in node.orelse]
         self.generic_visit(node)
         return node
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
-        return None if node.module == "__future__" and self._annotations else node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt | None:
         if not self._annotations:

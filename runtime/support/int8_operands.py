@@ -141,7 +141,7 @@ def _misfit(operands: Sequence[Operand]) -> str | None:
         alignment = min(ALIGNMENT, QUAD * tensor.element_size()) if state else ALIGNMENT
         if not isinstance(tensor, FakeTensor) and tensor.data_ptr() % alignment:
             off = tensor.data_ptr() % alignment
-            return f"{name} starts {off} bytes behind a multiple of {alignment}; it must be aligned"
+            return f"{name} is not aligned to {alignment} bytes: it starts {off} bytes after a multiple"
     return None
 
 

@@ -18,7 +18,7 @@ class Clock:
 
     @property
     def common(self) -> float:
-        """The training seconds that decisions depend on: the last agreed value if there are several processes, else
+        """The training seconds that decisions depend on: with several processes, the last agreed value; otherwise
         `seconds`."""
         return self._agreed if self._agreed is not None else self.seconds
 

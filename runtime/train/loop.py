@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from torch import Tensor
 from specc.runtime.distributed.signals import Stopped, handled_signals
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.log import Reporter, Step
+from specc.runtime.metrics.expert_load import imbalance
 from specc.runtime.metrics.validation import Measured, Validates
 from specc.runtime.storage.checkpoint import Snapshot
 from specc.runtime.train.trainer import Trainer
 
-_MEMORY = "lower train.micro_batch; the size of a step may stay"
+_MEMORY = "lower train.micro_batch; the size of a step need not change"
 
 
 class RunLabel(Protocol):
@@ -83,8 +84,8 @@ class TrainResult:
 class Loop:
     """Trains one run from the current step of its trainer to its end.
 
-    In a world of several processes each process runs the loop. They compare the causes of an early end (a signal to any
-    of them, or a time limit) once per step, so that all stop at the same step. Rank 0 saves and reports.
+    In a world of several processes, each process runs the loop. Once per step, the processes compare the causes of an
+    early end (a signal to any process, or a time limit), so that all stop at the same step. Rank 0 saves and reports.
 
     Args:
         run: the names and paths that the run reports under and resumes from.
@@ -165,7 +166,7 @@ class Loop:
             trainer.warm_up(self._validation.vocabulary)  # before the clock starts, so that compilation does not count
             if left := trainer.segments_left:
                 seconds = time.monotonic() - began
-                self._say(f"compiled {left + 1} segments of the run in {seconds:.1f} s, before its clock starts")
+                self._say(f"compiled {left + 1} segments of the run in {seconds:.1f} s, before the clock starts")
         self._began = time.monotonic()
         self._agree()
         if train.stop_at_loss is not None and trainer.step and self._due(train.validate_every) and not self._ended():
@@ -175,7 +176,7 @@ class Loop:
             before = trainer.segment
             self._report(trainer.advance())
             if trainer.segment != before:
-                self._say(f"step {trainer.step:,}: from here on {trainer.segment.description}")
+                self._say(f"step {trainer.step:,}: continues with {trainer.segment.description}")
             self._agree()
             # commit first: if the input scales cannot be measured, the run can be resumed from this checkpoint
             commits = self._due(train.checkpoint_every) or trainer.calibrates_next
@@ -206,9 +207,7 @@ class Loop:
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
-            self._signal,
-            trainer.clock.seconds if leads else 0.0,
-            time.monotonic() - self._began if leads else 0.0,
+            self._signal, trainer.clock.seconds if leads else 0.0, time.monotonic() - self._began if leads else 0.0
         )
         if trainer.world.size > 1:
             trainer.clock.agree(seconds)
@@ -238,11 +237,14 @@ class Loop:
         if trainer.average is not None and trainer.average.begun:
             averaged = self._validate("average", trainer.average.tensors)
         elif trainer.average is not None:
-            self._say("the average never began: the run ends with the weights as they are")
+            self._say("the average never began: the final weights are not averaged")
         step, seconds, totals = trainer.step, trainer.clock.seconds, trainer.totals()
         weights = "raw" if averaged is None else "average"
         reached = self._reached is not None
-        ends = {"reached": True} if reached else {}
+        ends: dict[str, Any] = {"reached": True} if reached else {}
+        if (cropped := trainer.feed.cropped_share()) is not None:
+            ends["cropped_share"] = cropped
+            self._say(f"packing left out {100 * cropped:.1f} % of the tokens of the documents")
         self._log.write("end", step=step, seconds=seconds, complete=complete, weights=weights, **ends, **totals)
         if totals:
             self._say(
@@ -284,4 +286,8 @@ class Loop:
         quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"
         quantized += ", inputs not" if quantized and trainer.segment.phase.rounds else ""
         self._say(f"step {trainer.step:,}  validation, {which} weights{quantized}: {result.line()}")
+        if trainer.loads:
+            self._log.write("experts", step=trainer.step, weights=which, loads=trainer.loads)
+            largest = f"the largest load is {imbalance(trainer.loads):.2f} times the mean"
+            self._say(f"step {trainer.step:,}  experts, {which} weights: {largest}")
         return result

@@ -67,8 +67,8 @@ def segment_at(segments: Sequence[RunSegment], done: float) -> int:
 
 
 def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compiled: bool) -> Mapping[str, Function]:
-    """Returns the programs of all segments by name: training programs return the mean loss of a batch, scoring programs
-    the loss of each target. If row lengths change during the run, each length is compiled separately."""
+    """Returns the programs of all segments by name. Training programs return the mean loss of a batch. Scoring programs
+    return the loss of each target. If row lengths change during the run, each length is compiled separately."""
     names = dict.fromkeys(name for segment in segments for name in (segment.phase.train, segment.phase.score))
     functions: dict[str, Function] = {name: model if name == LAST.train else getattr(model, name) for name in names}
     if not compiled:

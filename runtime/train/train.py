@@ -15,14 +15,15 @@ from specc.compiler.passes.assign_quant import Allocation, allocation
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.spec.spec import Spec
+from specc.compiler.spec.start import StartSpec
 from specc.compiler.targets import TARGETS
 from specc.runtime.calibration.input_ranges import input_scales
 from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.distributed.world import World
-from specc.runtime.errors import EnvironmentFailure, IntegrityError
+from specc.runtime.errors import IntegrityError
 from specc.runtime.log import Reporter, RunLog, Say, Silence, logged, open_progress, unfailing
 from specc.runtime.metrics.validation import Validates
-from specc.runtime.model.load import Loaded, device_of, initialize, instantiate
+from specc.runtime.model.load import Loaded, device_asked_for, initialize, instantiate
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import sweep
 from specc.runtime.storage.run_directory import (
@@ -35,11 +36,12 @@ from specc.runtime.storage.run_directory import (
     newest_run,
     require_free,
 )
+from specc.runtime.storage.start_record import StartRecord
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop, TrainResult
 from specc.runtime.train.sources.source import OpenData, source_of
-from specc.runtime.train.trainable_model import TrainableModel
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import TrainableModel, Trainer
+from specc.runtime.weights.start import start_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ class TrainOptions:
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
     """Trains, and returns when the run is complete or has ended early.
 
-    In a `world` of several processes each calls this function with the same options. Rank 0 reports and writes the run
-    directory, which must be on storage that all processes share. The result equals that of one process up to the
-    rounding of sums.
+    In a `world` of several processes, each process calls this function with the same options. Rank 0 reports and writes
+    the run directory, which must be on storage that all processes share. The result equals that of one process up to
+    the rounding of sums.
 
     Args:
         options: the spec, the data and the run directory.
@@ -106,7 +108,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 
 
 def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> TrainResult:
-    spec, device = options.spec, _device(options)
+    spec, device = options.spec, device_asked_for(TARGETS[options.target], options.device)
     source = source_of(spec)(spec, options.search)
     world = world.on(device)
     leads = world.rank == 0
@@ -134,7 +136,13 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     fresh = Run(directory, spec, options.target, data, options.overrides, options.lock, opened.digests)
     run = begun.with_data(data) if begun is not None else fresh
     run.require_data(opened.digests)
-    trainer, validation = _prepare(run, options, world, opened, stack)
+    start = _start(run, begun is not None)
+    trainer, validation, started = _prepare(run, options, world, opened, stack, say, start)
+    if begun is None:
+        run = replace(run, start=started)
+    elif started != begun.start and start is not None:
+        message = f"{directory}: the weights in {start.path} are not those that the run began with"
+        raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
     if begun is not None:
         _resume(begun, run, trainer, say)
     elif leads:  # only after all checks, so that a failed start can be repeated in the same directory
@@ -145,6 +153,15 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         reporter = Reporter(log, stack.enter_context(open_progress(say)), say)
     limits = Limits(options.stop_after_steps, options.max_seconds)
     return Loop(run, trainer, validation, reporter, limits, partial(checkpoint.save, run.checkpoints)).run()
+
+
+def _start(run: Run, resumes: bool) -> StartSpec | None:
+    """Returns the weights to start from, with an absolute path. None for initial values, or if the run resumes from a
+    checkpoint."""
+    start = run.spec.train.starts_from
+    if start is None or (resumes and checkpoint.all_in(run.checkpoints)):
+        return None
+    return start.model_copy(update={"path": run.start.path if run.start is not None else lasting(start.path)})
 
 
 def _to_resume(options: TrainOptions) -> Path | None:
@@ -161,19 +178,16 @@ def _remove_unused(directory: Path, existed: bool) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _device(options: TrainOptions) -> torch.device:
-    """Returns the device of the run. Raises EnvironmentFailure if it is a GPU and there is none."""
-    device = torch.device(options.device or device_of(TARGETS[options.target]))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        message = f"target {options.target} needs an NVIDIA GPU, and torch finds none"
-        raise EnvironmentFailure(message, "train another target of the spec")
-    return device
-
-
 def _prepare(
-    run: Run, options: TrainOptions, world: World, opened: OpenData, stack: ExitStack
-) -> tuple[Trainer, Validates]:
-    """Returns the trainer of a run at step 0, and its validation data."""
+    run: Run,
+    options: TrainOptions,
+    world: World,
+    opened: OpenData,
+    stack: ExitStack,
+    say: Say,
+    start: StartSpec | None,
+) -> tuple[Trainer, Validates, StartRecord | None]:
+    """Returns the trainer of a run at step 0, its validation data, and the record of the weights `start`."""
     spec, gpu = run.spec, world.device.type == "cuda"
     torch.manual_seed(spec.train.seed)
     with world.in_turn("prepare"):  # rank 0 writes the generated code and starts to compile its kernels
@@ -183,24 +197,26 @@ def _prepare(
     digests = opened.digests
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
     initialize(loaded, spec.train.seed)
+    started = start_from(start, loaded.model, spec, say) if start is not None else None
     supply, programs = opened.supply(loaded, world, stack), loaded.programs
     inputs = tuple(name for name, _ in programs.program("train").inputs)
-    given = (*supply.feed.names, *spec.train.loss_weights)
-    if inputs != given:
-        raise TypeError(f"{spec.train.data.kind} gives {given}, and the program train takes {inputs}")
+    expected = (*supply.feed.names, *spec.train.loss_weights)
+    if inputs != expected:
+        raise TypeError(f"{spec.train.data.kind} gives {expected}, but the program `train` takes {inputs}")
     loaded.model.to(world.device)
     model = TrainableModel(loaded.model, programs.params, spec.model.window, run.spec_digest, programs.phases)
     if spec.train.qat is not None:
         assert spec.quant is not None
-        schemes = allocation(spec.quant, programs.params)
+        schemes = allocation(spec.quant, programs.stored)
         scales = _input_scales(run, loaded, schemes, opened, world)
         model = replace(model, schemes=schemes, input_scales=scales)
-    return Trainer(model, spec.train, supply.feed, world, options.compiled and gpu), supply.validation
+    trainer = Trainer(model, spec.train, supply.feed, world, options.compiled and gpu)
+    return trainer, supply.validation, started
 
 
 def _input_scales(run: Run, loaded: Loaded, schemes: Allocation, opened: OpenData, world: World) -> InputScales | None:
     """Returns the input scales of the int8 products, measured on the rows that `specc quantize` calibrates with. None
-    if no product will be int8."""
+    without int8 products."""
     assert run.spec.quant is not None
     calibrate, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)
@@ -229,7 +245,7 @@ def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
         sweep(run.checkpoints)
         path = checkpoint.latest(run.checkpoints, say)
         if path is None and (checkpoint.all_in(run.checkpoints) or logged(run.log, "checkpoint")):
-            message = f"{run.directory}: every checkpoint of the run is damaged or gone"
+            message = f"{run.directory}: every checkpoint of the run is damaged or missing"
             raise IntegrityError(message, "restore its folder checkpoints/ from a copy, or train in another directory")
         return path
 
@@ -247,4 +263,4 @@ def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
     say(f"resuming after step {trainer.step} from {path}")
     before, now = checkpoint.read_state(path).threads, torch.get_num_threads()
     if before != now:
-        say(f"the run used {before} threads and now has {now}: its sums are rounded in another order from here on")
+        say(f"the run used {before} threads and now has {now}: sums are rounded in another order than before")

@@ -2,27 +2,30 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from specc.compiler.programs.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
+from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.distributed.world import World
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import Step
+from specc.runtime.metrics.expert_load import expert_loads
 from specc.runtime.metrics.share import Share, Sums
 from specc.runtime.metrics.validation import Measured, Scorer, Validates
 from specc.runtime.model.cuda_graph import Captured
 from specc.runtime.optim.average import Average
 from specc.runtime.optim.masters import Masters
-from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
+from specc.runtime.optim.optimizers import Optimizers, Work, sharded_parameters, unclipped_parameters
 from specc.runtime.optim.schedule import Moment, moment, value_at
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
@@ -36,10 +39,36 @@ from specc.runtime.train.segments import (
     segment_at,
 )
 from specc.runtime.train.sources.feed import Batch, Feed
-from specc.runtime.train.trainable_model import TrainableModel
 
 WARM_UP_STEPS = 3
+WORK_STEPS = 10_000  # the steps whose work is compiled before the clock starts
+LOAD_WINDOWS = 4  # validation windows in which the load of experts is counted
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableModel:
+    """A model to train.
+
+    Attributes:
+        module: the model. Calling it with the arguments that a feed returns computes the mean loss in nats, f32 [];
+            `module.score` returns the loss of each target in nats, f32 [B, T]. Its parameters are f32, under the names
+            in `parameters`.
+        parameters: the parameters with the dtypes that the programs read them in.
+        window: tokens per row.
+        spec_digest: SHA-256 of the canonical spec, stored in checkpoints.
+        phases: the phases of the run, as in `Programs`.
+        schemes: the storage scheme of each parameter, by name, for `train.qat`. None without it.
+        input_scales: the input scales of int8 products. None if no product will be int8.
+    """
+
+    module: nn.Module
+    parameters: Sequence[Parameter]
+    window: int
+    spec_digest: str
+    phases: Sequence[Phase] = ()
+    schemes: Mapping[str, Scheme] | None = None
+    input_scales: InputScales | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +86,9 @@ class Trainer:
     """Trains one model.
 
     The constructor moves the model to the device of `world`, and its parameters to the dtypes that the programs read.
-    In a `world` of several processes each has a trainer, and all make the same calls. Gradients and losses are summed
-    over the processes once per step. Each rank updates its part of the sharded parameters, and all of the other
-    parameters.
+    In a `world` of several processes, each process has a trainer, and all processes make the same calls. Gradients and
+    losses are summed over the processes once per step. Each rank updates its part of the sharded parameters, and all
+    parameters that are not sharded.
 
     Args:
         model: the model.
@@ -67,6 +96,9 @@ class Trainer:
         feed: this process's part of the rows of each step.
         world: the processes that train together, on their devices.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
+
+    Attributes:
+        loads: the load of each expert by layer in the last evaluation, as from `expert_loads`.
 
     Raises:
         BatchError: if a step cannot be cut into micro-batches.
@@ -84,7 +116,8 @@ class Trainer:
         self._schemes, self._input_scales = model.schemes, model.input_scales
         copied = [name for name, scheme in (self._schemes or {}).items() if scheme.has_grid]
         sharded = sharded_parameters(shapes, train.optimizers) if world.size > 1 else frozenset[str]()
-        self.masters = Masters(self._module, dtypes, sharded, copied)
+        unclipped = unclipped_parameters(shapes, train.optimizers)
+        self.masters = Masters(self._module, dtypes, sharded, copied, unclipped)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
         self.average = Average(train.average, self.masters.tensors) if train.average else None
         self._norm = torch.zeros((), device=self.device)
@@ -96,7 +129,8 @@ class Trainer:
         }
         state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
         self._unused = {names: UnusedParameters(names, self.masters.tensors, state) for names in unused}
-        self._updates = self._update_functions()
+        self._updates: dict[tuple[tuple[str, ...], Work], Callable[[], None]] = {}
+        self.loads: Mapping[str, Sequence[float]] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled)
         several = self.device.type == "cuda" and compiled and len(self._segments) > 1
         pool = torch.cuda.graph_pool_handle() if several else None
@@ -149,8 +183,8 @@ class Trainer:
         """Performs one update and returns the steps whose results have arrived: this step on the CPU, the previous step
         on a GPU, so that the device never waits.
 
-        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU the weights are then
-        those from before the step.
+        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights are then
+        those before the step.
         """
         now = moment(self.train, self.step, self.clock.common)
         index = segment_at(self._segments, now.done)
@@ -190,10 +224,11 @@ class Trainer:
         shape = (self.train.at_once(self.world.size), self.window)
         for index in range(self._index, len(self._segments)):
             self._enter(index)
-            for _ in range(WARM_UP_STEPS):
-                batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
-                self._gradients(batches, Moment(step=self.step), wait=True)
-                self._update(Moment(step=self.step))
+            for step in self._steps_of_each_work():
+                for _ in range(WARM_UP_STEPS):
+                    batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
+                    self._gradients(batches, Moment(step=step), wait=True)
+                    self._update(Moment(step=step))
         self.restore(before)
 
     def evaluate(
@@ -223,18 +258,21 @@ class Trainer:
                 meet()
             return self.world.totals(sums)
 
+        program, batch = self.segment.phase.score, list[tuple[Tensor, ...]]()
+
+        def score(*inputs: Tensor) -> Tensor:
+            if not batch:
+                batch.append(inputs)
+            losses: Tensor = self._functions[program](*inputs)
+            return losses
+
+        share = Share(self.world.rank, self.world.size, reduce)
+        scorer = Scorer(self._module, score, self.window, self.device, share, progress, self.compiled)
         with self.masters.swapped(weights) if weights is not None else nullcontext():
-            result = validation.measure(
-                Scorer(
-                    self._module,
-                    self._functions[self.segment.phase.score],
-                    self.window,
-                    self.device,
-                    Share(self.world.rank, self.world.size, reduce),
-                    progress,
-                    self.compiled,
-                )
-            )
+            result = validation.measure(scorer)
+            if batch and any(parameter.dim() == 3 for parameter in self._module.parameters()):
+                rows = [value[:LOAD_WINDOWS] for value in batch[0]]
+                self.loads = expert_loads(self._module, getattr(self._module, program), *rows)
         if not math.isfinite(result.nats):
             raise RunFailure(f"step {self.step}: the validation loss is {result.nats}", _NOT_FINITE)
         return result
@@ -285,11 +323,15 @@ class Trainer:
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Continues from `snapshot`. Raises IntegrityError, and changes nothing, if it is of another model."""
+        """Continues from `snapshot`. Raises IntegrityError, and changes nothing, if the snapshot is of another
+        model."""
         current = self.snapshot()
         if snapshot.spec_digest != self._spec_digest:
             raise IntegrityError("the checkpoint is of another spec", "resume with the spec of the run")
         require_match("the checkpoint's model", snapshot.weights, current.weights)
+        if snapshot.weights_alone:
+            self._start(snapshot.weights)
+            return
         require_match("the checkpoint's optimizer", snapshot.optimizer, current.optimizer)
         require_match("the checkpoint's average", snapshot.average or {}, current.average or {})
         require_match("the checkpoint's generators", snapshot.rng, current.rng)
@@ -313,10 +355,17 @@ class Trainer:
         self._last_seconds, self._last = snapshot.seconds, self.feed.counted()
         self._launched.clear()
 
+    def _start(self, weights: Mapping[str, Tensor]) -> None:
+        """Replaces the initial weights at step 0. All other state is that of a new run."""
+        self.masters.restore(weights)
+        if self.average is not None:
+            self.average.restore(weights, self.average.state())
+        self._enter(self._index)
+
     def _gradients(self, batches: Iterable[Batch], now: Moment, wait: bool = False) -> None:
-        """Computes the mean loss and the clipped mean gradients over all micro-batches of all processes in the masters,
-        and the norm before clipping in `_norm`. With `wait`, all processes first wait for each other on the host: a
-        collective call on the device would time out while another rank compiles."""
+        """Computes the mean loss and the mean gradients over all micro-batches of all processes, clips the gradients,
+        and stores them in the masters. `_norm` is the norm before clipping. With `wait`, all processes first wait for
+        each other on the host, because a collective call on the device would time out while another rank compiles."""
         self.masters.clear()
         self._set_weights(now)
         with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
@@ -349,12 +398,22 @@ class Trainer:
         captured = self.compiled and self.device.type == "cuda" and not (collective and self.world.size > 1)
         return Captured(work, pool) if captured else work
 
-    def _update_functions(self) -> dict[tuple[str, ...], Callable[..., None]]:
-        """Returns the update function of each phase, by the parameters that are unused in the phase."""
-        return {
-            names: self._replayed(partial(self._apply, unused), collective=True)
-            for names, unused in self._unused.items()
-        }
+    def _steps_of_each_work(self) -> list[int]:
+        """Returns one of the next steps for each work of the optimizers in these steps."""
+        left = WORK_STEPS if self.train.steps is None else max(min(self.train.steps - self.step, WORK_STEPS), 1)
+        first: dict[Work, int] = {}
+        for step in range(self.step, self.step + left):
+            first.setdefault(self.optimizers.work(step), step)
+        return list(first.values())
+
+    def _update_function(self, work: Work) -> Callable[[], None]:
+        """Returns the function that updates in a step of this work in the current phase."""
+        rests = self.segment.phase.rests
+        if (rests, work) not in self._updates:
+            update = partial(self._apply, self._unused[rests], work)
+            waits = self.optimizers.waits(work)
+            self._updates[rests, work] = update if waits else self._replayed(update, collective=True)
+        return self._updates[rests, work]
 
     def _enter(self, index: int) -> None:
         """Begins, or continues, the segment with this index."""
@@ -377,7 +436,7 @@ class Trainer:
     def _fake_quantize(self, schemes: Mapping[str, Scheme] | None) -> None:
         shares = self._input_scales.shares() if self._input_scales is not None else None
         if self.masters.fake_quantize(schemes, shares):
-            self._updates = self._update_functions()  # the captured graphs still write the previous copies
+            self._updates.clear()  # the captured graphs still write the previous copies
 
     def _mean_gradients(self, micro_batches: int) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
@@ -385,12 +444,12 @@ class Trainer:
 
     def _update(self, now: Moment) -> None:
         self.optimizers.set(now)
-        self._updates[self.segment.phase.rests]()
+        self._update_function(self.optimizers.work(now.step))()
         if self.average is not None:
             self.average.update(self.step + 1, now)
 
-    def _apply(self, unused: UnusedParameters) -> None:
-        self.optimizers.update()
+    def _apply(self, unused: UnusedParameters, work: Work) -> None:
+        self.optimizers.update(work)
         unused.restore()
         self.masters.refresh()
 

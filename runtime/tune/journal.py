@@ -24,9 +24,9 @@ def folder() -> Path:
 
 
 def key(candidate: Candidate) -> str:
-    """Returns the key of a candidate's result: a digest of the code and of everything else that affects compiling or
-    computing it. That is nvcc with its flags and CUTLASS if there is CUDA C++, and the library's package if it is not
-    part of Torch. Raises EnvironmentFailure if the candidate's compiler is missing."""
+    """Returns the key of a candidate's result: a digest of the code and of all tools that affect its result: nvcc, its
+    flags and CUTLASS for CUDA C++, and the package of a library that is not part of Torch. Raises EnvironmentFailure if
+    the candidate's compiler is missing."""
     facts = [candidate.digest]
     if candidate.source is not None:
         facts += [nvcc_version(find_nvcc()), find_cutlass()[0], *FLAGS]

@@ -35,7 +35,7 @@ def measure_rest(
 
     Args:
         spec: the spec, for its sizes.
-        target: the name of the target that the device is.
+        target: the name of the target of the device.
         path: the lock, with the tiles that are measured.
         machine: this machine, as locks record it.
         only: measures only nodes whose path contains this text.
@@ -84,7 +84,7 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
     Args:
         spec: the spec.
-        plan: its plan on one target.
+        plan: the plan of the spec on one target.
         step: the step, for its key and tokens.
         lock: the measured kernels.
         device: the GPU to train on.

@@ -19,8 +19,9 @@ REPEATS = 100
 
 
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:
-    """Returns the reason why a candidate must not be used, or None: it is less exact than plain Torch, leaves outputs
-    unwritten, or returns different bits in repeated calls although it is `deterministic`."""
+    """Returns the reason why a candidate must not be used, or None. A candidate is refused if it is less exact than
+    plain Torch, leaves outputs unwritten, or returns different bits in repeated calls although it is `deterministic`.
+    """
     outputs = judge.call(call)
     for i, error in enumerate(judge.errors(outputs)):
         if not error.ok:
@@ -46,7 +47,7 @@ class Measurement:
     Args:
         choice: the choice of the node.
         sizes: the values of the symbols for timing.
-        moved: about the number of bytes that a call moves.
+        moved: the approximate number of bytes that a call moves.
         folder: the parent of the candidates' folders.
         device: the device to measure on.
     """
@@ -69,7 +70,7 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields the candidates as they are compiled, each with its failure, or None if it can be called.
+        """Yields each candidate when it is compiled, with the reason of a failure, or None if it can be called.
 
         Candidates with the same CUDA source differ only in constants of their Python file. Such a source is compiled
         once.

@@ -20,5 +20,5 @@ def merged(path: Path, change: Callable[[Lock], Lock]) -> Lock:
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
     with FileLock(folder() / f"{name}.lock", mode=0o600):
         lock = change(read_lock(path))
-        write_atomically(path, [lock.text().encode()], lambda _: None)
+        write_atomically(path, [lock.text().encode()])
     return lock

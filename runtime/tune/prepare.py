@@ -105,15 +105,13 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
             _end(process)
             return "refused", f"did not finish within {DEADLINE:.0f} s"
     try:
-        outcome: tuple[str, str] = here.recv()
+        outcome: tuple[str, str] | None = here.recv()
     except EOFError:
-        outcome = "died", ""
+        outcome = None
     process.join(ENDING)
     if process.is_alive():
         _end(process)
-    return (
-        ("died", f"its process ended early with exit code {process.exitcode}") if outcome == ("died", "") else outcome
-    )
+    return outcome or ("died", f"its process ended early with exit code {process.exitcode}")
 
 
 def _end(process: BaseProcess) -> None:

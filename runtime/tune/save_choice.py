@@ -1,4 +1,4 @@
-"""Selects the save choice of a group, the values that it saves for its backward, by the least total kernel time."""
+"""Selects the save choice of a group with the least total kernel time."""
 
 from specc.compiler.expr import Keep
 from specc.compiler.plan.lock import GroupEntry, Lock, group_key
@@ -8,8 +8,8 @@ from specc.compiler.plan.plan import SaveChoices
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
     """Returns the save choice with the least sum of times in `lock` over its kernels, forward and backward.
 
-    Work of the library does not count: it is the same in all options. Returns None until all kernels of all options
-    are measured.
+    Work of the library does not count, because it is the same for all options. Returns None until all kernels of all
+    options are measured.
     """
     times: dict[Keep, float] = {}
     for option in choices.options:

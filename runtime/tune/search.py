@@ -51,6 +51,7 @@ class TuneOptions:
         compile_only: stops when all CUDA C++ is compiled, which needs no GPU.
         fresh: measures again instead of reusing results, and replaces results for more rows.
         rest: also measures work that has no tile to choose.
+        search: False leaves the tiles as they are.
     """
 
     spec: Spec
@@ -61,6 +62,7 @@ class TuneOptions:
     compile_only: bool = False
     fresh: bool = False
     rest: bool = False
+    search: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class NodeResult:
         label: the path of the node.
         symbol: the name of the kernel's file.
         rows: the rows of each call; 0 if nothing was measured.
-        floor_ms: the time of the node's bytes and operations at the machine's ceilings.
+        floor_ms: the minimum time of the node's bytes and operations on the machine.
         times: the times in ms of the usable candidates, the fastest first.
         reasons: the reasons why the other candidates must not be used.
     """
@@ -85,7 +87,7 @@ class NodeResult:
 
     @property
     def others(self) -> dict[str, float]:
-        """The times in ms of all kernels except the fastest, each with its best tile."""
+        """The time in ms of each kernel with its best tile. The fastest kernel is left out."""
         best: dict[str, float] = {}
         for candidate, ms in self.times.items():
             best[candidate.kernel.name] = min(best.get(candidate.kernel.name, ms), ms)
@@ -100,7 +102,7 @@ class TuneError(RuntimeFailure):
 
 def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
     """Searches the nodes in turn, for every save choice of their groups, and then selects the fastest save choices.
-    Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are kept.
+    Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are preserved.
 
     Raises:
         TuneError: if there is nothing to search.
@@ -110,7 +112,9 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
-    choices = _chosen(options, plan)
+    if not plan.target.arch:
+        raise TuneError(f"{plan.target.name} has no kernels with tiles to search", "select a GPU target with --target")
+    choices = _chosen(options, plan) if options.search else ()
     if options.compile_only:
         return tuple(_compiled(choice, plan, say) for choice in choices)
     device = device_for(target)
@@ -121,6 +125,9 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
     known = options.lock.targets.get(target)
     if known is not None and known.machine != machine:
         say(f"the lock drops {len(known.kernels)} entries, which another machine or other versions measured")
+    if not options.search:
+        measure_rest(spec, target, options.path, machine, options.only, device, say)
+        return ()
     say("ceilings")
     ceiling = ceilings.measure(device, DTYPES[plan.target.dtype])
     lock, results = options.lock, []
@@ -165,8 +172,6 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
 
 def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
     """Returns the choices to search. Raises TuneError or EnvironmentFailure if this machine cannot search them."""
-    if not plan.target.arch:
-        raise TuneError(f"{plan.target.name} has no kernels with tiles to search", "select a GPU target with --target")
     every = all_choices(plan)
     chosen = tuple(choice for choice in every if options.only in choice.site.label)
     if not chosen:
@@ -236,9 +241,9 @@ def _finals(
 ) -> Mapping[Candidate, float]:
     """Returns the times of the fastest candidates, measured in turn.
 
-    Candidates that an earlier search measured, and that are therefore not `ready`, are first compiled and called. If
-    one fails, for example because its package is gone, it joins the rejected candidates in `results`, and the next
-    fastest replaces it.
+    Candidates that an earlier search measured, and that are therefore not `ready`, are first compiled and called. If a
+    candidate fails, for example because its package is missing, `results` lists it as rejected, and the next fastest
+    candidate replaces it.
     """
     while True:
         finalists = list(_times(results))[:FINALISTS]
@@ -252,7 +257,7 @@ def _finals(
 
 
 def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say: Say) -> float | str:
-    """Returns the time of a candidate in ms, or the reason to reject it, and adds it to the journal.
+    """Returns the time of a candidate in ms, or the reason to reject it, and adds the result to the journal.
 
     A kernel that hangs on the device ends the search process, because a running kernel cannot be stopped.
     """
@@ -269,11 +274,10 @@ def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say
     try:
         result = measurement.first_time(candidate)
     except torch.AcceleratorError as error:  # the device cannot measure anything more
-        reason = short(f"breaks the device: {error}")
+        reason = short(f"caused an error of the device: {error}")
         journal.add(key(candidate), reason)
-        raise RunFailure(
-            f"{candidate.label}: {reason}", "run the command again: it then skips this candidate"
-        ) from error
+        message = f"{candidate.label}: {reason}"
+        raise RunFailure(message, "run the command again: it then skips this candidate") from error
     finally:
         watch.cancel()
     journal.add(key(candidate), result)

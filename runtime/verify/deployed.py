@@ -24,9 +24,9 @@ from specc.runtime.model.load import Loaded, device_of, instantiate, unavailable
 from specc.runtime.open_model import realize_stored
 from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer, Statistics
 from specc.runtime.quantize.schemes import base_schemes, resolved
-from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, sizes_of
+from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, rms_of, sizes_of
 from specc.runtime.verify.random_inputs import int8_operands
-from specc.runtime.verify.verify import STEPPED, Check, batch_of, traces
+from specc.runtime.verify.verify import STEPPED, Check, batch_of, sample_tokens, traces
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
@@ -42,8 +42,8 @@ ROUNDING = 1e-5  # the error of f32 sums, in nats
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
     """Runs all checks of the deployed programs of a spec's targets and yields their results.
 
-    Targets that deploy the programs that they train are skipped. Random parameters are quantized by the spec, with
-    input ranges measured on random ids.
+    Targets whose deployed programs equal the trained programs are skipped. Random parameters are quantized by the spec,
+    with input ranges measured on random ids.
     """
     for target in targets:
         if pipeline.deployed(spec, target) is None:
@@ -74,7 +74,7 @@ def quantized(
     batches: Iterable[Mapping[str, Tensor]],
     hessians: Mapping[str, Tensor] | None = None,
 ) -> tuple[QuantizedModel, Spec]:
-    """Quantizes weights as `specc quantize` does, without its search of bits.
+    """Quantizes weights as `specc quantize` does, without a search of bits.
 
     Args:
         spec: the spec, whose `quant` states the schemes.
@@ -94,7 +94,7 @@ def quantized(
 
 
 def _tokens(spec: Spec) -> int:
-    return min(spec.model.window, 48)
+    return sample_tokens(spec, 48)
 
 
 def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
@@ -113,15 +113,15 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
     with torch.no_grad():
         truth = reference.run(loaded.programs, "score", ids, exact)["loss"]
         whole = reference.run(pipeline.lower(spec, target), "score", ids, floats)["loss"]
-        cost = _rms(truth - whole)
+        cost = rms_of(truth - whole)
         scores = model.score(*inputs.values()).cpu().double()
         stepped = next(STEPPED[program.name] for program in loaded.programs.programs if program.name in STEPPED)
-        read, nats = stepped(model, _tokens(spec), *inputs.values())
+        read, nats = stepped(model, _tokens(spec), spec.model.unscored + 1, *inputs.values())
     for name, wrong in (
         ("score against float64", scores - truth),
         ("cached equals uncached", nats.cpu().double() - truth[:, read]),
     ):
-        detail = f"RMS error {_rms(wrong):.1e} nats, of the middle sample {_middle(wrong):.1e}; int8 costs {cost:.1e}"
+        detail = f"RMS error {rms_of(wrong):.1e} nats, median {_middle(wrong):.1e}; error of int8 {cost:.1e}"
         yield Check(target, f"{name}, deployed", near(wrong, cost), detail)
 
 
@@ -130,7 +130,7 @@ def near(wrong: Tensor, cost: float) -> bool:
 
     `cost` is the RMS error of int8 against floating point. All errors are in nats.
     """
-    return _middle(wrong) <= SHARE * cost + ROUNDING and _rms(wrong) <= WHOLE_SHARE * cost + ROUNDING
+    return _middle(wrong) <= SHARE * cost + ROUNDING and rms_of(wrong) <= WHOLE_SHARE * cost + ROUNDING
 
 
 def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
@@ -174,10 +174,6 @@ def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
     if epilogue.codes:
         return float((output.double() - want.clamp(-LARGEST, LARGEST)).abs().max()) / room
     return float(((output.double() - want).abs() / want.abs().clamp_min(1.0)).max()) / room
-
-
-def _rms(values: Tensor) -> float:
-    return float(values.square().mean().sqrt())
 
 
 def _middle(values: Tensor) -> float:

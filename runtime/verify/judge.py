@@ -1,7 +1,7 @@
 """Accuracy checks of kernels, for verify, tune and bench.
 
 `Judge` compares the outputs of a kernel on random inputs with f64 references. The tolerance is derived from the errors
-of eager Torch in the kernel's dtype. `Composed` compares the results of several kernels together, which also round
+of eager Torch in the kernel's dtype. `Composed` compares the results of several kernels in sequence, which also round
 intermediate values.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.compiler.ir.graph import Dim, TensorType
+from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.linear import Product
 from specc.compiler.programs import reference
@@ -54,16 +54,17 @@ class Errors:
     def words(self) -> str:
         """A description of the errors, for a message that starts with the name of the output."""
         if math.isinf(self.rms):
-            return "has another shape, or holds NaN or infinity: it is not all written, or wrong"
+            return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest"
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """The relative errors of several kernels together and of unfused code: |output - exact| / |exact|, Frobenius norms.
+    """The relative errors of several kernels in sequence and of unfused code: |output - exact| / |exact| in Frobenius
+    norms.
 
     Attributes:
-        generated: the error of the generated kernels; for several outputs, of the worst.
+        generated: the error of the generated kernels; for several outputs, the largest error.
         eager: the error of unfused code.
         exact: the dtype of the reference.
     """
@@ -72,15 +73,15 @@ class Composed:
     eager: float
     exact: str = "float64"
 
-    def ok(self, dtype: torch.dtype, room: float = LOOSER, count: int = FEW + 1) -> bool:
-        """Returns True if the error is within `room` times that of unfused code, or within the floor of `dtype`.
+    def ok(self, dtype: torch.dtype, count: int = FEW + 1) -> bool:
+        """Returns True if the error is within LOOSER times that of unfused code, or within the floor of `dtype`.
 
-        Returns False for NaN. If `count`, the number of compared values, is at most FEW, the error of unfused code may
-        be small by chance. A factor of at least FEW_LOOSER and an error of one unit of `dtype` are then allowed.
+        Returns False for NaN. `count` is the number of compared values. If it is at most FEW, the error of unfused code
+        may be small by chance. The factor is then at least FEW_LOOSER, and an error of one unit of `dtype` is allowed.
         """
-        floor = FLOORS.get(dtype, FLOOR)
+        room, floor = LOOSER, FLOORS.get(dtype, FLOOR)
         if count <= FEW:
-            room, floor = max(room, FEW_LOOSER), max(floor, torch.finfo(dtype).eps)
+            room, floor = FEW_LOOSER, max(floor, torch.finfo(dtype).eps)
         return self.generated <= max(room * self.eager, floor)
 
 
@@ -154,14 +155,16 @@ class Judge:
         return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
     def errors(self, outputs: Sequence[Tensor]) -> tuple[Errors, ...]:
-        """Returns the errors of every output. They are infinite if its shape is wrong or a value is not finite.
+        """Returns the errors of every output. An error is infinite if the shape of the output is wrong or a value is
+        not finite.
 
-        Values that the kernel did not write are NaN if it was run by `call`.
+        `call` makes values that a kernel does not write NaN.
         """
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
     def relative(self, errors: Sequence[Errors]) -> Composed:
-        """Returns the relative errors of a kernel with these `errors` and of eager Torch, for the worst output.
+        """Returns the relative error of a kernel with these `errors`, and that of eager Torch, for the output with the
+        largest error.
 
         An error is relative to the RMS of the exact output.
         """
@@ -185,8 +188,8 @@ class Judge:
     def rounding_of_sum(self, i: int, dtype: torch.dtype) -> float:
         """Returns a bound on the rounding error of output `i`, a sum over rows.
 
-        The bound is half a unit of the result in `dtype`, plus the error of the f32 additions. The latter grows with
-        the size of the terms instead of their sum, as the terms may cancel.
+        The bound is half a unit of the result in `dtype`, plus the error of the f32 additions. The error of the
+        additions grows with the size of the terms, and not of their sum, because the terms may cancel.
         """
         op, types = self.site.node.op, self.site.inputs
         dim = "B" if op.mixes_tokens else "T"
@@ -219,7 +222,7 @@ class Judge:
 def composed(
     outputs: Sequence[Tensor], chain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> Iterator[tuple[Composed, bool]]:
-    """Yields the errors of each output of several kernels together, and whether they are acceptable.
+    """Yields the errors of each output of several kernels in sequence, and whether the errors are acceptable.
 
     An output with a wrong shape or NaN is not acceptable.
 
@@ -240,7 +243,8 @@ def _norm_error(output: Tensor, exact: Tensor) -> float:
 
 
 def by_tiles(site: Site) -> bool:
-    """Returns True for products: every tile contains rows of a sample, so that comparing the sample is sufficient."""
+    """Returns True for products. Every tile of a product contains rows of a sample, so a comparison of the sample is
+    sufficient."""
     return isinstance(site.node.op, Product)
 
 
@@ -256,9 +260,9 @@ def many(value: Any) -> tuple[Tensor, ...]:
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """Returns the sizes of the symbolic dims for inputs of `rows` rows.
 
-    For an op that mixes tokens they are two sequences of `rows` tokens, but at least SEQUENCE. Shorter sequences test
-    little: the gradient of attention to one token is exactly 0, and to two or three tokens it is a difference of nearly
-    equal numbers, dominated by rounding.
+    For an op that mixes tokens, the sizes are two sequences of `rows` tokens each, and at least SEQUENCE tokens.
+    Shorter sequences test little: the gradient of attention to one token is exactly 0, and to two or three tokens it is
+    a difference of nearly equal numbers, dominated by rounding.
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
@@ -301,7 +305,7 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
     """Returns random inputs of a node, with values that its op accepts.
 
     Integers are below the limit of the op, and inputs that follow from others are consistent with them. If the op is
-    not defined everywhere, as sqrt(y) is not, its operands are positive.
+    undefined for some values, such as sqrt(y), the operands are positive.
 
     Args:
         site: the node and the types of its inputs.
@@ -340,7 +344,8 @@ def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Fills memory that Torch allocates in the block with NaN, so that values that a kernel does not write are NaN."""
+    """A context manager in which Torch fills allocated memory with NaN. Values that a kernel does not write are then
+    NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

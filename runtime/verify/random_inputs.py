@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specc.compiler.ir.graph import TensorType
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.int8.gemm import Int8Epilogue
 from specc.compiler.ops.quantized import LARGEST
 from specc.compiler.spec.spec import Spec
@@ -26,7 +26,7 @@ def random_tensor(
 ) -> Tensor:
     """Returns a random tensor of a type, on the generator's device.
 
-    Floating-point values are normal. Matrices without symbolic dims, which are parameters, are scaled so that their
+    Floating-point values are normal. Matrices without symbolic dims are parameters. They are scaled so that their
     products are about 1.
 
     Args:
@@ -38,7 +38,7 @@ def random_tensor(
     Returns:
         A tensor with the dtype and shape of `type`.
     """
-    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in type.shape]
+    shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
     if not dtype.is_floating_point:
         return torch.randint(below(dtype), shape, generator=generator, device=generator.device).to(dtype)
@@ -72,8 +72,8 @@ class Operands:
 def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[Tensor]:
     """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K], offset i32 [N], then the epilogue's.
 
-    The first epilogue operand of shape [N], the scale, is scaled so that the scaled sums are about 1. If the outputs
-    are codes, the last operand of shape [N] is scaled so that they use their range.
+    The first epilogue operand of shape [N], the scale, is chosen so that the scaled sums are about 1. If the outputs
+    are codes, the last operand of shape [N] is chosen so that the codes use their whole range.
     """
     generator = torch.Generator(device).manual_seed(m)
 

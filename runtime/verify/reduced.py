@@ -1,4 +1,4 @@
-"""Small versions of large specs for `verify`, with the same mechanisms."""
+"""Small versions of large specs for `verify`, with the same kinds of blocks."""
 
 import json
 from collections.abc import Iterator
@@ -16,10 +16,11 @@ IDS = 1024  # the vocabulary of a reduced spec
 
 
 def reduced(spec: Spec) -> Spec | None:
-    """Returns a spec with the mechanisms of a large one, for checks of values; None if `spec` is not large.
+    """Returns a small spec with the same kinds of blocks as a large spec, for checks of values; None if `spec` is not
+    large.
 
-    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in the order in which they first
-    occur, and at least two. All layers remain if the blocks have an order, or expressions that name other layers.
+    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in the order in which they first occur,
+    and at least two. All layers remain if the blocks have an order, or if expressions name other layers.
     """
     model = spec.model
     if not isinstance(model, Decoder) or parameters_of(spec) <= LARGE:

@@ -1,1 +1,1 @@
-"""Training data at work: one file a kind of `train.data`."""
+"""Readers of training data, one file per kind of `train.data`."""

@@ -1,7 +1,5 @@
 """Feeds: batches, their conversion into the arguments of the program `train`, and the loss of a pass."""
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,6 +13,7 @@ from specc.compiler.characters import START
 from specc.compiler.programs.programs import Phase
 from specc.compiler.schedule import Schedule
 from specc.runtime.data.lines.loader import PairLoader
+from specc.runtime.data.windows.loader import Loader
 from specc.runtime.decode.lines import decoder_inputs
 from specc.runtime.optim.schedule import Moment
 
@@ -71,6 +70,10 @@ class Feed(ABC):
         """Returns the samples and tokens supplied so far to all ranks. Samples are None if steps are counted in tokens
         alone."""
 
+    def cropped_share(self) -> float | None:
+        """Returns the share of the tokens of documents that packing left out so far; None if rows are not packed."""
+        return None
+
 
 class Windows(Feed):
     """Batches of text. The program accepts ids and targets, i64 [B, T], unchanged; a pass has `tokens` tokens on all
@@ -91,20 +94,23 @@ class Windows(Feed):
     def counted(self) -> tuple[int | None, int]:
         return None, self._tokens
 
+    def cropped_share(self) -> float | None:
+        return self.loader.cropped_share() if isinstance(self.loader, Loader) else None
+
 
 class Forced(Feed):
     """Batches of pairs with teacher forcing: (source, target, weight) become (source, inputs, target, weight).
 
     `inputs`, i64 [B, T], are the decoder inputs: the start token, then the target's tokens except the last. At
-    positions where the truth is not forced, the input is the token that the model itself predicts, by the programs of
-    the current phase. Each position of each sample is drawn independently: position t of sample k of the step uses
-    number k * T + t of SHAKE-256("specc forcing {seed} {step}"), read as little-endian u32. The truth is forced if that
-    number is below the probability times 2 ** 32. The result therefore does not depend on the number of ranks.
+    positions that are not forced, the input is the token that the model predicts, by the programs of the current phase.
+    Each position of each sample is drawn independently: position t of sample k of the step uses number k * T + t of
+    SHAKE-256("specc forcing {seed} {step}"), read as little-endian u32. A position is forced if this number is below
+    the probability times 2 ** 32. The result therefore does not depend on the number of ranks.
 
     Args:
         loader: the loader of the pairs.
         model: predicts the tokens at unforced positions, with its current weights.
-        probability: the probability of the truth: a number or a schedule. None for 1 throughout.
+        probability: the probability that a position is forced: a number or a schedule. None is 1.
         epoch: samples per epoch.
         seed: the seed of the draws.
     """
@@ -118,7 +124,7 @@ class Forced(Feed):
         self._model, self._schedule, self._epoch, self._seed = model, probability, epoch, seed
 
     def probability(self, now: Moment) -> float:
-        """Returns the probability that a position receives the truth, in the update at `now`."""
+        """Returns the probability that a position is forced, in the update at `now`."""
         schedule = self._schedule
         if not isinstance(schedule, Schedule):
             return 1.0 if schedule is None else schedule

@@ -18,10 +18,10 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
         train: the training spec.
         window: tokens per row.
         world: the number of processes.
-        size: the size of the step, in rows if `train.batch` is set, else in tokens; that of the last step if None.
+        size: the size of the step, in rows if `train.batch` is set, else in tokens. None is the size of the last step.
 
     Raises:
-        BatchError: if the step is not a multiple of what all processes compute at once.
+        BatchError: if the step is not a multiple of the rows that all processes compute at once.
     """
     by_rows, rows = train.batch is not None, train.at_once(world)
     size = size or last(train.step_size)
@@ -30,7 +30,7 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
     if rest or not count:
         processes = f" x {world} processes" if world > 1 else ""
         what, unit = ("batch", "") if by_rows else ("tokens_per_step", f" x {window} tokens")
-        message = f"train.{what} {size:,} is no multiple of micro_batch {rows}{unit}{processes} = {at_once:,}"
+        message = f"train.{what} {size:,} is not a multiple of micro_batch {rows}{unit}{processes} = {at_once:,}"
         near = " or ".join(f"{n * at_once:,}" for n in (count, count + 1) if n)
         raise BatchError(message, f"use {near}, or another micro_batch")
     return count

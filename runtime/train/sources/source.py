@@ -1,7 +1,5 @@
 """The interface of a kind of training data."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -44,21 +42,18 @@ class Epoch:
 
 
 class OpenData(Protocol):
-    """Training data that have been opened."""
+    """Opened training data."""
 
     @property
     def digests(self) -> DataDigests:
         """The digests of the content of both splits."""
-        ...
 
     @property
     def epoch(self) -> Epoch | None:
         """The epoch of pairs of lines. None for other data."""
-        ...
 
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
         """Returns the data for this process. Resources to close are registered with `stack`."""
-        ...
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         """Yields `rows` rows of the training data, at most `batch` at once, as the inputs of the program `score`: name
@@ -66,13 +61,12 @@ class OpenData(Protocol):
 
         The rows are spread over the data. They depend only on the data, `rows`, `batch` and the spec's seed.
         """
-        ...
 
 
 class Source(ABC):
     """The reader of one form of data. Each subclass is one form, in a file of this package.
 
-    The constructor checks that everything needed is present and fits the model, before a run writes anything.
+    Before a run writes anything, the constructor checks that all files are present and match the model.
 
     Args:
         spec: the resolved spec.
@@ -83,7 +77,7 @@ class Source(ABC):
         files: the files that a run copies, so that the run directory can be opened on its own.
 
     Raises:
-        DataError: if something is missing or does not fit.
+        DataError: if a file is missing or does not match the model.
     """
 
     name: ClassVar[str]

@@ -1,7 +1,5 @@
 """Windows of one stream of tokens, scored in bits per byte."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,9 +68,12 @@ class _Streams:
         plan, window, data = self.spec.train, self.spec.model.window, self.spec.train.data
         assert isinstance(data, TextData) and isinstance(self.spec.eval, BitsSpec)
         rows, ranks = plan.at_once(world.size), (world.rank, world.size)
-        loader = Loader(self.train, rows, window, data.order, plan.seed, *ranks, device=world.device)
+        loader = Loader(
+            self.train, rows, window, data.order, plan.seed, *ranks, device=world.device, bos=self.tokenizer.bos
+        )
         stack.enter_context(loader)
-        validation = Validation(self.val, self.tokenizer, self.spec.eval.batch, plan.validate_tokens)
+        batch, unscored = self.spec.eval.batch, self.spec.model.unscored
+        validation = Validation(self.val, self.tokenizer, batch, plan.validate_tokens, unscored)
         return Supply(Windows(loader, plan.pass_tokens(window, world.size)), validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:

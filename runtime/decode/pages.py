@@ -1,0 +1,252 @@
+"""Decodes texts of different lengths, which join and leave, from a cache in pages."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specc.compiler.pipeline import lower
+from specc.compiler.programs.programs import LoweringError
+from specc.compiler.spec.spec import Spec
+from specc.runtime.decode.text import PAGE, Decoder, Sampling, generator_of
+from specc.runtime.errors import RunFailure
+from specc.runtime.model.load import replace_fuse
+from specc.runtime.model.protocols import GeneratedPages, GeneratedText, paged_model, text_model
+
+
+def in_pages(spec: Spec) -> Spec:
+    """Returns the spec with a cache in pages, of 64 positions unless the spec states another number.
+
+    Raises RunFailure if the model has a state between tokens that pages cannot hold.
+    """
+    from specc.compiler.architectures.decoder import PagedCache
+
+    if page_of(spec) or "cache" not in type(spec.model).model_fields:
+        return spec
+    paged = spec.model_copy(update={"model": spec.model.model_copy(update={"cache": PagedCache()})})
+    try:
+        lower(replace_fuse(paged), "cpu")
+    except LoweringError as error:
+        raise RunFailure(f"{spec.name} cannot decode texts of different lengths: {error}", "give one prompt") from None
+    return paged
+
+
+def page_of(spec: Spec) -> int:
+    """Returns the number of positions of a page; 0 if the cache is not in pages."""
+    cache = getattr(spec.model, "cache", None)
+    return cache.page if cache is not None else 0
+
+
+@dataclass
+class _Text:
+    """The tokens of a text since its cache began, and its pages."""
+
+    tokens: list[int]
+    pages: list[int]
+
+
+class PagedDecoder:
+    """Computes next-token logits for texts that grow, join and leave.
+
+    A text holds the pages that its tokens need, up to the `most` tokens that it was joined with, so that no text ever
+    waits for a page. If a text has `window` tokens, the most recent `window // 2` are read again as the start of a
+    text, as in `Decoder`.
+
+    Args:
+        model: the model, on `device`.
+        window: the number of tokens of a full text.
+        page: the number of positions of a page.
+        pages: the number of pages.
+        device: the device of the model.
+    """
+
+    def __init__(self, model: GeneratedPages, window: int, page: int, pages: int, device: torch.device) -> None:
+        self._model, self._window, self._page, self._device = model, window, page, device
+        self._cache = model.new_cache(pages)
+        self._free = list(range(pages))
+        self._texts: dict[int, _Text] = {}
+
+    def pages_of(self, most: int) -> int:
+        """Returns the number of pages of a text of at most `most` tokens."""
+        return -(-min(most, self._window) // self._page)
+
+    def fits(self, most: int) -> bool:
+        """Returns whether a text of at most `most` tokens can join now."""
+        return self.pages_of(most) <= len(self._free)
+
+    @torch.no_grad()
+    def join(self, texts: Mapping[int, Sequence[int]], most: int) -> Tensor:
+        """Adds texts of one length, and returns the logits after each, f32 [R, vocabulary].
+
+        Args:
+            texts: the tokens of each text, by a key that no other text has.
+            most: the number of tokens that each text has at most before it leaves.
+
+        Raises:
+            RunFailure: there are not enough free pages.
+        """
+        if len(texts) * self.pages_of(most) > len(self._free):
+            message = f"{len(texts)} texts of {most} tokens do not fit into {len(self._free)} free pages"
+            raise RunFailure(message, "decode fewer texts at once")
+        for key, tokens in texts.items():
+            self._texts[key] = _Text(list(tokens), [self._free.pop() for _ in range(self.pages_of(most))])
+        return self._step({key: self._texts[key].tokens for key in texts}, 0)
+
+    @torch.no_grad()
+    def append(self, tokens: Mapping[int, int]) -> Tensor:
+        """Appends one token to each of some texts, and returns the logits, f32 [R, vocabulary], in their order."""
+        full = [key for key in tokens if len(self._texts[key].tokens) == self._window]
+        logits: dict[int, Tensor] = {}
+        for key in full:
+            text = self._texts[key]
+            text.tokens = [*text.tokens[self._window - self._window // 2 :], tokens[key]]
+            logits[key] = self._step({key: text.tokens}, 0)[0]
+        others = {key: [token] for key, token in tokens.items() if key not in logits}
+        for key, (token,) in others.items():
+            self._texts[key].tokens.append(token)
+        if others:
+            logits |= zip(others, self._step(others, -1), strict=True)
+        return torch.stack([logits[key] for key in tokens])
+
+    def leave(self, key: int) -> None:
+        """Removes a text. Its pages are free for others."""
+        self._free += self._texts.pop(key).pages
+
+    def _step(self, ids: Mapping[int, Sequence[int]], first: int) -> Tensor:
+        """Runs the model on tokens of some texts. `first` is 0 if they begin the text, else -1."""
+        texts = [self._texts[key] for key in ids]
+        starts = [0 if first == 0 else len(text.tokens) - 1 for text in texts]
+        # only the pages that hold tokens are read
+        reach = max(-(-len(text.tokens) // self._page) for text in texts)
+        table = [(text.pages + text.pages[-1:] * reach)[:reach] for text in texts]
+        values = (list(map(list, ids.values())), starts, table)
+        tokens, before, pages = (torch.tensor(value, device=self._device) for value in values)
+        return self._model.step(tokens, before, pages, self._cache)
+
+
+class PagedTexts:
+    """A `PagedDecoder` for a batch of texts of equal length, with the methods of `Decoder`."""
+
+    def __init__(self, model: GeneratedPages, window: int, page: int, device: torch.device, rows: int = 1) -> None:
+        self._decoder = PagedDecoder(model, window, page, rows * -(-window // page), device)
+        self._window, self._rows, self.preparing = window, 0, 0.0
+
+    def prefill(self, tokens: Tensor) -> Tensor:
+        """Starts new texts, i64 [rows, T], and returns logits, f32 [rows, vocabulary]."""
+        for row in range(self._rows):
+            self._decoder.leave(row)
+        self._rows = len(tokens)
+        return self._decoder.join(dict(enumerate(tokens.tolist())), self._window)
+
+    def append(self, tokens: Tensor) -> Tensor:
+        """Appends one token to each text, i64 [rows], and returns logits, f32 [rows, vocabulary]."""
+        return self._decoder.append(dict(enumerate(tokens.tolist())))
+
+
+def decoder_of(
+    model: GeneratedText | GeneratedPages, window: int, device: torch.device, rows: int = 1
+) -> Decoder | PagedTexts:
+    """Returns a decoder for texts of equal length, in the layout of the model's cache.
+
+    Args:
+        model: the model, on `device`.
+        window: the number of tokens of a full text.
+        device: the device of the model.
+        rows: the number of texts.
+    """
+    if not hasattr(model, "step"):
+        return Decoder(text_model(model), window, device, rows)
+    pages = paged_model(model)
+    page = next(tensor.shape[1] for layer in pages.new_cache(0) for tensor in layer)
+    return PagedTexts(pages, window, page, device, rows)
+
+
+@dataclass
+class _Writing:
+    """A text that is being written: its prompt, its random numbers, and how many tokens it has written."""
+
+    prompt: Sequence[int]
+    generator: torch.Generator
+    written: int = 0
+    numbers: deque[float] = field(default_factory=deque)
+
+    def number(self, count: int) -> float:
+        """Returns the next random number, of the same stream as in `sample_tokens`. `count` tokens are written."""
+        if not self.numbers:
+            many = min(PAGE, count - self.written)
+            self.numbers.extend(torch.rand(many, dtype=torch.float64, generator=self.generator).tolist())
+        return self.numbers.popleft()
+
+
+def sample_texts(
+    decoder: PagedDecoder,
+    prompts: Sequence[Sequence[int]],
+    vocab: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    count: int,
+    batch: int,
+    last: int | None = None,
+) -> Iterator[tuple[int, int, bool]]:
+    """Yields the sampled tokens of many texts. As a text ends, the next prompt takes its place (continuous batching; Yu
+    et al., 2022, "Orca").
+
+    Args:
+        decoder: the decoder of the model.
+        prompts: the tokens of each prompt.
+        vocab: number of logits to use, from id 0.
+        sampling: the sampling settings.
+        seeds: a seed per prompt. The random numbers of a text depend only on its seed.
+        count: the number of tokens to sample for a text.
+        batch: the number of texts at once.
+        last: a token that ends a text; it is yielded too.
+
+    Yields:
+        The index of the prompt, a token, and whether it is the last of its text. The token is -1 if the largest logit
+        is not finite.
+
+    Raises:
+        SamplingError: a seed has more than 64 bits.
+        RunFailure: a text has more tokens than the decoder has pages.
+    """
+    waiting = deque(range(len(prompts) if count else 0))
+    writing: dict[int, _Writing] = {}
+    sampled: dict[int, int] = {}
+    while waiting or writing:
+        logits: dict[int, Tensor] = {}
+        if sampled:
+            logits |= zip(sampled, decoder.append(sampled), strict=True)
+        while waiting and len(writing) < batch:
+            prompt = prompts[index := waiting[0]]
+            if not decoder.fits(len(prompt) + count) and writing:
+                break  # until another text leaves
+            logits[index] = decoder.join({index: prompt}, len(prompt) + count)[0]
+            writing[index] = _Writing(prompt, generator_of(seeds[index]))
+            waiting.popleft()
+        rows = torch.stack(list(logits.values()))[:, :vocab]
+        uniform = torch.tensor([writing[index].number(count) for index in logits], dtype=torch.float64)
+        tokens = sampling.pick(rows, uniform.to(rows.device)).tolist()
+        sampled = {}
+        for index, token in zip(logits, tokens, strict=True):
+            writing[index].written += 1
+            ends = token in (-1, last) or writing[index].written == count
+            yield index, token, ends
+            if ends:
+                decoder.leave(index)
+                del writing[index]
+            else:
+                sampled[index] = token
+
+
+def pages_for(lengths: Sequence[int], page: int, window: int, batch: int) -> int:
+    """Returns the number of pages that any `batch` texts at once need.
+
+    Args:
+        lengths: the number of tokens of each text at its end.
+        page: the number of positions of a page.
+        window: the number of tokens of a full text.
+        batch: the number of texts at once.
+    """
+    return sum(sorted((-(-min(length, window) // page) for length in lengths), reverse=True)[:batch])
