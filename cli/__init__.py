@@ -8,7 +8,6 @@ The module of a command imports at its top only what its options need, and the r
 LAYERS = (
     "output",
     "options",
-    "project",
     "processes",
     "build",
     "validate",
@@ -24,6 +23,7 @@ LAYERS = (
     "quantize",
     "eval",
     "export",
+    "import_",
     "generate",
     "size",
     "verify",

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from keyword import iskeyword
 from types import FrameType
 from typing import NoReturn
 
@@ -14,7 +15,8 @@ from click.exceptions import Exit
 
 from specc.cli.output import keep_notes_going, requested_format, show, show_usage
 
-EXTRAS = {"torch": "train", "triton": "train", "sentencepiece": "train", "tiktoken": "train", "flash_attn": "flash"}
+_TRAIN = ("torch", "triton", "sentencepiece", "tiktoken", "tokenizers")
+EXTRAS = {**dict.fromkeys(_TRAIN, "train"), "flash_attn": "flash"}
 EXIT_ENVIRONMENT, EXIT_BUG, EXIT_PREEMPTED, EXIT_INTERRUPTED = 3, 70, 75, 130
 
 click.rich_click.STYLE_HELPTEXT = ""
@@ -52,7 +54,8 @@ class LazyGroup(click.RichGroup):
         """Imports and returns the command of an entry."""
         if isinstance(entry, click.Group):
             return entry
-        command: click.Command = import_module(f"{self.package}.{entry.name}").command
+        module = f"{entry.name}_" if iskeyword(entry.name or "") else entry.name
+        command: click.Command = import_module(f"{self.package}.{module}").command
         return command
 
 
@@ -60,11 +63,12 @@ data = LazyGroup(
     "data",
     "specc.cli.data",
     {
-        "pack": "Pack text, jsonl or parquet into a folder of token shards.",
+        "pack": "Pack text, jsonl, parquet or folders of `datasets` into a folder of token shards.",
         "check": "Read a folder of token shards, and report its contents and problems.",
-        "fetch": "Download token shards of FineWeb and their tokenizer from the Hugging Face hub.",
+        "tokenizer": "Train a tokenizer on text: a byte-level BPE or a SentencePiece model.",
+        "fetch": "Download token shards or a tokenizer from the Hugging Face hub.",
     },
-    "Pack, check and download token shards.",
+    "Pack, check and download token shards, and train tokenizers.",
 )
 
 
@@ -94,10 +98,11 @@ specc = click.option(
             "migrate": "Rewrite specs of an old version in the current version.",
             "data": data,
             "train": "Train the model of a spec.",
-            "eval": "Score a run or an artifact on the validation split.",
+            "eval": "Score a run or an artifact on the validation split, or on the tasks of files.",
             "generate": "Generate text with a run or an artifact, or transform lines.",
             "quantize": "Quantize the final weights of a run into an artifact, as its spec states.",
-            "export": "Export a run as an artifact, a safetensors file or a submission.",
+            "export": "Export a run as an artifact, safetensors, a folder of Transformers or a submission.",
+            "import": "Turn a folder of Hugging Face Transformers into a spec and a run with its weights.",
             "size": "Count the bytes of an artifact or a submission exactly.",
             "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
             "tune": "Search for the fastest kernel and tile of each node, at the sizes of the spec.",
@@ -128,8 +133,8 @@ class Terminated(BaseException):
 
 @contextmanager
 def pre_emptible() -> Iterator[None]:
-    """A context manager in which SIGTERM and SIGHUP raise Terminated, so that a command ends as pre-empted even before
-    its own work handles the signals. Signals that are ignored, for example under nohup, stay ignored."""
+    """A context manager in which SIGTERM and SIGHUP raise Terminated. A command thus ends as pre-empted even before it
+    installs signal handlers. Signals that are ignored, for example under nohup, stay ignored."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(signal.Signals(number).name)

@@ -12,7 +12,6 @@ import rich_click as click
 from specc.cli.options import device_option, format_option, json_option, set_option, spec_argument
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, given_arguments, joined_world, launched
-from specc.cli.project import planned
 
 PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
@@ -76,6 +75,7 @@ def command(
 
     If SPEC is a file REPORT.json that --json wrote, only its picture is drawn, and nothing is measured.
     """
+    from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched
     from specc.runtime.model.load import choose_target
 
@@ -84,7 +84,7 @@ def command(
         raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
     for option, value, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
         if value is not None and parts and part not in parts:
-            raise click.UsageError(f"{option} is for {part}, and --only leaves that out")
+            raise click.UsageError(f"{option} is for {part}, which --only excludes")
     if picture is not None and not picture.parent.is_dir():
         raise click.UsageError(f"there is no folder {picture.parent} for the picture")
     if spec.suffix == ".json":
@@ -93,7 +93,8 @@ def command(
         _draw(_read_report(spec), picture)
         return 0
     with joined_world() if is_launched() else nullcontext() as world:
-        loaded, lock = planned(spec, overrides)
+        planned = plan_spec(spec, overrides)
+        loaded, lock = planned.spec, planned.lock
         chosen = choose_target(loaded, target)  # independent of --gpus, to be comparable
         if (code := launched(gpus, loaded, chosen, world)) is not None:
             return code
@@ -118,7 +119,7 @@ def command(
 
 
 def _read_report(path: Path) -> dict[str, Any]:
-    """Reads what --json wrote. Raises SpeccError if the file is anything else, or has no kernels and groups."""
+    """Reads a report that --json wrote. Raises SpeccError if the file is not a report, or has no kernels and groups."""
     from specc.compiler.errors import SpeccError
 
     try:

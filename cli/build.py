@@ -5,9 +5,8 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import Compiling, SpecPath, format_option
+from specc.cli.options import Compiling, SpecPath, all_specs, format_option, generated_beside, only_spec
 from specc.cli.output import error_format, tell
-from specc.cli.project import all_specs, generated_beside, only_spec
 
 
 @click.command("build", cls=Compiling)
@@ -37,7 +36,7 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
     from specc.compiler.text.source import STDIN
 
     if STDIN in specs and not (check or diff):
-        raise click.UsageError("standard input is no file to build from; it can be compared by --check or --diff")
+        raise click.UsageError("standard input can only be compared, with --check or --diff")
     chosen = all_specs() if every else list(specs) or [only_spec()]
     outputs = {path: compile_spec(path) for path in chosen}
     folders: dict[Path, Path] = {}

@@ -3,11 +3,13 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
 from specc.cli.options import (
     device_option,
+    folder,
     format_option,
     json_option,
     model_argument,
@@ -42,6 +44,14 @@ from specc.cli.processes import Repeatable, joined_world, launched
     help="Adapt the model to the text while scoring it: slot, slot_causal or ttt, or settings such as "
     "`{kind: slot, steps: 3}`. The result is reported apart from the score of the model, as causal or non-causal.",
 )
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    type=folder,
+    metavar="FILE",
+    help="Score the examples of a file instead of data: multiple choice, cloze, or texts. Repeatable.",
+)
 @click.option("--max-tokens", metavar="N", type=click.IntRange(min=1), help="Score only the first N tokens.")
 @click.option("--quantized", is_flag=True, help="Score the quantized model of a run.")
 @click.option(
@@ -56,21 +66,17 @@ from specc.cli.processes import Repeatable, joined_world, launched
 @format_option
 def command(
     model: Path,
-    data: str | None,
-    window: int | None,
-    stride: int | None,
-    adapt: str | None,
-    batch: int | None,
-    max_tokens: int | None,
-    quantized: bool,
     gpus: int | None,
     target: str | None,
     tokenizers: tuple[Path, ...],
     as_json: bool,
+    tasks: tuple[Path, ...],
+    **options: Any,
 ) -> int:
-    """Score a run or an artifact on the validation split.
+    """Score a run or an artifact on the validation split, or on the tasks of files.
 
-    A model of text is scored in bits per byte, and a model of lines by exact match.
+    A model of text is scored in bits per byte, and a model of lines by exact match. Results of tasks are recorded in
+    the run.
     """
     from specc.runtime.distributed.launch import is_launched, own_cpu
     from specc.runtime.open_model import spec_at
@@ -85,16 +91,18 @@ def command(
     stages = Stages()
     with joined_world() if is_launched() else nullcontext() as world:
         leads = world is None or world.rank == 0
+        quantized = options.pop("quantized")
         result = score(
             model,
-            EvaluateOptions(data, stride, batch, max_tokens, window=window, adapt=adapt),
+            EvaluateOptions(**options),
             target=target,
             quantized=quantized,
-            search=with_data(tokenizers, data),
+            search=with_data(tokenizers, options["data"]),
             say=say if leads else None,
             progress=(lambda done, total: stages("score", done, total)) if leads else None,
             world=world,
             gpus=gpus,
+            tasks=tasks,
         )
         if leads:
             click.echo(json.dumps(result.facts(), indent=2) if as_json else "\n".join(result.report()))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, format_option, json_option, spec_argument, target_option
-from specc.cli.project import checked_targets
+from specc.cli.options import Compiling, checked_targets, format_option, json_option, spec_argument, target_option
 
 
 @click.command("explain", cls=Compiling)
@@ -28,9 +27,8 @@ def command(spec: Path, node: str | None, target: str | None, as_json: bool) -> 
     plans = {**planned.plans, **{f"{name}/{DEPLOYED}": plan for name, plan in planned.deployed.items()}}
     rows = [row for folder, plan in plans.items() for row in explained(plan, node, folder)]
     if not rows and node is not None:
-        raise click.UsageError(
-            f"no node of {planned.spec.name} is named {node}; `specc ir {shlex.quote(str(spec))}` lists them"
-        )
+        message = f"no node of {planned.spec.name} is named {node}; `specc ir {shlex.quote(str(spec))}` lists them"
+        raise click.UsageError(message)
     if as_json:
         import json
 

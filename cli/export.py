@@ -14,17 +14,30 @@ from specc.cli.output import say
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["artifact", "safetensors", "submission"]),
+    type=click.Choice(["artifact", "safetensors", "hf", "submission"]),
     default="artifact",
     show_default=True,
-    help="A submission is a folder: train_gpt.py, which does not need specc, and the weights.",
+    help="hf is a folder that `from_pretrained` of Transformers loads. A submission is a folder: train_gpt.py, which "
+    "does not need specc, and the weights.",
 )
 @click.option(
     "--out",
     type=folder,
-    help="File to write, or folder for a submission. By default, it is in the folder of the run.",
+    help="File to write, or folder for hf and submission. By default, it is in the folder of the run.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--force", is_flag=True, help="Replace an existing file or folder.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["f32", "bf16", "f16"]),
+    help="Dtype of the weights of hf. By default, those of the imported weights, or f32.",
+)
+@click.option(
+    "--shard-bytes",
+    type=click.IntRange(min=1),
+    default=5_000_000_000,
+    show_default=True,
+    help="Largest file of weights of hf.",
+)
 @click.option(
     "--codec",
     type=click.Choice(["brotli", "lzma"]),
@@ -42,16 +55,22 @@ def command(
     kind: Any,
     out: Path | None,
     force: bool,
+    dtype: str | None,
+    shard_bytes: int,
     codec: str | None,
     targets: tuple[str, ...],
     tokenizers: tuple[Path, ...],
 ) -> int:
-    """Export a run as an artifact, a safetensors file or a submission.
+    """Export a run as an artifact, safetensors, a folder of Transformers or a submission.
 
     Each file is read back and compared before the command succeeds. The exit code is 1 if a submission to
     parameter-golf exceeds its budget.
     """
     over = False
+    if dtype is not None and kind != "hf":
+        raise click.UsageError("--dtype is for --format hf")
+    if (codec is not None or targets) and kind != "submission":
+        raise click.UsageError("--codec and --target are for --format submission")
     if kind == "submission":
         from specc.runtime.artifact.codecs import Codec
         from specc.runtime.submission.export import export_submission
@@ -67,11 +86,14 @@ def command(
             say=say,
         )
         paths, over = [size.path / CODE, size.path / WEIGHTS], size.over
+    elif kind == "hf":
+        from specc.runtime.hugging_face.exporting import ExportOptions, export_folder
+
+        written = export_folder(run, ExportOptions(out, dtype, shard_bytes, tokenizers, force), say)
+        paths = sorted(written.iterdir())
     else:
         from specc.runtime.export.run import export
 
-        if codec is not None or targets:
-            raise click.UsageError("--codec and --target are for --format submission")
         paths = [export(run, kind, out, force=force, say=say)]
     for path in paths:
         click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")

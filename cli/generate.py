@@ -1,8 +1,9 @@
 """The `generate` command, which decodes with a model. Torch is imported only when it runs."""
 
+import json
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import rich_click as click
 from click import get_current_context
@@ -11,8 +12,12 @@ from click.core import ParameterSource
 from specc.cli.options import device_option, format_option, model_argument, tokenizers_option
 from specc.cli.output import say
 
+if TYPE_CHECKING:
+    from specc.runtime.decode.text import Sampling
+    from specc.runtime.open_model import OpenedModel
+
 MAX_SEED = 2**63 - 1  # below the limit of torch generators, with room for the seeds of further samples
-OF_TEXTS = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
+OF_TEXTS = ("prompt", "prompts", "batch", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
 OF_LINES = ("beam",)
 
 
@@ -34,9 +39,58 @@ def _utf8(prompt: str) -> bytes:
     return text
 
 
+def _write_many(
+    opened: "OpenedModel", prompts: BinaryIO, max_tokens: int, sampling: "Sampling", seed: int, batch: int
+) -> None:
+    """Prints one JSON object per line of `prompts`, in order, with `prompt` and `text`. Each is printed as soon as it
+    and all before it are complete.
+
+    Args:
+        opened: the text model, with a cache in pages.
+        prompts: the file of prompts.
+        max_tokens: the maximum number of tokens per text.
+        sampling: the sampling settings.
+        seed: the seed of the first text; those of others follow.
+        batch: the maximum number of texts at once.
+
+    Raises:
+        UsageError: the file has no prompt or is not valid UTF-8, or the model is one of lines.
+    """
+    from specc.runtime.generate import generate_many
+
+    if opened.spec.model.reads == "lines":
+        raise click.UsageError(f"{opened.spec.name} is a model of lines: use --lines FILE")
+    try:
+        starts = prompts.read().decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{prompts.name} is not valid UTF-8 at byte {error.start}") from None
+    if not starts:
+        raise click.UsageError(f"{prompts.name} has no prompts: write one per line")
+    texts: dict[int, bytes] = {}
+    printed, seeds = 0, range(seed, seed + len(starts))
+    for index, text in generate_many(opened, starts, max_tokens, sampling, seeds, batch=batch, say=say):
+        texts[index] = text
+        while printed in texts:
+            entry = {"prompt": starts[printed], "text": texts.pop(printed).decode(errors="replace")}
+            click.echo(json.dumps(entry, ensure_ascii=False))
+            printed += 1
+
+
 @click.command("generate")
 @model_argument
 @click.option("--prompt", default="", help="Start of the text.")
+@click.option(
+    "--prompts",
+    type=click.File("rb"),
+    help="File with one prompt per line, or `-` for standard input. Texts of different lengths are decoded together.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Maximum number of texts at once, for --prompts.",
+)
 @click.option(
     "--lines",
     type=click.File("rb"),  # binary: in text mode a lone carriage return would end a line
@@ -78,6 +132,8 @@ def _utf8(prompt: str) -> bytes:
 def command(
     model: Path,
     prompt: str,
+    prompts: BinaryIO | None,
+    batch: int,
     lines: BinaryIO | None,
     beam: int | None,
     max_tokens: int,
@@ -92,7 +148,8 @@ def command(
 ) -> None:
     """Generate text with a run or an artifact, or transform lines.
 
-    With --lines, the output has one line for each input line.
+    With --lines, the output has one line for each input line. With --prompts, it has one JSON object per prompt, in
+    order.
     """
     _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
     if lines is not None:
@@ -112,6 +169,7 @@ def command(
             raise LineError(error.row, f"{lines.name}:{error.row + 1}: {error.message}", error.hint) from error
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
         return
+    from specc.runtime.decode.pages import in_pages
     from specc.runtime.decode.text import Sampling
     from specc.runtime.generate import generate as write
     from specc.runtime.generate import generate_several
@@ -119,9 +177,15 @@ def command(
 
     start = _utf8(prompt)
     sampling = Sampling(temperature, top_k, top_p)
+    if prompts is not None:
+        _refuse_options("--prompts", ("prompt", "samples"))
+        opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say, prepared=in_pages)
+        _write_many(opened, prompts, max_tokens, sampling, seed, batch)
+        return
+    _refuse_options("a prompt", ("batch",))
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
     if opened.spec.model.reads == "lines":
-        raise click.UsageError(f"{opened.spec.name} turns lines into lines: give it --lines FILE")
+        raise click.UsageError(f"{opened.spec.name} is a model of lines: use --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)
         texts = generate_several(opened, start, max_tokens, sampling, seeds, say=say)

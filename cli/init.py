@@ -5,8 +5,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, format_option
-from specc.cli.project import SPECS
+from specc.cli.options import SPECS, Compiling, format_option
 
 
 @click.command("init", cls=Compiling)

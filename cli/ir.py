@@ -4,8 +4,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, format_option, spec_argument, target_option
-from specc.cli.project import checked_targets
+from specc.cli.options import Compiling, checked_targets, format_option, spec_argument, target_option
 
 
 @click.command("ir", cls=Compiling)

@@ -1,4 +1,4 @@
-"""Arguments, options and classes that several commands share."""
+"""Arguments, options and classes that several commands share, and the specs and targets that they select."""
 
 import gc
 from pathlib import Path
@@ -9,6 +9,7 @@ import rich_click as click
 from specc.cli.output import FORMATS
 
 folder = click.Path(path_type=Path)
+SPECS = Path("specs")
 
 
 def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path:
@@ -23,15 +24,15 @@ def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path
 
 
 def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Rejects an empty text, which a script passes if its variable is not set. Raises BadParameter."""
+    """Raises BadParameter for an empty text, which a script passes if a variable is not set."""
     if value is not None and not value.strip():
         raise click.BadParameter("it is empty", ctx, parameter)
     return value
 
 
 class Compiling(click.RichCommand):
-    """A command that compiles and exits, without garbage collection: nearly all of its objects live until the end, and
-    collection would take a quarter of its time."""
+    """A command that compiles and exits. Garbage collection is disabled: nearly all objects live until the end, and
+    collection would take a quarter of the time."""
 
     def invoke(self, ctx: click.Context) -> Any:
         enabled = gc.isenabled()
@@ -77,7 +78,61 @@ tokenizers_option = click.option(
 )
 
 
+def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:
+    """Returns the argument of `open_tokenizer` for `--tokenizer`, and the folders to search for its file.
+
+    If it names a spec, the argument is the data of the spec, whose folder is searched too.
+    """
+    from specc.compiler.errors import SpeccError
+    from specc.compiler.spec.check import load
+    from specc.compiler.spec.data.text import TextData
+
+    if not name.endswith((".yaml", ".yml")):
+        return name, search
+    data = load(Path(name))[0].train.data
+    if not isinstance(data, TextData):
+        raise SpeccError(f"{name}: the spec has a vocabulary of characters, not a tokenizer", "name another spec")
+    return data, (*search, Path(name).parent)
+
+
 def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
-    """Returns the folders to search for tokenizer files: the given folders, and the folder of the data, which in packed
-    data contains its tokenizer."""
+    """Returns the folders to search for tokenizer files: the given folders, and the folder of the data. Packed data
+    contains its tokenizer."""
     return (*extra, Path(data)) if data is not None and Path(data).is_dir() else extra
+
+
+def all_specs() -> list[Path]:
+    specs = sorted(SPECS.glob("*.yaml"))
+    if not specs:
+        raise click.UsageError(f"there are no specs in {SPECS}/ here")
+    return specs
+
+
+def generated_beside(spec: Path) -> Path:
+    """Returns the folder of the generated code of a spec's project: next to the spec, or next to the folder specs/ that
+    contains it."""
+    folder = spec.parent
+    if (folder.name or folder.absolute().name) == "specs":
+        folder = folder.parent if folder.name else Path("..")
+    return folder / "generated"
+
+
+def only_spec() -> Path:
+    """Returns the only spec in specs/, for commands whose spec is optional. Raises UsageError, with the choices, if
+    there are several."""
+    specs = all_specs()
+    if len(specs) > 1:
+        raise click.UsageError(f"name a spec: {', '.join(map(str, specs))}")
+    return specs[0]
+
+
+def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:
+    """Returns the targets that an option selects. Raises UsageError if the spec does not list the target."""
+    if target is None:
+        return ()
+    from specc.compiler.spec.check import load
+
+    known = load(spec)[0].targets
+    if target not in known:
+        raise click.UsageError(f"{spec} does not list the target {target}; its targets are {', '.join(known)}")
+    return (target,)

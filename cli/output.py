@@ -15,8 +15,8 @@ FORMATS = ("text", "json", "github")
 
 
 class _Notes(io.FileIO):
-    """Standard error as a file that ignores write errors: a closed pipe, a closed terminal or a full disk never ends
-    the work that reports there."""
+    """Standard error as a file that ignores write errors: a closed pipe, a closed terminal or a full disk does not end
+    a command."""
 
     def write(self, data: Any) -> int:
         try:
@@ -46,7 +46,7 @@ def requested_format(arguments: Sequence[str]) -> str:
 
 
 def error_format() -> str:
-    """Returns the error format that the running command's command line requests."""
+    """Returns the error format that the running command requests."""
     return str(get_current_context().obj)
 
 
@@ -96,7 +96,7 @@ class Stages:
     `every` seconds."""
 
     def __init__(self, every: float = 30.0) -> None:
-        self.stage, self._every, self._told = "", every, 0.0
+        self.stage, self._every, self._last = "", every, 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         share, now = f"{stage:<12} {100 * done // max(total, 1):>3} %", time.monotonic()
@@ -104,8 +104,8 @@ class Stages:
             click.echo(f"\r{share}", err=True, nl=done >= total)
         elif stage != self.stage:
             click.echo(f"{stage} ...", err=True)
-            self._told = now
-        elif now - self._told >= self._every:
+            self._last = now
+        elif now - self._last >= self._every:
             click.echo(f"{share} of {total:,}", err=True)
-            self._told = now
+            self._last = now
         self.stage = stage

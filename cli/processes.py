@@ -10,7 +10,7 @@ from specc.cli.output import say
 
 
 class Repeatable(click.RichCommand):
-    """A command that stores its arguments as given, to run them in other processes."""
+    """A command that stores its arguments, so that they can be passed to other processes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = [ctx.info_name, *args]
@@ -27,7 +27,7 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
 
     Args:
         gpus: the number of processes, or None.
-        spec: the spec to run, for the choice of devices.
+        spec: the spec to run, which determines the devices.
         target: the target to run, or None for the default.
         world: the processes that already run this command, or None.
 

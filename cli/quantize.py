@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
@@ -47,26 +48,19 @@ from specc.cli.output import Stages, say
 @json_option
 @format_option
 def command(
-    run: Path,
-    data: str | None,
-    max_tokens: int | None,
-    overrides: tuple[str, ...],
-    purpose: str,
-    target: str | None,
-    tokenizers: tuple[Path, ...],
-    as_json: bool,
+    run: Path, overrides: tuple[str, ...], purpose: str, tokenizers: tuple[Path, ...], as_json: bool, **settings: Any
 ) -> None:
     """Quantize the final weights of a run into an artifact, as its spec states."""
     from specc.runtime.quantize.pipeline import QuantizeOptions
     from specc.runtime.quantize.pipeline import quantize as run_quantize
     from specc.runtime.quantize.report import input_table, solution_line, table
 
-    places, code = with_data(tokenizers, data), 0
+    places, code = with_data(tokenizers, settings["data"]), 0
     if purpose == "submission":
         from specc.runtime.submission.export import code_bytes
 
         code = code_bytes(run, overrides, places)
-    options = QuantizeOptions(data, max_tokens, target, None, places, overrides=overrides, reserved=code)
+    options = QuantizeOptions(**settings, search=places, overrides=overrides, reserved=code)
     result = run_quantize(run, options, say, Stages())
     if as_json:
         click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
@@ -86,6 +80,6 @@ def command(
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     beside = f" and {code:,} of code" if code else ""
     click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
-    click.echo(f"report       {result.artifact.parent / 'report.json'}: all of this, a row a parameter")
+    click.echo(f"report       {result.artifact.parent / 'report.json'}: the same figures, one row per parameter")
     wants = "--prompt TEXT" if result.spec.model.reads == "text" else "--lines FILE"
     click.echo(f"next: specc generate {shlex.quote(str(result.artifact))} {wants}")

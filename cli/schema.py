@@ -2,8 +2,7 @@
 
 import rich_click as click
 
-from specc.cli.options import Compiling
-from specc.cli.project import SPECS
+from specc.cli.options import SPECS, Compiling
 
 
 @click.command("schema", cls=Compiling)

@@ -1,6 +1,7 @@
 """The `size` command, which counts the bytes that ship."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import rich_click as click
@@ -22,7 +23,7 @@ from specc.cli.output import say
 def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     """Count the bytes of an artifact or a submission exactly.
 
-    The exit code is 1 if they exceed the budget. The size of a submission is that of its two files.
+    The exit code is 1 if the size exceeds the budget. The size of a submission is the size of both files.
     """
     from specc.runtime.submission.count import is_submission, submission_size
 
@@ -40,22 +41,15 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
             click.echo(line)
         return int(counted.over)
     from specc.runtime.export.size import size as count
+    from specc.runtime.storage.evaluations import evaluation_line, recorded_evaluations
 
     sizes = count(model, budget, say)
+    evaluations = recorded_evaluations(model if model.is_dir() else model.absolute().parent.parent)
     if as_json:
-        groups = [
-            {"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored}
-            for g in sizes.groups
-        ]
-        data = {
-            "path": str(sizes.path),
-            "total": sizes.total,
-            "budget": sizes.budget,
-            "over": sizes.over,
-            "groups": groups,
-            **more,
-        }
-        click.echo(json.dumps(data, indent=2))
+        facts = {"path": str(sizes.path), "total": sizes.total, "budget": sizes.budget, "over": sizes.over}
+        scores = {"evaluations": evaluations} if evaluations else {}
+        groups = [asdict(group) for group in sizes.groups]
+        click.echo(json.dumps({**facts, "groups": groups, **more, **scores}, indent=2))
         return int(sizes.over)
     for group in sizes.groups:
         click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
@@ -66,5 +60,7 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         if sizes.budget
         else ""
     )
+    for evaluation in evaluations:
+        click.echo(evaluation_line(evaluation))
     click.echo(f"{sizes.path}: {sizes.total:,} bytes{against}")
     return int(sizes.over)

@@ -7,10 +7,19 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import device_option, folder, format_option, set_option, stated, tokenizers_option, with_data
+from specc.cli.options import (
+    SPECS,
+    device_option,
+    folder,
+    format_option,
+    only_spec,
+    set_option,
+    stated,
+    tokenizers_option,
+    with_data,
+)
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, joined_world, launched
-from specc.cli.project import SPECS, only_spec, planned
 
 
 @click.command("train", cls=Repeatable)
@@ -65,6 +74,7 @@ def command(
 
     To train on several machines, start this command with torchrun on each.
     """
+    from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched, target_of
 
     with joined_world() if is_launched() else nullcontext() as world:
@@ -72,13 +82,14 @@ def command(
         data, target = data or (known and known.data), target or (known and known.target)
         if known is not None and directory is not None and spec is None:
             if overrides:
-                raise click.UsageError("a run keeps its spec: --set has no effect on it")
+                raise click.UsageError("--set has no effect on a resumed run, whose spec is fixed")
             beside, loaded, lock, overrides = SPECS, known.spec, known.lock, known.overrides
         else:
             path = spec or only_spec()
             beside = path.parent
             overrides = (*overrides, *selecting(path, overrides, data))
-            loaded, lock = planned(path, overrides)
+            planned = plan_spec(path, overrides)
+            loaded, lock = planned.spec, planned.lock
         if (code := launched(gpus, loaded, target, world)) is not None:
             return code
         from specc.runtime.train.train import TrainOptions
@@ -124,14 +135,14 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
         path = spec or only_spec()
         directory = newest_run(load(path, (*overrides, *selecting(path, overrides, data)))[0].name)
     elif spec is None and not is_run(directory):
-        what = "is no run, or ended before it began" if directory.exists() else "no such run"
-        raise RunDirectoryError(f"{directory}: {what}", "name another one, or the SPEC too, to begin there")
+        what = "is not a run, or ended before training began" if directory.exists() else "no such run"
+        raise RunDirectoryError(f"{directory}: {what}", "name another run, or add SPEC to start a new run there")
     return Run.open(directory) if directory is not None and is_run(directory) else None
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """Returns the override that makes `--data KIND` the kind of data, if the spec with its `overrides` states a
-    different kind or none. Only kinds that need no files can be selected this way."""
+    """Returns the override that selects the kind of data `KIND` of `--data KIND`, if the spec with `overrides` does not
+    state this kind. Only kinds that need no files can be selected this way."""
     from specc.compiler.spec.train import GENERATED
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read

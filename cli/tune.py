@@ -17,6 +17,9 @@ from specc.cli.output import say
 @click.option("--only", default="", metavar="TEXT", help="Search only for nodes whose path contains TEXT.")
 @click.option("--compile-only", is_flag=True, help="Compile all CUDA C++ into the cache and stop. Needs no GPU.")
 @click.option("--fresh", is_flag=True, help="Repeat measurements that the lock already contains.")
+@click.option(
+    "--rest", is_flag=True, help="Measure only library products and whole steps, and leave the tiles as they are."
+)
 @json_option
 @format_option
 def command(
@@ -26,18 +29,21 @@ def command(
     only: str,
     compile_only: bool,
     fresh: bool,
+    rest: bool,
     as_json: bool,
 ) -> None:
     """Search for the fastest kernel and tile of each node, at the sizes of the spec.
 
     The results are written to NAME.lock.json next to the spec after each node. `specc build` reads this lock. An
-    interrupted search resumes from its results. Candidates that do not compile, spill registers or are less accurate
+    interrupted search resumes where it stopped. Candidates that do not compile, spill registers or are less accurate
     than plain Torch are listed with the reason.
 
-    With --set, the results are added to the same lock. An entry applies only to the node that it was measured for.
+    With --set, the results are added to the same lock. An entry applies only to the measured node.
 
     Library products are measured too, and without --only also whole training steps. PLAN.md shows these times.
     """
+    if rest and (only or compile_only or fresh):
+        raise click.UsageError("--rest searches no tiles: use it without --only, --compile-only and --fresh")
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load
     from specc.compiler.targets import TARGETS
@@ -52,7 +58,7 @@ def command(
 
     compiled = next((name for name in loaded.targets if "wgmma" in TARGETS[name].features), None)
     chosen = compiled if compile_only and target is None and compiled else choose_target(loaded, target)
-    results = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh, rest=True), say)
+    results = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh, rest=True, search=not rest), say)
     click.echo(json.dumps(report.data(results), indent=2) if as_json else report.text(results))
     if not compile_only:
         say(f"wrote {path}; next: specc build {shlex.quote(str(spec))}")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option, json_option, spec_argument, target_option
-from specc.cli.project import checked_targets
+from specc.cli.options import checked_targets, format_option, json_option, spec_argument, target_option
 
 
 @click.command("verify")
@@ -25,18 +24,16 @@ def command(spec: Path, target: str | None, as_json: bool) -> int:
     The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
     """
     from specc.compiler.build import plan_spec
-    from specc.compiler.plan.lock import lock_path, read_lock
 
     selected = checked_targets(spec, target)
     planned = plan_spec(spec, (), selected)
-    lock = read_lock(lock_path(spec, planned.spec.name))
     from specc.runtime.verify.deployed import verify_deployed
     from specc.runtime.verify.verify import verify as checks
 
     results = []
     words = {True: "ok", False: "FAILED", None: "not here"}
     targets = selected or planned.spec.targets
-    for check in chain(checks(planned.spec, targets, lock=lock), verify_deployed(planned.spec, targets)):
+    for check in chain(checks(planned.spec, targets, lock=planned.lock), verify_deployed(planned.spec, targets)):
         results.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
