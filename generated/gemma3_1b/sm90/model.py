@@ -16,12 +16,12 @@ from .causal_attention_grad__h4_g1_c256 import causal_attention_grad
 from .dgrad_add__n1152_k6912 import dgrad_add
 from .dgrad_gelu_tanh_mul_pre_grad__n6912_k1152 import dgrad_gelu_tanh_mul_pre_grad
 from .linear_gelu_tanh_mul_pre__n6912_k1152 import linear_gelu_tanh_mul_pre
+from .norm_w_add_rotary__h1_c256_r128 import norm_w_add_rotary as norm_w_add_rotary__h1_c256_r128
+from .norm_w_add_rotary__h4_c256_r128 import norm_w_add_rotary as norm_w_add_rotary__h4_c256_r128
+from .norm_w_add_rotary_grad__h1_c256_r128 import norm_w_add_rotary_grad as norm_w_add_rotary_grad__h1_c256_r128
+from .norm_w_add_rotary_grad__h4_c256_r128 import norm_w_add_rotary_grad as norm_w_add_rotary_grad__h4_c256_r128
 from .rope import rope
 from .rope_angles import rope_angles
-from .rotary__h1_c256_r128 import rotary as rotary__h1_c256_r128
-from .rotary__h4_c256_r128 import rotary as rotary__h4_c256_r128
-from .rotary_grad__h1_c256_r128 import rotary_grad as rotary_grad__h1_c256_r128
-from .rotary_grad__h4_c256_r128 import rotary_grad as rotary_grad__h4_c256_r128
 from .scored_attention_d_lt_512__h4_g1_c256 import scored_attention_d_lt_512
 from .scored_attention_d_lt_512_grad__h4_g1_c256 import scored_attention_d_lt_512_grad
 from .softmax_loss__v262144 import softmax_loss
@@ -78,29 +78,31 @@ class FusedAttentionY(torch.autograd.Function):
 
 
 class FusedQ(torch.autograd.Function):
-    """Fused group blocks.*.attention.q: rope. Keeps only its inputs."""
+    """Fused group blocks.*.attention.q: norm.weight, norm, rope. Keeps only its inputs."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotary__h4_c256_r128(x, cos, sin)
+    def forward(ctx, q_norm_weight: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin, q_norm_weight)
+        return norm_w_add_rotary__h4_c256_r128(x, cos, sin, q_norm_weight)
 
     @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
-        return rotary_grad__h4_c256_r128(d.contiguous(), *ctx.saved_tensors), None, None
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        d_x, d_q_norm_weight = norm_w_add_rotary_grad__h4_c256_r128(d.contiguous(), *ctx.saved_tensors)
+        return d_q_norm_weight, d_x, None, None
 
 
 class FusedK(torch.autograd.Function):
-    """Fused group blocks.*.attention.k: rope. Keeps only its inputs."""
+    """Fused group blocks.*.attention.k: norm.weight, norm, rope. Keeps only its inputs."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotary__h1_c256_r128(x, cos, sin)
+    def forward(ctx, k_norm_weight: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin, k_norm_weight)
+        return norm_w_add_rotary__h1_c256_r128(x, cos, sin, k_norm_weight)
 
     @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
-        return rotary_grad__h1_c256_r128(d.contiguous(), *ctx.saved_tensors), None, None
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        d_x, d_k_norm_weight = norm_w_add_rotary_grad__h1_c256_r128(d.contiguous(), *ctx.saved_tensors)
+        return d_k_norm_weight, d_x, None, None
 
 
 class FusedMlp(torch.autograd.Function):
@@ -159,30 +161,26 @@ class Block(nn.Module):
         attention_v bf16[B, 512, G, C], updated in place."""
         h = F.rms_norm(x, (D,), 1.0 + self.attention.norm_weight, eps=1e-06)
         v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
-        q = F.rms_norm(
-            F.linear(h, self.attention.q).unflatten(-1, (H, C)), (C,), 1.0 + self.attention.q_norm_weight, eps=1e-06
-        )
-        k = F.rms_norm(
-            F.linear(h, self.attention.k).unflatten(-1, (G, C)), (C,), 1.0 + self.attention.k_norm_weight, eps=1e-06
-        )
+        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
+        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
         if cache is not None:
-            k = rope(k, cos, sin)
+            k = rope(F.rms_norm(k, (C,), 1.0 + self.attention.k_norm_weight, eps=1e-06), cos, sin)
             attention_k, attention_v = cache
         else:
-            q = FusedQ.apply(q, cos, sin)
+            q = FusedQ.apply(self.attention.q_norm_weight, q, cos, sin)
         if cache is not None and not self.y:
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
         if cache is not None:
-            q = rope(q, cos, sin)
+            q = rope(F.rms_norm(q, (C,), 1.0 + self.attention.q_norm_weight, eps=1e-06), cos, sin)
         else:
-            k = FusedK.apply(k, cos, sin)
+            k = FusedK.apply(self.attention.k_norm_weight, k, cos, sin)
         if cache is not None and self.y:
-            attention_k_kept = torch.cat((attention_k, k), 1)
-            attention_v_kept = torch.cat((attention_v, v), 1)
+            attention_k_ring = torch.cat((attention_k, k), 1)
+            attention_v_ring = torch.cat((attention_v, v), 1)
             write_ring(attention_k, k, positions, 0, 512)
             write_ring(attention_v, v, positions, 0, 512)
-            y = attend_cached_d_lt_512(q, attention_k_kept, attention_v_kept, positions)
+            y = attend_cached_d_lt_512(q, attention_k_ring, attention_v_ring, positions)
         if cache is not None and not self.y:
             y = attend_cached(q, attention_k, attention_v, positions)
         if cache is None and self.y:

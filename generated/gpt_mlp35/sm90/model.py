@@ -51,10 +51,10 @@ def bigram_hash(ids: Tensor, previous: Tensor, buckets: int) -> Tensor:
     return torch.where(previous < 0, buckets - 1, pairs)
 
 
-def previous_kept(x: Tensor, kept: Tensor, start: Tensor, fill: int) -> Tensor:
-    """x [B, T, ...] one token later, for tokens that follow `start` others: first what was `kept` of the last of
+def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
+    """x [B, T, ...] one token later, for tokens that follow `start` others: first `cached`, the value of the last of
     these, or `fill` where there are none."""
-    first = torch.where(start > 0, kept, fill)
+    first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 
 
@@ -237,7 +237,7 @@ class Model(nn.Module):
             positions = torch.arange(ids.shape[1], device=ids.device)
         else:
             bigram_previous, smear_previous = cache[0]
-            previous = previous_kept(ids, bigram_previous, start, -1)
+            previous = previous_cached(ids, bigram_previous, start, -1)
             bigram_previous.copy_(ids[:, -1:])
             positions = start + torch.arange(ids.shape[1], device=ids.device)
         bigram = F.linear(
@@ -248,7 +248,7 @@ class Model(nn.Module):
         if cache is None:
             previous = F.pad(norm, (0, 0, 1, -1))
         else:
-            previous = previous_kept(norm, smear_previous, start, 0)
+            previous = previous_cached(norm, smear_previous, start, 0)
             smear_previous.copy_(norm[:, -1:])
         x0 = norm + torch.sigmoid(self.embed.smear.gate) * (previous - norm)
         x = x0

@@ -59,19 +59,19 @@ def document_starts(ids: Tensor, mark: int) -> Tensor:
     return torch.where(ids == mark, token, 0).cummax(dim=1).values
 
 
-def previous_kept(x: Tensor, kept: Tensor, start: Tensor, fill: int) -> Tensor:
-    """x [B, T, ...] one token later, for tokens that follow `start` others: first what was `kept` of the last of
+def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
+    """x [B, T, ...] one token later, for tokens that follow `start` others: first `cached`, the value of the last of
     these, or `fill` where there are none."""
-    first = torch.where(start > 0, kept, fill)
+    first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 
 
-def document_starts_kept(ids: Tensor, kept: Tensor, start: Tensor, mark: int) -> Tensor:
+def document_starts_cached(ids: Tensor, cached: Tensor, start: Tensor, mark: int) -> Tensor:
     """As `document_starts` for tokens that follow `start` others, the last of which is of a document that starts at
-    `kept`, i64[B, 1]."""
+    `cached`, i64[B, 1]."""
     token = start + torch.arange(ids.shape[1], device=ids.device)
     starts = torch.where(ids == mark, token, 0).cummax(dim=1).values
-    return torch.maximum(starts, torch.where(start > 0, kept, 0))
+    return torch.maximum(starts, torch.where(start > 0, cached, 0))
 
 
 class FusedMlp(torch.autograd.Function):
@@ -184,11 +184,11 @@ class Block(nn.Module):
         if cache is None and self.attention_y:
             y = attend_d_le_1664_and_document_scale_0p1(q, k, v, starts)
         if cache is not None and self.y:
-            attention_k_kept = torch.cat((attention_k, k), 1)
-            attention_v_kept = torch.cat((attention_v, v), 1)
+            attention_k_ring = torch.cat((attention_k, k), 1)
+            attention_v_ring = torch.cat((attention_v, v), 1)
             write_ring(attention_k, k, positions, 0, 769)
             write_ring(attention_v, v, positions, 0, 769)
-            y = attend_cached_d_le_768_and_document_scale_0p1(q, attention_k_kept, attention_v_kept, positions, starts)
+            y = attend_cached_d_le_768_and_document_scale_0p1(q, attention_k_ring, attention_v_ring, positions, starts)
         if cache is not None and self.attention_y:
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
@@ -254,10 +254,10 @@ class Model(nn.Module):
             starts = document_starts(ids, 50256)
         else:
             smear_by_token_previous, documents50256_start = cache[0]
-            previous = previous_kept(token, smear_by_token_previous, start, 0)
+            previous = previous_cached(token, smear_by_token_previous, start, 0)
             smear_by_token_previous.copy_(token[:, -1:])
             positions = start + torch.arange(ids.shape[1], device=ids.device)
-            starts = document_starts_kept(ids, documents50256_start, start, 50256)
+            starts = document_starts_cached(ids, documents50256_start, start, 50256)
             documents50256_start.copy_(starts[:, -1:])
         smear_by_token = F.linear(token[..., :12], self.embed.smear_by_token.gate)
         x0 = F.rms_norm(

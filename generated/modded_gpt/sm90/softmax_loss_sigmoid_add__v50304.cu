@@ -144,11 +144,11 @@ __device__ inline void gather(uint4 const* row, int step, float& most, float& to
 }
 
 // Returns the maximum and the sum over the 32 lanes of a warp, in every lane.
-__device__ inline float2 of_warp(float2 mine) {
-  float most = mine.x, total = mine.y;
+__device__ inline float2 of_warp(float2 part) {
+  float most = part.x, total = part.y;
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
-  total *= power_of_two(__fmul_rn(mine.x, kLog2e) - __fmul_rn(most, kLog2e));
+  total *= power_of_two(__fmul_rn(part.x, kLog2e) - __fmul_rn(most, kLog2e));
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) total += __shfl_xor_sync(~0u, total, lanes);
   return {most, total};

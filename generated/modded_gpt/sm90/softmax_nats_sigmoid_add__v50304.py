@@ -46,7 +46,9 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
         stream,
     )
     if status:
-        raise RuntimeError(f"{NODE}: CUDA refuses {m} rows: {code.softmax_nats_sigmoid_add_status(status).decode()}")
+        raise RuntimeError(
+            f"{NODE}: CUDA refuses {m} rows: {code.softmax_nats_sigmoid_add_status(status).decode()}"
+        )
 
 
 @torch.library.custom_op(f"{NAMESPACE}::softmax_nats_sigmoid_add__v50304", mutates_args=())

@@ -10,10 +10,10 @@ from .attend_cached_d_le_512_scale_0p127279 import attend_cached_d_le_512_scale_
 from .attend_cached_scale_0p127279 import attend_cached_scale_0p127279
 from .dgrad_mul_sqrt__n3072_k768 import dgrad_mul_sqrt
 from .linear_relu2__n3072_k768 import linear_relu2
+from .norm_rotary__h6_c128_r64 import norm_rotary
+from .norm_rotary_grad__h6_c128_r64 import norm_rotary_grad
 from .rope import rope
 from .rope_angles import rope_angles
-from .rotary__h6_c128_r64 import rotary
-from .rotary_grad__h6_c128_r64 import rotary_grad
 from .scored_attention_d_le_512_scale_0p127279__h6_g6_c128 import scored_attention_d_le_512_scale_0p127279
 from .scored_attention_d_le_512_scale_0p127279_grad__h6_g6_c128 import scored_attention_d_le_512_scale_0p127279_grad
 from .scored_attention_scale_0p127279__h6_g6_c128 import scored_attention_scale_0p127279
@@ -44,10 +44,10 @@ def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: 
     return cache
 
 
-def previous_kept(x: Tensor, kept: Tensor, start: Tensor, fill: int) -> Tensor:
-    """x [B, T, ...] one token later, for tokens that follow `start` others: first what was `kept` of the last of
+def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
+    """x [B, T, ...] one token later, for tokens that follow `start` others: first `cached`, the value of the last of
     these, or `fill` where there are none."""
-    first = torch.where(start > 0, kept, fill)
+    first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 
 
@@ -79,17 +79,17 @@ class FusedAttentionY(torch.autograd.Function):
         return scored_attention_scale_0p127279_grad(d.contiguous(), *ctx.saved_tensors)
 
 
-class FusedRope(torch.autograd.Function):
-    """Fused group blocks.*.attention.q: rope; blocks.*.attention.k: rope. Keeps only its inputs."""
+class FusedRopeNorm(torch.autograd.Function):
+    """Fused group blocks.*.attention.q: rope, norm; blocks.*.attention.k: rope, norm. Keeps only its inputs."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotary(x, cos, sin)
+        ctx.save_for_backward(x, cos, sin)
+        return norm_rotary(x, cos, sin)
 
     @staticmethod
     def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
-        return rotary_grad(d.contiguous(), *ctx.saved_tensors), None, None
+        return norm_rotary_grad(d.contiguous(), *ctx.saved_tensors), None, None
 
 
 class FusedMlp(torch.autograd.Function):
@@ -150,29 +150,29 @@ class Block(nn.Module):
         v = F.linear(h, self.attention.v).unflatten(-1, (H, C))
         q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
         k = F.linear(h, self.attention.k).unflatten(-1, (H, C))
-        if cache is None:
-            q = FusedRope.apply(q, cos, sin)
-            k = FusedRope.apply(k, cos, sin)
+        if cache is not None:
+            k = F.rms_norm(rope(k, cos, sin), (C,), eps=1e-06)
+            attention_k, attention_v = cache
         else:
-            q = rope(q, cos, sin)
-            k = rope(k, cos, sin)
+            q = FusedRopeNorm.apply(q, cos, sin)
+        if cache is not None and self.y:
+            attention_k_ring = torch.cat((attention_k, k), 1)
+            write_ring(attention_k, k, positions, 0, 513)
+        if cache is None:
+            k = FusedRopeNorm.apply(k, cos, sin)
+        else:
+            q = F.rms_norm(rope(q, cos, sin), (C,), eps=1e-06)
         if ids is not None:
             open = F.linear(h[..., :12], self.attention.open).unflatten(-1, (H, 1))
             v = v + 3.0 * torch.sigmoid(open) * F.embedding(ids, self.attention.table).unflatten(-1, (H, 128))
-        k = F.rms_norm(k, (C,), eps=1e-06)
-        q = F.rms_norm(q, (C,), eps=1e-06)
-        if cache is not None:
-            attention_k, attention_v = cache
         if cache is None and self.y:
             y = FusedAttention.apply(q, k, v)
         if cache is None and not self.y:
             y = FusedAttentionY.apply(q, k, v)
         if cache is not None and self.y:
-            attention_k_kept = torch.cat((attention_k, k), 1)
-            attention_v_kept = torch.cat((attention_v, v), 1)
-            write_ring(attention_k, k, positions, 0, 513)
+            attention_v_ring = torch.cat((attention_v, v), 1)
             write_ring(attention_v, v, positions, 0, 513)
-            y = attend_cached_d_le_512_scale_0p127279(q, attention_k_kept, attention_v_kept, positions)
+            y = attend_cached_d_le_512_scale_0p127279(q, attention_k_ring, attention_v_ring, positions)
         if cache is not None and not self.y:
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
@@ -219,7 +219,7 @@ class Model(nn.Module):
             positions = torch.arange(ids.shape[1], device=ids.device)
         else:
             (smear_by_token_previous,) = cache[0]
-            previous = previous_kept(norm, smear_by_token_previous, start, 0)
+            previous = previous_cached(norm, smear_by_token_previous, start, 0)
             smear_by_token_previous.copy_(norm[:, -1:])
             positions = start + torch.arange(ids.shape[1], device=ids.device)
         smear_by_token = F.linear(norm[..., :24], self.embed.smear_by_token.gate)

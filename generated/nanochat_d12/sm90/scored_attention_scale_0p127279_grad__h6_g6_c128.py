@@ -88,10 +88,10 @@ def queries_kernel(
     inside = i < T
     begin = b.to(tl.int64) * T
     at = begin + i
-    own = at * (H * C) + h * C + c
+    elements = at * (H * C) + h * C + c
     q = tl.load(q_ptr + at * Q_STRIDE + h * C + c, mask=inside, other=0.0)
-    dy = tl.load(dy_ptr + own, mask=inside, other=0.0)
-    y = tl.load(y_ptr + own, mask=inside, other=0.0)
+    dy = tl.load(dy_ptr + elements, mask=inside, other=0.0)
+    y = tl.load(y_ptr + elements, mask=inside, other=0.0)
     delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
     place = (b.to(tl.int64) * H + h) * T + query
     lse = tl.load(lse_ptr + place, mask=query < T, other=float("inf")) * LOG2E  # weights behind the end are 0
@@ -121,7 +121,7 @@ def queries_kernel(
         p = tl.where(seen, tl.exp2(x * LOG2E - lse[:, None]), 0.0)
         ds = p * (tl.dot(dy, tl.trans(v)) - delta[:, None])
         dq = tl.dot(ds.to(tl.bfloat16), k, dq)
-    tl.store(dq_ptr + own, (dq * SCALE).to(tl.bfloat16), mask=inside)
+    tl.store(dq_ptr + elements, (dq * SCALE).to(tl.bfloat16), mask=inside)
     tl.store(delta_ptr + place, delta, mask=query < T)
 
 
@@ -181,9 +181,9 @@ def keys_kernel(
         dv = tl.dot(p.to(tl.bfloat16), dy, dv)
         ds = p * (tl.dot(v, tl.trans(dy)) - delta[None, :])
         dk = tl.dot(ds.to(tl.bfloat16), q, dk)
-    own = at * (G * C) + g * C + c
-    tl.store(dk_ptr + own, (dk * SCALE).to(tl.bfloat16), mask=inside)
-    tl.store(dv_ptr + own, dv.to(tl.bfloat16), mask=inside)
+    elements = at * (G * C) + g * C + c
+    tl.store(dk_ptr + elements, (dk * SCALE).to(tl.bfloat16), mask=inside)
+    tl.store(dv_ptr + elements, dv.to(tl.bfloat16), mask=inside)
 
 
 def launch(

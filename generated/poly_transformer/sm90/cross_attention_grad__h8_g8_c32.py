@@ -45,9 +45,9 @@ def cross_attention_grad_kernel(
         dk, dv = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
         for shared in range(H // G):
             h = g * (H // G) + shared
-            own = row * (H * C) + h * C + c
+            elements = row * (H * C) + h * C + c
             q = tl.load(q_ptr + row * Q_STRIDE + h * C + c, mask=queries, other=0.0)
-            dy = tl.load(dy_ptr + own, mask=queries, other=0.0)
+            dy = tl.load(dy_ptr + elements, mask=queries, other=0.0)
             lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * T + t, mask=t < T, other=0.0)
             scores = tl.where(allowed, tl.dot(q, tl.trans(k)) * SCALE, float("-inf"))
             p = tl.exp(scores - lse[:, None])  # finite for rows after the last, whose dy and q are 0
@@ -55,11 +55,11 @@ def cross_attention_grad_kernel(
             dp = tl.dot(dy, tl.trans(v))
             share = tl.sum(p * dp, 1)[:, None]  # equals dy . y up to the rounding of y
             ds = (p * (dp - share)).to(tl.bfloat16)
-            tl.store(dq_ptr + own, (tl.dot(ds, k) * SCALE).to(tl.bfloat16), mask=queries)
+            tl.store(dq_ptr + elements, (tl.dot(ds, k) * SCALE).to(tl.bfloat16), mask=queries)
             dk = tl.dot(tl.trans(ds), q, dk)
-        own = column * (G * C) + g * C + c
-        tl.store(dk_ptr + own, (dk * SCALE).to(tl.bfloat16), mask=keys)
-        tl.store(dv_ptr + own, dv.to(tl.bfloat16), mask=keys)
+        elements = column * (G * C) + g * C + c
+        tl.store(dk_ptr + elements, (dk * SCALE).to(tl.bfloat16), mask=keys)
+        tl.store(dv_ptr + elements, dv.to(tl.bfloat16), mask=keys)
 
 
 def even(x: Tensor) -> Tensor:

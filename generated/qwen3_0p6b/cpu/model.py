@@ -13,12 +13,12 @@ from .causal_attention_grad__h16_g8_c128 import causal_attention_grad
 from .dgrad_add__n1024_k3072 import dgrad_add
 from .dgrad_mul_mul__n3072_k1024 import dgrad_mul_mul
 from .linear_silu_mul__n3072_k1024 import linear_silu_mul
+from .norm_w_rotary__h8_c128_r64 import norm_w_rotary as norm_w_rotary__h8_c128_r64
+from .norm_w_rotary__h16_c128_r64 import norm_w_rotary as norm_w_rotary__h16_c128_r64
+from .norm_w_rotary_grad__h8_c128_r64 import norm_w_rotary_grad as norm_w_rotary_grad__h8_c128_r64
+from .norm_w_rotary_grad__h16_c128_r64 import norm_w_rotary_grad as norm_w_rotary_grad__h16_c128_r64
 from .rope import rope
 from .rope_angles import rope_angles
-from .rotary__h8_c128_r64 import rotary as rotary__h8_c128_r64
-from .rotary__h16_c128_r64 import rotary as rotary__h16_c128_r64
-from .rotary_grad__h8_c128_r64 import rotary_grad as rotary_grad__h8_c128_r64
-from .rotary_grad__h16_c128_r64 import rotary_grad as rotary_grad__h16_c128_r64
 from .softmax_loss__v151936 import softmax_loss
 from .softmax_nats__v151936 import softmax_nats
 
@@ -48,29 +48,31 @@ class FusedAttention(torch.autograd.Function):
 
 
 class FusedQ(torch.autograd.Function):
-    """Fused group blocks.*.attention.q: rope. Keeps only its inputs."""
+    """Fused group blocks.*.attention.q: norm, rope. Keeps only its inputs."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotary__h16_c128_r64(x, cos, sin)
+    def forward(ctx, x: Tensor, q_norm_weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin, q_norm_weight)
+        return norm_w_rotary__h16_c128_r64(x, cos, sin, q_norm_weight)
 
     @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
-        return rotary_grad__h16_c128_r64(d, *ctx.saved_tensors), None, None
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        d_x, d_q_norm_weight = norm_w_rotary_grad__h16_c128_r64(d, *ctx.saved_tensors)
+        return d_x, d_q_norm_weight, None, None
 
 
 class FusedK(torch.autograd.Function):
-    """Fused group blocks.*.attention.k: rope. Keeps only its inputs."""
+    """Fused group blocks.*.attention.k: norm, rope. Keeps only its inputs."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotary__h8_c128_r64(x, cos, sin)
+    def forward(ctx, x: Tensor, k_norm_weight: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin, k_norm_weight)
+        return norm_w_rotary__h8_c128_r64(x, cos, sin, k_norm_weight)
 
     @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
-        return rotary_grad__h8_c128_r64(d, *ctx.saved_tensors), None, None
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        d_x, d_k_norm_weight = norm_w_rotary_grad__h8_c128_r64(d, *ctx.saved_tensors)
+        return d_x, d_k_norm_weight, None, None
 
 
 class FusedMlp(torch.autograd.Function):
@@ -125,23 +127,24 @@ class Block(nn.Module):
         """x f32[B, T, D], cos, sin f32[T, 64], positions i64[T] -> f32[B, T, D]. The cache is of attention_k,
         attention_v f32[B, S, G, C], updated in place."""
         h = F.rms_norm(x, (D,), self.attention.norm_weight, eps=1e-06)
+        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
+        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
         v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
-        q = F.rms_norm(
-            F.linear(h, self.attention.q).unflatten(-1, (H, C)), (C,), self.attention.q_norm_weight, eps=1e-06
-        )
-        k = F.rms_norm(
-            F.linear(h, self.attention.k).unflatten(-1, (G, C)), (C,), self.attention.k_norm_weight, eps=1e-06
-        )
         if cache is None:
-            q = FusedQ.apply(q, cos, sin)
-            k = FusedK.apply(k, cos, sin)
+            q = FusedQ.apply(q, self.attention.q_norm_weight, cos, sin)
+            k = FusedK.apply(k, self.attention.k_norm_weight, cos, sin)
             y = FusedAttention.apply(q, k, v)
         else:
-            k = rope(k, cos, sin)
+            k = rope(F.rms_norm(k, (C,), self.attention.k_norm_weight, eps=1e-06), cos, sin)
             attention_k, attention_v = cache
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached(rope(q, cos, sin), attention_k, attention_v, positions)
+            y = attend_cached(
+                rope(F.rms_norm(q, (C,), self.attention.q_norm_weight, eps=1e-06), cos, sin),
+                attention_k,
+                attention_v,
+                positions,
+            )
         x = x + F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), self.mlp.norm_weight, eps=1e-06)
         if cache is None:
