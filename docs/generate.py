@@ -226,8 +226,8 @@ def errors_page() -> str:
 
 def error_section(code: str, meaning: str, cases: list[Case]) -> str:
     """A code with its simplest case: that with the fewest codes, then the shortest change."""
-    own = [case for case in cases if f" {code} " in case.message]
-    case = min(own, key=lambda case: (case.message.count("= help:"), len(case.change), case.family, case.name))
+    matching = [case for case in cases if f" {code} " in case.message]
+    case = min(matching, key=lambda case: (case.message.count("= help:"), len(case.change), case.family, case.name))
     return f"## {code}: {meaning}\n\n```{case.language}\n{case.change}```\n\n```text\n{case.message}```\n"
 
 
