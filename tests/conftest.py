@@ -4,12 +4,14 @@ import os
 import shutil
 import signal
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 # On matrices as small as those of tests, threads only wait for each other. Torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is looked up anywhere: models are made from configs
 LEFT_OUT = pytest.StashKey[list[str]]()
 
 
@@ -40,6 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         missing["nvcc"] = "nvcc is not installed"
     if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
         missing["gpu"] = "there is no NVIDIA GPU"
+    if any(item.get_closest_marker("cute") for item in items) and find_spec("flash_attn") is None:
+        missing["cute"] = "flash-attn-4 is not installed: pip install 'specc[flash]'"
     for marker, reason in missing.items():
         left_out = [item for item in items if item.get_closest_marker(marker)]
         items[:] = [item for item in items if item not in left_out]

@@ -61,23 +61,23 @@ def _executed(tree: ast.Module) -> Iterator[ast.AST]:
 def target(name: str) -> str | None:
     """The module of ours that an imported name is, or stands in; None for other packages."""
     parts = name.split(".")
-    found = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
-    return next((module for module in found if module in MODULES), None)
+    result = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
+    return next((module for module in result if module in MODULES), None)
 
 
 @cache
 def edges() -> Mapping[str, frozenset[str]]:
     """The modules of ours that each module imports."""
     return {
-        module: frozenset(found for name in imports(path) if (found := target(name)) is not None and found != module)
+        module: frozenset(result for name in imports(path) if (result := target(name)) is not None and result != module)
         for module, path in MODULES.items()
     }
 
 
 def layers(half: str) -> tuple[str, ...]:
     """The layers of a half, lowest first."""
-    found: tuple[str, ...] = importlib.import_module(f"specc.{half}").LAYERS
-    return found
+    result: tuple[str, ...] = importlib.import_module(f"specc.{half}").LAYERS
+    return result
 
 
 PRESENT = tuple(half for half in HALVES if f"specc.{half}" in MODULES)
@@ -95,8 +95,8 @@ def test_imports_point_down() -> None:
         other, _, lower = imported.removeprefix("specc.").partition(".")
         assert HALVES.index(other) <= HALVES.index(half), f"{module} imports {imported}"
         if other == half and room and lower:
-            order, own, its = layers(half), room.split(".")[0], lower.split(".")[0]
-            assert order.index(its) <= order.index(own), f"{module} imports {imported}, which lies above it"
+            order, importer, its = layers(half), room.split(".")[0], lower.split(".")[0]
+            assert order.index(its) <= order.index(importer), f"{module} imports {imported}, which lies above it"
 
 
 def folder(module: str) -> str:
@@ -119,8 +119,8 @@ def test_folders_form_no_circle() -> None:
     """Files beside the folders of a half are rooms of their own: some lie below the folders, some above."""
 
     def room(module: str) -> str:
-        found = folder(module)
-        return module if found.count(".") == 1 else found
+        result = folder(module)
+        return module if result.count(".") == 1 else result
 
     graph: dict[str, set[str]] = {}
     for module, imported in edges().items():
@@ -173,5 +173,5 @@ def modules_after(code: str) -> set[str]:
 
 def test_importing_all_of_the_compiler_imports_nothing_heavy() -> None:
     names = sorted(module for module in MODULES if module.startswith("specc.compiler"))
-    found = modules_after(f"import importlib\nfor name in {names!r}: importlib.import_module(name)")
-    assert found.isdisjoint(HEAVY)
+    result = modules_after(f"import importlib\nfor name in {names!r}: importlib.import_module(name)")
+    assert result.isdisjoint(HEAVY)

@@ -151,11 +151,11 @@ def test_only_a_run_that_ended_complete_counts(
         "| quantized: went on | not begun | |",
     ]
     ablate.main([str(tmp_path / "list.yaml"), "--out", str(out)])
-    made = plan.quantized("went on")[1]
-    assert [path.name for path in sorted(out.glob("quantized_*"))] == [made]
+    quantized_out = plan.quantized("went on")[1]
+    assert [path.name for path in sorted(out.glob("quantized_*"))] == [quantized_out]
     *_, waits, _, _, quantized = capsys.readouterr().out.splitlines()
     assert waits == f"| waits | failed (4): see {at['waits'].name}/output.txt | |"
-    assert quantized == f"| quantized: went on | failed (4): see {made}/output.txt | |"
+    assert quantized == f"| quantized: went on | failed (4): see {quantized_out}/output.txt | |"
 
 
 def test_the_exit_code_is_kept(tmp_path: Path) -> None:

@@ -48,15 +48,15 @@ def test_the_tools_look_at_the_kernels_of_the_plan_and_no_other() -> None:
     assert names(GEMM_EVT, make_site("gelu")) == cutlass
     assert names(LINEAR_TRITON, make_site("gelu")) == ("linear_gelu_kernel",)
     assert names(SHORT_CAUSAL, attention_site(context=30)) == ("causal_attention_kernel",)
-    found = {
+    results = {
         (choice.kernel.language, *names(variant, choice.site))
         for name in ("gpt2_124m", "gpt_mini", "poly_transformer")
         for choice in compile_spec(SPEC.with_name(f"{name}.yaml"), (), ("sm90",)).plans["sm90"].choices
         for variant in choice.kernel.variants(choice.site) or (choice.kernel,)
         if choice.rendered.function and choice.kernel.language in ("triton", "cuda", "cutlass")
     }
-    assert len(found) > 8 and all(rest for _, *rest in found), found
-    assert {rest for language, *rest in found if language == "cutlass" for rest in [tuple(rest)]} == {cutlass}
+    assert len(results) > 8 and all(rest for _, *rest in results), results
+    assert {rest for language, *rest in results if language == "cutlass" for rest in [tuple(rest)]} == {cutlass}
 
 
 SCRIPT = """\

@@ -159,9 +159,9 @@ def test_errors_in_the_format_that_was_asked_for(here: Path, specc: Shell, comma
     assert specc(command, name, "--format", form) == 2
     message = "2 heads do not divide dim 7"
     if form == "json":
-        (found,) = json.loads(specc.out)
-        assert (found["code"], found["message"], found["file"]) == ("S210", message, name)
-        assert Path(name).read_text().splitlines()[found["line"] - 1].strip().startswith('"heads"')
+        (result,) = json.loads(specc.out)
+        assert (result["code"], result["message"], result["file"]) == ("S210", message, name)
+        assert Path(name).read_text().splitlines()[result["line"] - 1].strip().startswith('"heads"')
         assert specc.err == ""
     elif form == "github":
         assert re.fullmatch(rf"::error file={name},line=\d+,col=\d+,title=S210::{message}%0A.*\n", specc.out)
@@ -276,7 +276,7 @@ def test_plan_is_short_and_says_the_same_as_json(specc: Shell, monkeypatch: pyte
         assert specc("plan", f"specs/{name}.yaml", "--json") == 0
         data = json.loads(specc.out)
         assert data["parameters"] == count == sum(row["parameters"] for row in data["stored"])
-        assert f"at most about {data['estimated_bytes']:,} bytes" in "\n".join(lines)
+        assert f"estimated {data['estimated_bytes']:,} bytes" in "\n".join(lines)
         assert set(data["kernels"]) == set(load(ROOT / f"specs/{name}.yaml")[0].targets)
 
 
@@ -380,7 +380,7 @@ def test_help_lists_every_command_by_the_first_paragraph_of_its_help() -> None:
         command = group.loaded(entry)
         assert entry.name == command.name
         assert entry.help == " ".join((command.help or "").split("\n\n")[0].split())
-    modules = {module for module in LAYERS[LAYERS.index("build") : LAYERS.index("app")] if module != "data"}
+    modules = {module.rstrip("_") for module in LAYERS[LAYERS.index("build") : LAYERS.index("app")] if module != "data"}
     assert {entry.name for group, entry in listed if group is app.specc} == modules
 
 
@@ -444,7 +444,7 @@ def test_a_spec_on_standard_input(here: Path, specc: Shell, monkeypatch: pytest.
         assert specc(*arguments) == 0 and specc.out.startswith(start)
     give(text.replace('"heads"', '"haeds"'))
     assert specc("validate", "-") == 2 and specc.err.startswith("<stdin>:1:")
-    assert specc("build", "-") == 2 and "no file to build from" in specc.err
+    assert specc("build", "-") == 2 and "can only be compared" in specc.err
 
 
 def test_a_copy_of_a_spec_does_not_replace_what_the_spec_built(here: Path, specc: Shell) -> None:

@@ -48,9 +48,9 @@ def test_help_imports_little(arguments: list[str]) -> None:
     ids=lambda arguments: arguments[0],
 )
 def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
-    found = imported(*arguments)
-    assert found.isdisjoint({"torch", "triton", "numpy"})
-    assert "pydantic" in found  # else this test would see nothing
+    result = imported(*arguments)
+    assert result.isdisjoint({"torch", "triton", "numpy"})
+    assert "pydantic" in result  # else this test would see nothing
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "size", "quantize", "export"])
@@ -66,8 +66,8 @@ def test_counting_the_bytes_of_an_artifact_needs_no_torch(tmp_path: Path) -> Non
     tensors = random_arrays(list(layout), 0)
     contents = ArtifactContents(text, layout, tensors, deployment.interface, deployment.code)
     write_artifact(artifact, contents, quality=1)
-    found = imported("size", str(artifact))
-    assert "torch" not in found and "numpy" in found
+    result = imported("size", str(artifact))
+    assert "torch" not in result and "numpy" in result
 
 
 def test_checking_and_planning_render_nothing() -> None:

@@ -38,14 +38,14 @@ def test_quantize_tells_what_each_parameter_became(
     shutil.copytree(trained[0], copy)
     capsys.readouterr()
     assert run(["quantize", str(copy)]) == 0
-    report, told = copy / "quantized" / "report.json", capsys.readouterr().out.splitlines()
+    report, printed = copy / "quantized" / "report.json", capsys.readouterr().out.splitlines()
     rows = json.loads(report.read_text())["parameters"]
-    first = next(i for i, line in enumerate(told) if line.startswith("parameter "))
-    lines = told[first + 1 : first + 1 + len(rows)]
+    first = next(i for i, line in enumerate(printed) if line.startswith("parameter "))
+    lines = printed[first + 1 : first + 1 + len(rows)]
     assert [line.split()[:2] for line in lines] == [[row["name"], f"{row['bits']:g}"] for row in rows]
     assert all(line.endswith(f" {row['bytes']:,}") for line, row in zip(lines, rows, strict=True))
-    assert max(map(len, told[first : first + len(rows) + 2])) <= 100
-    assert any(line.startswith(f"report       {report}") for line in told)
+    assert max(map(len, printed[first : first + len(rows) + 2])) <= 100
+    assert any(line.startswith(f"report       {report}") for line in printed)
     assert run(["quantize", str(copy), "--json"]) == 0
     assert capsys.readouterr().out == report.read_text()
 
@@ -60,10 +60,10 @@ def test_the_next_command_can_be_copied(
     assert run(["eval", str(again), "--quantized"]) == 4
     assert f"first: specc quantize '{again}'" in capsys.readouterr().err
     assert run(["train", "--run", str(again), "--resume", "auto"]) == 0
-    told = capsys.readouterr().out.splitlines()[-1].removeprefix("next: specc ")
-    assert run([*shlex.split(told), "--max-tokens", "50"]) == 0
-    told = capsys.readouterr().out.splitlines()[-1].removeprefix("next: specc ")
-    assert run(shlex.split(told.replace("TEXT", "the"))) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: specc ")
+    assert run([*shlex.split(command), "--max-tokens", "50"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: specc ")
+    assert run(shlex.split(command.replace("TEXT", "the"))) == 0
 
 
 def test_from_a_run_to_a_file_that_speaks(
@@ -137,7 +137,10 @@ def test_a_folder_that_is_no_run_is_not_begun_without_a_spec(
     (tmp_path / "specs").mkdir()
     shutil.copy(SPEC, tmp_path / "specs")
     (tmp_path / "killed" / "checkpoints").mkdir(parents=True)
-    for folder, what in (("typo", "typo: no such run"), ("killed", "killed: is no run, or ended before it began")):
+    for folder, what in (
+        ("typo", "typo: no such run"),
+        ("killed", "killed: is not a run, or ended before training began"),
+    ):
         assert run(["train", "--run", folder, "--resume", "auto"]) == 2
         assert what in capsys.readouterr().err
     assert not (tmp_path / "typo").exists()
@@ -162,7 +165,7 @@ def test_a_run_whose_data_moved_goes_on_with_it(tmp_path: Path, capsys: pytest.C
     assert f"the training split of {other} is not the one that the run began with" in capsys.readouterr().err
     empty = ["train", "--run", str(tmp_path / "empty"), "--resume", "auto", "--data", str(moved)]
     assert run(empty) == 5
-    assert "every checkpoint of the run is damaged or gone" in capsys.readouterr().err
+    assert "every checkpoint of the run is damaged or missing" in capsys.readouterr().err
     assert run([*again, "--steps", "2", "--data", str(moved)]) == 0
     assert f"the data of the run are at {moved} now" in capsys.readouterr().err
     assert run(again) == 0 and run(["quantize", str(folder)]) == 0
@@ -278,9 +281,9 @@ def specc(*arguments: str, **variables: str) -> list[str]:
 def test_a_prompt_is_utf_8_in_every_locale(trained: tuple[Path, Path]) -> None:
     words = ("generate", str(trained[0]), "--prompt", "\N{SLIGHTLY SMILING FACE}", "--max-tokens", "3")
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    found = [subprocess.run(specc(*words, **more), capture_output=True) for more in (plain, {"PYTHONUTF8": "1"})]
-    assert [done.returncode for done in found] == [0, 0], found[0].stderr.decode()
-    assert found[0].stdout == found[1].stdout and found[0].stdout.startswith("\N{SLIGHTLY SMILING FACE}".encode())
+    results = [subprocess.run(specc(*words, **more), capture_output=True) for more in (plain, {"PYTHONUTF8": "1"})]
+    assert [done.returncode for done in results] == [0, 0], results[0].stderr.decode()
+    assert results[0].stdout == results[1].stdout and results[0].stdout.startswith("\N{SLIGHTLY SMILING FACE}".encode())
 
 
 def test_a_reader_of_generated_text_that_leaves_is_no_error(trained: tuple[Path, Path]) -> None:
@@ -329,8 +332,8 @@ def test_a_terminal_that_closes_pre_empts_training(tmp_path: Path) -> None:
     with training(tmp_path, 100_000, stderr=subprocess.PIPE) as process:
         wait_for(lambda: at_step(tmp_path, 3), process)
         process.send_signal(signal.SIGHUP)
-        _, told = process.communicate(timeout=120)
-    assert process.returncode == 75 and b"pre-empted by SIGHUP" in told and b"saved as" in told
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75 and b"pre-empted by SIGHUP" in errors and b"saved as" in errors
     assert run(["train", "--run", str(tmp_path / "run"), "--resume", "auto", "--steps", "4"]) == 0
 
 
@@ -340,6 +343,6 @@ def test_a_signal_while_torch_is_imported(tmp_path: Path, number: signal.Signals
     with training(tmp_path, 100_000, stderr=subprocess.PIPE) as process:
         wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
         process.send_signal(number)
-        _, told = process.communicate(timeout=120)
-    assert process.returncode == code and b"Traceback" not in told, told.decode()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == code and b"Traceback" not in errors, errors.decode()
     assert not (tmp_path / "run" / "spec.json").exists()

@@ -13,5 +13,5 @@ def test_a_line_a_stage_and_one_each_so_often(
     for done in (1, 2, 4):
         stages("score", done, 4)
     stages("write", 1, 1)
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.splitlines() == ["score ...", *more, "write ..."]
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.splitlines() == ["score ...", *more, "write ..."]

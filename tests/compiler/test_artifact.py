@@ -132,7 +132,7 @@ def test_drift_names_each_file_and_touches_none(tmp_path: Path) -> None:
     (tmp_path / "sm90/__pycache__").mkdir()
     (tmp_path / "sm90/__pycache__/model.cpython-311.pyc").write_bytes(b"cache")
     before = stamps(tmp_path)
-    assert [(found.path, found.state) for found in drift(tmp_path, A)] == [
+    assert [(result.path, result.state) for result in drift(tmp_path, A)] == [
         ("PLAN", "line endings"),
         ("sm90/kernel.py", "missing"),
         ("sm90/model.py", "changed"),
@@ -142,7 +142,7 @@ def test_drift_names_each_file_and_touches_none(tmp_path: Path) -> None:
 
 
 def test_drift_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    assert [found.state for found in drift(tmp_path / "no", A)] == ["missing"] * 4
+    assert [result.state for result in drift(tmp_path / "no", A)] == ["missing"] * 4
     assert not (tmp_path / "no").exists()
 
 
@@ -203,7 +203,7 @@ def test_a_linked_folder_is_not_followed_to_remove(tmp_path: Path) -> None:
     (folder / "sm90").symlink_to(elsewhere, target_is_directory=True)
     write(folder, fileset(PLAN="plan\n"))
     assert (elsewhere / "kernel.py").read_text() == "two\n"
-    with pytest.raises(HandEdited, match="sm90 is a link"):
+    with pytest.raises(HandEdited, match="sm90 is a symbolic link"):
         write(folder, fileset(PLAN="plan\n", sm90__model_py="one\n"), force=True)
     assert on_disk(elsewhere) == {"kernel.py": "two\n"}
 

@@ -100,11 +100,11 @@ def test_a_gate_brings_its_parameter_and_its_lines() -> None:
     pages = dict.fromkeys(("PLAN.md", "manifest.json", "cpu/model.py", "sm90/model.py"), "changed")
     assert {name: state for name, state in states.items() if state == "changed"} == pages
     kernels = {name.rpartition("/")[2].partition("__")[0] for name in states.keys() - pages.keys()}
-    own = {
+    kernels_of = {
         "cpu": ("dgrad_mul_mul", "linear_silu_mul"),
         "sm90": ("dgrad_silu_mul_pre_grad", "linear_silu_mul_pre"),  # where the library writes one product, it is kept
     }
-    assert kernels == {"linear_leaky_relu2", "dgrad_mul", "dgrad_add", *own["cpu"], *own["sm90"]}
+    assert kernels == {"linear_leaky_relu2", "dgrad_mul", "dgrad_add", *kernels_of["cpu"], *kernels_of["sm90"]}
     for target in ("cpu", "sm90"):
         gone, come = lines(files, f"{target}/model.py")
         about = re.compile(r"\b(mlp|up|gate|act|down|slope|pre_x|d_x|\w*dgrad\w*|linear_\w+|silu)\b")
@@ -113,7 +113,7 @@ def test_a_gate_brings_its_parameter_and_its_lines() -> None:
         assert come.count("        self.mlp = weights(up=(E, D), gate=(E, D), down=(D, E), residual=(D,))") == 1
         assert [line for line in come if line.startswith("from .")] == [
             "from .dgrad_add__n512_k1792 import dgrad_add",
-            *(f"from .{kernel}__n1792_k512 import {kernel}" for kernel in own[target]),
+            *(f"from .{kernel}__n1792_k512 import {kernel}" for kernel in kernels_of[target]),
         ]
 
 
@@ -188,13 +188,13 @@ def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     locales, folders = ("C.UTF-8", "POSIX"), (ROOT, tmp_path)
     waiting: list[subprocess.Popen[str]] = []
-    found: set[str] = set()
+    results: set[str] = set()
 
     def collect() -> None:
         process = waiting.pop(0)
         output, errors = process.communicate()
         assert process.returncode == 0, errors
-        found.add(output)
+        results.add(output)
 
     for seed in range(4):
         environment = {
@@ -210,8 +210,8 @@ def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
             collect()
     while waiting:
         collect()
-    assert len(found) == 1
-    assert json.loads(found.pop()).keys() == specs.keys()
+    assert len(results) == 1
+    assert json.loads(results.pop()).keys() == specs.keys()
 
 
 @pytest.fixture
@@ -250,10 +250,10 @@ def test_the_resolved_spec_reads_back() -> None:
 
 def test_one_target_of_several() -> None:
     whole = compile_spec(ROOT / "specs/gpt_mini.yaml")
-    one = compile_spec(ROOT / "specs/gpt_mini.yaml", (), ("cpu",))
-    assert set(one.plans) == {"cpu"}
+    build = compile_spec(ROOT / "specs/gpt_mini.yaml", (), ("cpu",))
+    assert set(build.plans) == {"cpu"}
     same = {name: text for name, text in whole.files.items() if name.startswith("cpu/")}
-    assert {name: text for name, text in one.files.items() if name.startswith("cpu/")} == same
+    assert {name: text for name, text in build.files.items() if name.startswith("cpu/")} == same
 
 
 def test_errors_have_places_where_there_is_a_text() -> None:

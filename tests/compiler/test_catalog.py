@@ -10,7 +10,7 @@ import pytest
 from specc.compiler import blocks, kernels, losses, ops, quant
 from specc.compiler.blocks.parts import Embed, Layer
 from specc.compiler.catalog import catalog, classes, models
-from specc.compiler.ir.graph import Op
+from specc.compiler.ir.op import Op
 from specc.compiler.kernels.kernel import Kernel
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.quant.scheme import Scheme
@@ -42,11 +42,11 @@ ONE = "T{0} = Target('{0}', 'a', 'f32', frozenset(), ())\n"
 
 @pytest.mark.parametrize("package", [(HEAD + ONE.format("x"), HEAD + ONE.format("z") + ONE.format("y"))], indirect=True)
 def test_values_are_found_in_order_of_file_then_of_line(package: ModuleType) -> None:
-    found = catalog(package, Target)
-    assert list(found) == ["z", "y", "x"]
-    assert catalog(package, Target) is found
+    result = catalog(package, Target)
+    assert list(result) == ["z", "y", "x"]
+    assert catalog(package, Target) is result
     with pytest.raises(TypeError):
-        found["w"] = found["x"]  # type: ignore[index]
+        result["w"] = result["x"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,8 @@ def test_the_catalogs_of_specc() -> None:
     }  # type: ignore[union-attr]
     embed = {"Token", "Project", "EmbedNorm", "EmbedPositions", "EmbedScale", "Bigram", "Smear", "SmearByToken"}
     assert {model.__name__ for model in models(blocks, Embed, "kind")} == embed
-    assert {term.__name__ for term in models(losses, LossTerm, "kind")} == {"NextToken", "ZLoss", "AuxiliaryLoss"}
+    terms = {"NextToken", "LaterToken", "ModuleAhead", "ZLoss", "AuxiliaryLoss"}
+    assert {term.__name__ for term in models(losses, LossTerm, "kind")} == terms
     assert set(catalog(kernels, Kernel)) >= {"torch", "torch_epilogue", "linear_triton", "gemm_evt"}
     assert {"round", "gptq", "int8", "none"} == {
         model.model_fields["scheme"].annotation.__args__[0] for model in models(quant, Scheme, "scheme")

@@ -31,7 +31,7 @@ def test_each_pass_changes_what_its_dump_shows() -> None:
 
 def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(pipeline, "verify", lambda programs, after: seen.append(after))
+    monkeypatch.setattr(pipeline, "verify", lambda programs, after, before=None: seen.append(after))
     for form, passes in pipeline.PIPELINES.items():
         seen.clear()
         pipeline.run(POLY, "sm90", form=form)

@@ -27,7 +27,7 @@ APP = sys.modules[ENTRY.load().__module__]
 GOLDEN = os.environ.get("SPECC_GOLDEN") == "1"
 COPIED = ("specs", "generated", "compiler", "templates", "runtime", "cli")
 SMALL_MODEL = "--set model.dim=32 --set model.context=64 --set model.blocks.count=2 --set train.micro_batch=8"
-# What `# tested small` adds to a command.
+# What `# tested with smaller sizes` adds to a command.
 SMALL = {
     "train": f"--target cpu {SMALL_MODEL} --set train.steps=4 --set train.tokens_per_step=1024 "
     "--set train.schedule.warmup_steps=1 --set train.schedule.warmdown_steps=2 --set train.validate_every=0 "

@@ -44,15 +44,15 @@ def opened_at(run: Path) -> OpenedModel:
 
 def counted(work: Callable[[], Any]) -> Nats:
     """The nats of each target by its position, as `work` counts them; it fails where one is counted twice."""
-    found: dict[int, float] = {}
+    results: dict[int, float] = {}
     add = Account.add
 
     def noted(self: Account, batch: Batch, scores: Tensor) -> None:
         for at, nats in zip(
             batch.at[batch.new].tolist(), scores.detach().cpu().double().numpy()[batch.new].tolist(), strict=True
         ):
-            assert at not in found, f"token {at} is scored twice"
-            found[at] = nats
+            assert at not in results, f"token {at} is scored twice"
+            results[at] = nats
         add(self, batch, scores)
 
     Account.add = noted  # type: ignore[method-assign]
@@ -60,8 +60,8 @@ def counted(work: Callable[[], Any]) -> Nats:
         work()
     finally:
         Account.add = add  # type: ignore[method-assign]
-    assert sorted(found) == list(range(1, len(found) + 1))
-    return np.array([found[at] for at in sorted(found)])
+    assert sorted(results) == list(range(1, len(results) + 1))
+    return np.array([results[at] for at in sorted(results)])
 
 
 def adapted(opened: OpenedModel, settings: dict[str, Any], world: World | None = None, **options: Any) -> Adapted:

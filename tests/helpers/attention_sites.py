@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.compiler.ir.graph import Node, Op, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.saved_attention import CausalAttention, CausalAttentionGrad, SeenAttention, SeenAttentionGrad
 from specc.compiler.targets import TARGETS
@@ -43,9 +45,9 @@ def several(value: Any) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-def relative(found: Tensor, exact: Tensor) -> float:
+def relative(result: Tensor, exact: Tensor) -> float:
     """|found - exact| / |exact| in the Frobenius norm; infinite where `found` holds NaN."""
-    error = ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+    error = ((result.double() - exact.double()).norm() / exact.double().norm()).item()
     return error if error == error else float("inf")
 
 

@@ -24,25 +24,27 @@ def compiled(source: Path) -> Path:
     """The library of `source`, beside it."""
     assert COMPILER is not None
     text = source.read_text(encoding="utf-8").replace("#include <cuda_bf16.h>", f'#include "{HEADER}"')
-    text, found = SHARED.subn(r"\1* const \2 = reinterpret_cast<\1*>(memory);", text)
-    assert found == 1
-    made, code = source.with_suffix(".cpp"), source.with_suffix(".cpu.so")
-    made.write_text(without_ptx(text), encoding="utf-8")
+    text, result = SHARED.subn(r"\1* const \2 = reinterpret_cast<\1*>(memory);", text)
+    assert result == 1
+    host_source, code = source.with_suffix(".cpp"), source.with_suffix(".cpu.so")
+    host_source.write_text(without_ptx(text), encoding="utf-8")
     command = [COMPILER, "-std=c++20", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-pthread"]
-    done = subprocess.run([*command, "-shared", "-fPIC", str(made), "-o", str(code)], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "-shared", "-fPIC", str(host_source), "-o", str(code)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return code
 
 
 def without_ptx(text: str) -> str:
     """Each `asm` statement as a call, its operands in their order."""
-    while (found := ASM.search(text)) is not None:
-        end = _closing(text, found.end() - 1)
-        statement = text[found.end() : end]
+    while (match := ASM.search(text)) is not None:
+        end = _closing(text, match.end() - 1)
+        statement = text[match.end() : end]
         operands = []
         for operand in OPERAND.finditer(statement):
             operands.append(statement[operand.end() : _closing(statement, operand.end() - 1)])
-        text = f"{text[: found.start()]}{_called(statement)}({', '.join(operands)}){text[end + 1 :]}"
+        text = f"{text[: match.start()]}{_called(statement)}({', '.join(operands)}){text[end + 1 :]}"
     return text
 
 

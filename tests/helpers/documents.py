@@ -4,8 +4,8 @@
   file of that name.
 - A block of `diff` whose first line is `--- ` and a path changes that file: see `error_cases.patched`.
 - A block of `sh` holds commands, one per line; a backslash continues one. Two spaces and a comment behind a command
-  change its test: `# tested small` adds options that make it quick; with `# needs ...` and `# takes ...` it is parsed
-  and not run.
+  change its test: `# tested with smaller sizes` adds options that make it quick; with `# needs ...` and `# takes ...`
+  it is parsed and not run.
 - A block of `console` holds commands behind `$ `, each followed by its output. A line `...` stands for any lines.
 """
 
@@ -79,7 +79,9 @@ def shell_commands(body: str, first: int) -> Iterator[Command]:
         command, _, comment = entry[1].replace("\\\n", " ").partition("  #")
         comment = comment.strip()
         reason = comment if comment.startswith(("needs ", "takes ")) else ""
-        yield Command(first + body.count("\n", 0, entry.start()), command.strip(), comment == "tested small", reason)
+        yield Command(
+            first + body.count("\n", 0, entry.start()), command.strip(), comment == "tested with smaller sizes", reason
+        )
 
 
 def arguments_of(command: str) -> list[str] | None:

@@ -17,15 +17,15 @@ POINTS = 32
 def expressions(count: int, seed: int, depth: int = 4) -> list[Expr]:
     """`count` expressions that `parse` accepts; every function occurs among a few dozen."""
     rng = random.Random(seed)
-    found: list[Expr] = []
-    while len(found) < count:
+    results: list[Expr] = []
+    while len(results) < count:
         expr = _expression(rng, rng.randint(1, depth))
         try:
             parse(str(expr))
         except ExprError:  # a constant part that is not finite, or too long
             continue
-        found.append(expr)
-    return found
+        results.append(expr)
+    return results
 
 
 def _expression(rng: random.Random, depth: int) -> Expr:
@@ -57,12 +57,12 @@ def _expression(rng: random.Random, depth: int) -> Expr:
 def values(seed: int, *, grad: bool = False) -> dict[str, torch.Tensor]:
     """POINTS float64 values a variable that are exact in float32: most moderate, some near 0, none a kink."""
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    operands = {}
     for name in NAMES:
         size = torch.where(torch.arange(POINTS) % 4 == 0, 0.05, 2.0).double()
         drawn = torch.randn(POINTS, generator=generator, dtype=torch.float64) * size
-        made[name] = drawn.float().double().requires_grad_(grad)
-    return made
+        operands[name] = drawn.float().double().requires_grad_(grad)
+    return operands
 
 
 def defined(expr: Expr, at: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -8,19 +8,24 @@ import torch
 from kernel_sites import DTYPES, GUARD
 from torch import Tensor
 
-from specc.compiler.ir.graph import Dim, Node, TensorType
+from specc.compiler.expr import reread, torch_value
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.norm_rope import HeadRotation, NormRope, NormRopeGrad
 from specc.compiler.targets import TARGETS
 
-# eps, gain, and whether neighbors are pairs
+# eps, gain, whether neighbors are pairs, and the weight
 PARTS = {
-    "norm_gain": (1e-6, True, False),
-    "norm": (1e-6, False, False),
-    "gain": (None, True, False),
-    "bare": (None, False, False),
-    "norm_neighbors_gain": (1e-6, True, True),
-    "neighbors": (None, False, True),
+    "norm_gain": (1e-6, True, False, ""),
+    "norm": (1e-6, False, False, ""),
+    "gain": (None, True, False, ""),
+    "bare": (None, False, False, ""),
+    "norm_neighbors_gain": (1e-6, True, True, ""),
+    "neighbors": (None, False, True, ""),
+    "weight": (1e-6, False, False, "w"),
+    "weight_add_gain": (1e-6, True, False, "1 + w"),
+    "weight_exp_neighbors": (1e-6, False, True, "exp(w)"),
 }
 # Heads, channels and pairs that turn: a part or all of them, one of them, sizes that no tile has.
 SHAPES = {
@@ -44,10 +49,11 @@ def head_site(
 ) -> Site:
     """A site of NormRope, or of its gradient; the last of `rows` is T."""
     heads, channels, pairs = sizes
-    usual, gain, neighbors = PARTS[parts]
-    op = (NormRopeGrad if backward else NormRope)(eps or usual, gain, neighbors)
+    usual, gain, neighbors, weight = PARTS[parts]
+    op = (NormRopeGrad if backward else NormRope)(eps or usual, gain, neighbors, weight)
     x, angle = TensorType((*rows, heads, channels), dtype), TensorType((rows[-1], pairs), "f32")
-    types = [x, angle, angle, *([TensorType((heads, 1), dtype)] if gain else [])]
+    types = [x, angle, angle, *([TensorType((channels,), dtype)] if weight else [])]
+    types += [TensorType((heads, 1), dtype)] if gain else []
     if isinstance(op, NormRopeGrad):
         types = [x, *(types if op.reads_x else types[1:])]
     path = "attention.q.rope.grad" if backward else "attention.q.rope"
@@ -68,23 +74,23 @@ def head_inputs(site: Site, b: int, t: int, seed: int, device: str = "cpu", apar
     """Random inputs; the angles are real ones. With `apart`, x is a part of a tensor whose tokens have that many
     more elements."""
     generator = torch.Generator(device).manual_seed(seed)
-    op, made = op_of(site), []
+    op, tensors = op_of(site), []
     backward = isinstance(op, NormRopeGrad)
     x_at = 1 if isinstance(op, NormRopeGrad) and op.reads_x else None if backward else 0
-    angle_at = site.node.op.arity - op.gain - 2
+    angle_at = site.node.op.arity - len(op.learned) - 2
     for i, type in enumerate(site.inputs):
         shape = sized(type, b, t)
         if i in (angle_at, angle_at + 1):
             place = torch.arange(t, device=device)[:, None] * 0.7 ** torch.arange(shape[-1], device=device)
-            made.append(place.cos() if i == angle_at else place.sin())
+            tensors.append(place.cos() if i == angle_at else place.sin())
             continue
         if i == x_at and apart:
             h, c = shape[-2:]
             wide = torch.randn(*shape[:-2], h * c + apart, generator=generator, device=device).to(DTYPES[type.dtype])
-            made.append(wide[..., : h * c].unflatten(-1, (h, c)))
+            tensors.append(wide[..., : h * c].unflatten(-1, (h, c)))
             continue
-        made.append(torch.randn(shape, generator=generator, device=device).to(DTYPES[type.dtype]))
-    return made
+        tensors.append(torch.randn(shape, generator=generator, device=device).to(DTYPES[type.dtype]))
+    return tensors
 
 
 def several(value: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -102,18 +108,37 @@ def eager(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def columns(site: Site, module: ModuleType, b: int, t: int) -> list[int]:
-    """The width of what the kernel itself writes: heads, and what each program has of the gain's gradient."""
+    """The width of what the kernel itself writes: heads, and what each program has of the gradients of weight and
+    gain."""
     channels = site.node.type.width
     assert isinstance(channels, int)
-    programs = math.prod(module.grid_of(b * t, t))
-    return [channels, programs] if len(site.node.types) > 1 else [channels]
+    widths = {"weight": channels, "gain": math.prod(module.grid_of(b * t, t))}
+    return [channels, *(widths[name] for name in op_of(site).learned if len(site.node.types) > 1)]
+
+
+def totals(site: Site, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, from what the kernel itself writes, as matrices of the widths above."""
+    first, *parts = results
+    learned = op_of(site).learned
+    outputs = [first]
+    for name, part, value in zip(learned[: len(parts)], parts, inputs[len(inputs) - len(learned) :], strict=False):
+        if name == "gain":
+            outputs.append(part.sum(1, keepdim=True))
+            continue
+        w = value.detach().to(part.dtype).requires_grad_()
+        (slope,) = torch.autograd.grad(torch_value(reread(op_of(site).weight), {"w": w}).sum(), w)
+        outputs.append(part.sum(0) * slope)
+    return outputs
 
 
 def buffers(site: Site, module: ModuleType, b: int, t: int, device: str = "cpu") -> list[Tensor]:
     """Memory full of NaN for what the kernel writes, with a guard on either side."""
     counts = [math.prod(sized(site.node.type, b, t))]
-    counts += [module.H * width for width in columns(site, module, b, t)[1:]]
-    dtypes = [DTYPES[site.node.type.dtype], torch.float32]
+    programs = math.prod(module.grid_of(b * t, t))
+    rows = {"weight": programs, "gain": module.H}
+    widths = columns(site, module, b, t)[1:]
+    counts += [rows[name] * width for name, width in zip(op_of(site).learned, widths, strict=False)]
+    dtypes = [DTYPES[site.node.type.dtype], torch.float32, torch.float32]
     return [
         torch.full((count + 2 * GUARD,), torch.nan, dtype=dtype, device=device)
         for count, dtype in zip(counts, dtypes, strict=False)

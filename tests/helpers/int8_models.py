@@ -117,7 +117,7 @@ def data_of(model: Mapping[str, Any], quant: Mapping[str, Any] | None = None, **
 
 
 @dataclass(frozen=True)
-class Made:
+class Int8Models:
     """A model in floats, the same from the values that its codes stand for, and in int8."""
 
     spec: Spec
@@ -132,16 +132,16 @@ class Made:
 def lines(seed: int, rows: int = 6, window: int = 30) -> tuple[Tensor, Tensor]:
     """Random sources and targets, stopped and padded."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    results = []
     for _ in range(2):
         ids = torch.randint(3, 31, (rows, window), generator=generator)
         ends = torch.randint(2, 12, (rows, 1), generator=generator)
         places = torch.arange(window)
-        found.append(torch.where(places < ends, ids, torch.where(places == ends, 2, 0)))
-    return found[0], found[1]
+        results.append(torch.where(places < ends, ids, torch.where(places == ends, 2, 0)))
+    return results[0], results[1]
 
 
-def made(spec: Spec, seed: int = 0, uneven: float = 0.0, target: str = "cpu") -> Made:
+def quantized_model(spec: Spec, seed: int = 0, uneven: float = 0.0, target: str = "cpu") -> Int8Models:
     """With `uneven`, embedded features differ in size by e to the power of that many standard deviations."""
     programs = pipeline.lower(spec, "cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -157,7 +157,7 @@ def made(spec: Spec, seed: int = 0, uneven: float = 0.0, target: str = "cpu") ->
     ranges = input_ranges(programs, sources, batches, weights)
     stored = Quantizer(weights, inputs=IntegerInputs(sources, ranges)).model(schemes)
     final = resolved(spec, schemes)
-    return Made(
+    return Int8Models(
         final,
         weights,
         sources,

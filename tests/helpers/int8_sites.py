@@ -10,7 +10,8 @@ from torch import Tensor
 
 from specc.compiler.build import kernel_files
 from specc.compiler.expr import reread, torch_value
-from specc.compiler.ir.graph import Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Kernel, Site
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear
@@ -57,7 +58,7 @@ def operands(site: Site, rows: tuple[int, ...], seed: int, device: str = "cpu") 
     """Random codes, offsets and operands, of sizes that leave no sum at zero."""
     generator = torch.Generator().manual_seed(seed)
     n, k = site.node.op.extent(site.inputs[1])  # type: ignore[attr-defined]
-    found = [
+    results = [
         torch.randint(-127, 128, (*rows, k), generator=generator, dtype=torch.int8),
         torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8),
         torch.randint(-(2**20), 2**20, (n,), generator=generator, dtype=torch.int32),
@@ -69,8 +70,8 @@ def operands(site: Site, rows: tuple[int, ...], seed: int, device: str = "cpu") 
             value = value.abs() * 1e-5 + 1e-6
         elif name == "inverse":
             value = value.abs() * 20 + 1
-        found.append(value.to(DTYPES[type.dtype]))
-    return [tensor.to(device) for tensor in found]
+        results.append(value.to(DTYPES[type.dtype]))
+    return [tensor.to(device) for tensor in results]
 
 
 def exact(site: Site, given: list[Tensor]) -> Tensor:
@@ -99,15 +100,15 @@ def imported(kernel: Kernel, site: Site, folder: Path) -> ModuleType:
     return import_file(folder, kernel.render(site).module)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(result: Tensor, wanted: Tensor) -> None:
     """Codes are the nearest, but where the exact value lies between two; floats as near as their dtype is."""
-    found = found.cpu()
-    if found.dtype == torch.int8:
+    result = result.cpu()
+    if result.dtype == torch.int8:
         wanted = wanted.clamp(-127, 127)
-        assert bool(((found.double() - wanted).abs() <= 0.5 + 1e-3).all())
+        assert bool(((result.double() - wanted).abs() <= 0.5 + 1e-3).all())
         return
-    loose = {torch.float32: 2e-5, torch.bfloat16: 8e-3}[found.dtype]
-    torch.testing.assert_close(found.double(), wanted, rtol=loose, atol=loose)
+    loose = {torch.float32: 2e-5, torch.bfloat16: 8e-3}[result.dtype]
+    torch.testing.assert_close(result.double(), wanted, rtol=loose, atol=loose)
 
 
 def here() -> str:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specc.compiler.build import kernel_files
 from specc.compiler.expr import parse, torch_value
-from specc.compiler.ir.graph import Dim, Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.ops.linear import Dgrad, Linear, Product
 from specc.compiler.ops.pointwise import Pointwise
@@ -263,4 +264,16 @@ def interpret(folder: Path, runs: list[Any]) -> list[Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[Any] = torch.load(folder / "out.pt")
+    return results
+
+
+def library_outputs(folder: Path, runs: list[Any]) -> list[list[Tensor]]:
+    """Runs generated files that call a library's attention, in a separate process. Returns the outputs of each run."""
+    torch.save(runs, folder / "runs.pt")
+    command = [sys.executable, str(Path(__file__).with_name("run_flash.py")), str(folder)]
+    command += [str(folder / "runs.pt"), str(folder / "results.pt")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: list[list[Tensor]] = torch.load(folder / "results.pt")
     return results

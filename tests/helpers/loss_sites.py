@@ -7,14 +7,24 @@ import torch
 from kernel_sites import DTYPES, GUARD
 from torch import Tensor
 
-from specc.compiler.ir.graph import Dim, Node, TensorType
+from specc.compiler.expr import reread, torch_value
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.targets import TARGETS
 
 CAP = "30 * tanh(z / 30)"
 WEIGHTED = "next_weight * nats + z_weight * lse ** 2"
-WEIGHTS = {"next_weight": 0.75, "z_weight": 0.03}
+LATER = "later_2_weight * nats_2 + later_3_weight * nats_3"
+WEIGHTS = {"next_weight": 0.75, "z_weight": 0.03, "later_2_weight": 0.5, "later_3_weight": 0.25}
+# The loss of a token, the names of its weights, and those of its further targets.
+TERMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "": ("nats", (), ()),
+    "weighted": (WEIGHTED, ("next_weight", "z_weight"), ()),
+    "later": (f"nats + {LATER}", ("later_2_weight", "later_3_weight"), ("2", "3")),
+    "all": (f"{WEIGHTED} + {LATER}", tuple(WEIGHTS), ("2", "3")),
+}
 FUNCTIONS = {"plain": "z", "capped": CAP, "scaled": "0.5 * z", "odd": "where(z > 1, 2 * z - 1, z)"}
 
 
@@ -26,14 +36,14 @@ def loss_site(
     target: str = "sm90",
     dtype: str = "bf16",
     rows: tuple[Dim, ...] = ("T",),
-    weighted: bool = False,
+    terms: str = "",
 ) -> Site:
-    """A site of logits of `width` columns, by default the vocabulary's; `weighted` with a z-loss."""
-    terms = (WEIGHTED, tuple(WEIGHTS)) if weighted else ("nats", ())
-    op = SoftmaxLoss(vocab, reduction, f, *terms)  # type: ignore[arg-type]
-    types = (TensorType((*rows, width or vocab), dtype), TensorType(rows, "i64"))
+    """A site of logits of `width` columns, by default the vocabulary's, and a loss of TERMS."""
+    per_token, weights, further = TERMS[terms]
+    op = SoftmaxLoss(vocab, reduction, f, per_token, weights, further=further)  # type: ignore[arg-type]
+    types = (TensorType((*rows, width or vocab), dtype), *(TensorType(rows, "i64") for _ in op.targets))
     types += tuple(TensorType((), "f32") for _ in op.weights)
-    inputs = ("logits", "targets", *op.weights)
+    inputs = ("logits", *op.targets, *op.weights)
     node = Node("head.loss", op, inputs, op.infer(types), None, ("head.loss", "head.softcap"))
     return Site(node, types, TARGETS[target], "head.loss + softcap", "sample")
 
@@ -53,20 +63,24 @@ def loss_inputs(site: Site, m: int, seed: int, device: str = "cpu", spread: floa
     targets = torch.randint(op.vocab, (m,), generator=generator, device=device)
     for i, target in enumerate((0, op.vocab - 1)):
         targets[i : i + 1] = target
+    further = [torch.randint(-op.vocab // 3, op.vocab, (m,), generator=generator, device=device) for _ in op.further]
+    for i, ahead in enumerate(further):
+        ahead.clamp_(min=-1)  # some tokens have no such target
+        ahead[i::3] = targets[i::3]  # and for some it is that of the next token
     weights = [torch.tensor(WEIGHTS[name], device=device) for name in op.weights]
-    return [logits.to(DTYPES[site.inputs[0].dtype]), targets, *weights]
+    return [logits.to(DTYPES[site.inputs[0].dtype]), targets, *further, *weights]
 
 
 def expected(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Nats of each row, and with the mean its gradient, in float64."""
     op = op_of(site)
-    logits, targets, *weights = inputs[0].double(), *inputs[1:]
-    weights = [weight.double() for weight in weights]
-    nats = replace(op, reduction="none").reference(logits, targets, *weights)
+    logits, targets, *others = inputs[0].double(), *inputs[1:]
+    others = [value.double() if value.is_floating_point() else value for value in others]
+    nats = replace(op, reduction="none").reference(logits, targets, *others)
     assert isinstance(nats, Tensor)
     if op.reduction == "none":
         return [nats]
-    loss, grad = op.reference(logits, targets, *weights)
+    loss, grad = op.reference(logits, targets, *others)
     torch.testing.assert_close(loss, nats.mean())
     return [nats, grad]
 
@@ -77,7 +91,11 @@ def eager(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
     logits = inputs[0].detach().clone().requires_grad_()
     z = logits[:, : op.vocab].float()
     f = {"z": z, CAP: 30 * torch.tanh(z / 30)}[op.f]
-    nats = torch.nn.functional.cross_entropy(f, inputs[1], reduction="none")
+    values = {"lse": f.logsumexp(-1), **dict(zip(op.weights, inputs[1 + len(op.targets) :], strict=True))}
+    for name, targets in zip(("nats", *(f"nats_{n}" for n in op.further)), inputs[1:], strict=False):
+        words = {"ignore_index": -1, "reduction": "none"}
+        values[name] = torch.nn.functional.cross_entropy(f, targets, **words)  # type: ignore[arg-type]
+    nats = torch_value(reread(op.per_token), values)
     if op.reduction == "none":
         return [nats.detach()]
     (grad,) = torch.autograd.grad(nats.mean(), logits)

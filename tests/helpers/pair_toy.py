@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specc.compiler.blocks.init import constant
+from specc.compiler.programs.init import constant
 from specc.compiler.programs.programs import Parameter
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.data.lines.loader import FixedSet, PairLoader
@@ -16,8 +16,7 @@ from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.distributed.world import World
 from specc.runtime.train.sources.feed import Forced
 from specc.runtime.train.sources.micro_batches import micro_batches
-from specc.runtime.train.trainable_model import TrainableModel
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import TrainableModel, Trainer
 
 CPU = torch.device("cpu")
 TOKENS = CharTokenizer(SYMBOLS)

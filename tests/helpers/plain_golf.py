@@ -134,10 +134,10 @@ class PlainBlock(nn.Module):
             scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), float("-inf"))
             if p.documents:
                 scores = scores.masked_fill(self.document.unsqueeze(2) != self.document.unsqueeze(1), float("-inf"))
-            own = v[:, :, group]
-            y = scores.softmax(-1) @ own
+            value = v[:, :, group]
+            y = scores.softmax(-1) @ value
             if self.layer in p.xsa:
-                unit = own / own.norm(dim=-1, keepdim=True)
+                unit = value / value.norm(dim=-1, keepdim=True)
                 y = y - (y * unit).sum(-1, keepdim=True) * unit
             heads.append(y)
         y = torch.stack(heads, 2)
@@ -174,27 +174,27 @@ class PlainGolf(nn.Module):
 
     def bucket(self, ids: Tensor) -> Tensor:
         """Of each token, one by one."""
-        found = torch.empty_like(ids)
+        result = torch.empty_like(ids)
         for row in range(ids.shape[0]):
-            found[row, 0] = self.p.buckets - 1
+            result[row, 0] = self.p.buckets - 1
             for t in range(1, ids.shape[1]):
                 if self.p.documents and int(ids[row, t]) == self.p.bos:
-                    found[row, t] = self.p.buckets - 1
+                    result[row, t] = self.p.buckets - 1
                     continue
                 mixed = (36313 * int(ids[row, t])) ^ (27191 * int(ids[row, t - 1]))
-                found[row, t] = mixed % (self.p.buckets - 1)
-        return found
+                result[row, t] = mixed % (self.p.buckets - 1)
+        return result
 
     def smeared(self, x: Tensor, ids: Tensor) -> Tensor:
         p = self.p
         before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
         mark = p.bos if p.documents else p.smear_bos
-        kept = torch.ones_like(ids) if mark is None else (ids != mark).long()
+        open = torch.ones_like(ids) if mark is None else (ids != mark).long()
         if p.smear == "lerp":
             g = torch.sigmoid(self.smear)
-            return (1 - g) * x + g * before * kept.unsqueeze(-1)
+            return (1 - g) * x + g * before * open.unsqueeze(-1)
         g = self.smear_lambda * torch.sigmoid(self.smear_gate(x[..., :3]))
-        return x + g * before * kept.unsqueeze(-1)
+        return x + g * before * open.unsqueeze(-1)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         p = self.p
@@ -299,18 +299,18 @@ def place(name: str, count: int) -> Place:
 
 def at(values: Mapping[str, Tensor], where: Place, shape: torch.Size) -> Tensor:
     """A value of the plain model in the shape that the generated one has."""
-    found = values[where.name]
-    return (found if where.row is None else found[where.row]).reshape(shape)
+    result = values[where.name]
+    return (result if where.row is None else result[where.row]).reshape(shape)
 
 
 def copied(p: Plain, parameters: Mapping[str, Tensor]) -> PlainGolf:
     """The plain model with the values of a generated one; every weight of either is one of the other's."""
     model = PlainGolf(p)
-    own = dict(model.named_parameters())
+    parameters_by_name = dict(model.named_parameters())
     filled = 0
     with torch.no_grad():
         for name, value in parameters.items():
-            at(own, place(name, p.count), value.shape).copy_(value)
+            at(parameters_by_name, place(name, p.count), value.shape).copy_(value)
             filled += value.numel()
-    assert filled == sum(value.numel() for value in own.values())
+    assert filled == sum(value.numel() for value in parameters_by_name.values())
     return model

@@ -49,6 +49,15 @@ VARIANTS = {
     ),
     "no fusion": ("fuse=[]",),
 }
+# Experts, with biases that choose them and losses of their load.
+EXPERTS = (
+    "model.blocks.layers.1={kind: moe, name: mlp, experts: 4, top_k: 2, hidden: 24, shared_experts: 1, "
+    "act: silu(gate) * x, router: {score: sigmoid, bias: true, normalize: true}}",
+    'fuse=[{"blocks.*.attention": [q.norm, q.rope, q.gain]}, {head: [logits, softcap, loss]}]',
+    "train.optimizers=[{kind: sign, match: blocks.*.router_bias, lr: 0.01}, "
+    '{kind: muon, match: "blocks.*.{q,k,v,out,up,gate,down}", lr: 0.02}, {kind: adamw, match: "*", lr: 0.01}]',
+    'quant.rules.1.match="*.{residual,q_gain,router,router_bias}"',
+)
 WORDS = ("the", "of", "model", "spec", "kernel", "a", "tile", "byte", "Größe", "→")
 
 
@@ -76,8 +85,8 @@ def random_weights(spec: Spec, seed: int = 0) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for param in pipeline.lower(spec, "cpu").params:
         values = torch.randn(param.shape, generator=generator)
-        is_matrix = len(param.shape) == 2 and param.shape[1] > 1
-        weights[param.name] = values * param.shape[1] ** -0.5 if is_matrix else 1 + 0.2 * values
+        is_matrix = len(param.shape) > 1 and param.shape[-1] > 1
+        weights[param.name] = values * param.shape[-1] ** -0.5 if is_matrix else 1 + 0.2 * values
     return weights
 
 

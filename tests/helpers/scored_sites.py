@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specc.compiler.expr.mask import bound_mask
 from specc.compiler.expr.score import bound_score
-from specc.compiler.ir.graph import Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.attention.score_tile import ScoreGradTile, ScoreTile
 from specc.compiler.kernels.attention.scored import SCORED, SCORED_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site

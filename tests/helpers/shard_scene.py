@@ -30,17 +30,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "newton_schulz": {},
     "polar_express": {"method": "polar_express", "equalize_rows": True},
     "turbo": {"method": "turbo", "nesterov": False},
-    "normuon": {"method": "polar_express", "second_moment": 0.9},
+    "normuon": {"method": "polar_express", "second_moment": 0.9, "every": 2},
+    "soap": {"kind": "soap", "basis_every": 3, "cautious_decay": True},
 }
 STEPS = 5
 
 
 def specs(**settings: Any) -> tuple[OptimizerSpec, ...]:
-    muon = {"kind": "muon", "match": "{up,down,square}*", "lr": 0.1, "weight_decay": 0.1, **settings}
+    matrices = {"kind": "muon", "match": "{up,down,square}*", "lr": 0.1, "weight_decay": 0.1, **settings}
     momentum = {"at": ((0, 0.5), (3, 0.9)), "by": "step"}
     decay = {"at": ((0, 0.2), (0.4, 0.2), (1, 0.1))}
-    adamw = {"kind": "adamw", "match": "*", "lr": 0.05, "weight_decay": decay}
-    entries = ({**muon, "momentum": momentum}, adamw)
+    if matrices["kind"] == "muon":
+        matrices["momentum"] = momentum
+    adamw = {"kind": "adamw", "match": "table", "lr": 0.05, "weight_decay": decay, "every": 2}
+    entries = (matrices, adamw, {"kind": "lion", "match": "*", "lr": 0.05, "cautious_decay": True, "weight_decay": 1.0})
     return TrainSpec.model_validate({"tokens_per_step": 8, "steps": STEPS, "optimizers": entries}).optimizers
 
 
@@ -54,7 +57,7 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
 
 
-def made(world: World, settings: dict[str, Any], dtype: torch.dtype) -> tuple[Masters, Optimizers]:
+def optimizers_of(world: World, settings: dict[str, Any], dtype: torch.dtype) -> tuple[Masters, Optimizers]:
     apart = sharded_parameters(SHAPES, specs(**settings)) if world.size > 1 else frozenset[str]()
     masters = Masters(model().to(world.device), dict.fromkeys(SHAPES, dtype), apart)
     return masters, Optimizers(masters.tensors, specs(**settings), world)
@@ -69,24 +72,24 @@ def advance(masters: Masters, optimizers: Optimizers, world: World, step: int, r
         masters.collect()
     norm = masters.finish(len(ranks), 1.5, optimizers.banks, world)
     optimizers.set(Moment(1 / (step + 1), done=step / STEPS, step=step))
-    optimizers.update()
+    optimizers.update(optimizers.work(step))
     masters.refresh()
     return float(norm)
 
 
 def scene(world: World, settings: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     lone = World.alone().on(world.device)
-    shared, alone = made(world, settings, dtype), made(lone, settings, dtype)
+    shared, alone = optimizers_of(world, settings, dtype), optimizers_of(lone, settings, dtype)
     norms = []
     for step in range(STEPS):
         if step == 3:  # all state by way of one rank, as in a checkpoint, into new optimizers
             shared[1].gather()
-            kept = {name: tensor.cpu().clone() for name, tensor in shared[1].state().items()}
+            state_of_first = {name: tensor.cpu().clone() for name, tensor in shared[1].state().items()}
             weights = {name: master.detach().clone() for name, master in shared[0].tensors.items()}
-            kept = world.first(lambda kept=kept: kept)  # type: ignore[misc]
-            shared = made(world, settings, dtype)
+            state_of_first = world.first(lambda state_of_first=state_of_first: state_of_first)  # type: ignore[misc]
+            shared = optimizers_of(world, settings, dtype)
             shared[0].restore(weights)
-            shared[1].restore(kept)
+            shared[1].restore(state_of_first)
         ours = advance(*shared, world, step, range(world.rank, world.rank + 1))
         theirs = advance(*alone, lone, step, range(world.size))
         norms.append(abs(ours / theirs - 1))
@@ -108,12 +111,12 @@ def scene(world: World, settings: dict[str, Any], dtype: torch.dtype) -> dict[st
 def main(device: str) -> None:
     with joined() as joined_world:
         world = joined_world.on(torch.device(device))
-        found = {
+        results = {
             f"{name} {dtype}": scene(world, settings, dtype)
             for name, settings in VARIANTS.items()
             for dtype in (torch.float32, torch.bfloat16)
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)
         world.wait()
 
 

@@ -8,7 +8,8 @@ import kernel_sites
 import torch
 from torch import Tensor
 
-from specc.compiler.ir.graph import Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Kernel, Site
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import padded
@@ -53,7 +54,7 @@ def operands(site: Site, rows: int, seed: int, device: str = "cpu", apart: int =
     h[:, ::3] = (h[:, ::3] * 16).round() / 32
     w = torch.randint(-127, 128, (4 * size, k), generator=generator, dtype=torch.int8)
     w[:, size:] = 0
-    found = [
+    results = [
         h.to(state)[:, :size],
         torch.randn(rows, size + apart, generator=generator).to(state)[:, :size],
         torch.randn(rows, 4 * size, generator=generator),
@@ -63,8 +64,8 @@ def operands(site: Site, rows: int, seed: int, device: str = "cpu", apart: int =
         inverse,
     ]
     if device == "cpu":
-        return found
-    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in found]
+        return results
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in results]
 
 
 def exact(given: list[Tensor], bits: int = 8) -> list[Tensor]:
@@ -89,7 +90,7 @@ def imported(kernel: Kernel, site: Site, folder: Path) -> ModuleType:
     return kernel_sites.imported(kernel, site, folder)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(result: Tensor, wanted: Tensor) -> None:
     """As near as the dtype is."""
-    loose = {torch.float32: 4e-6, torch.bfloat16: 4e-3}[found.dtype]
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=loose, atol=loose)
+    loose = {torch.float32: 4e-6, torch.bfloat16: 4e-3}[result.dtype]
+    torch.testing.assert_close(result.cpu().double(), wanted, rtol=loose, atol=loose)

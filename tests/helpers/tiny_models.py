@@ -87,11 +87,11 @@ def float64() -> Iterator[None]:
 def random_params(programs: Programs, seed: int) -> dict[str, Tensor]:
     """A float64 value for every parameter that leaves no path at zero."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    results = {}
     for param in programs.params:
         spread = 1.0 if len(param.shape) < 2 else param.shape[-1] ** -0.5
-        found[param.name] = spread * torch.randn(param.shape, generator=generator, dtype=torch.float64)
-    return found
+        results[param.name] = spread * torch.randn(param.shape, generator=generator, dtype=torch.float64)
+    return results
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specc.compiler.blocks.init import constant
+from specc.compiler.programs.init import constant
 from specc.compiler.programs.programs import Parameter
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
@@ -18,8 +18,7 @@ from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.log import Step
 from specc.runtime.train.sources.feed import Windows
-from specc.runtime.train.trainable_model import TrainableModel
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import TrainableModel, Trainer
 
 WINDOW = 8
 SHAPES = {"embed": (257, 8), "blocks.up": (16, 8), "blocks.down": (8, 16), "blocks.gain": (8,)}

@@ -37,15 +37,15 @@ TRAIN = train_spec(tokens_per_step=8 * 8, validate_every=7)
 def loop(folder: Path, name: str, world: World, train: TrainSpec, **more: Any) -> TrainResult:
     run = Run(folder / name, gpt_mini(), "cpu", "text")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    one = trainer(folder, train, more.get("model", Toy(noise=0.0)), world=world)
+    run_trainer = trainer(folder, train, more.get("model", Toy(noise=0.0)), world=world)
     log: RunLog | Silence = RunLog(run.log) if world.rank == 0 else Silence()
     validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 500)
     watch = Watch(more.get("hook"))
     try:
         reporter, save = Reporter(log, watch, lambda text: None), partial(checkpoint.save, run.checkpoints)
-        return Loop(run, one, validation, reporter, more.get("limits", Limits()), save).run()
+        return Loop(run, run_trainer, validation, reporter, more.get("limits", Limits()), save).run()
     finally:
-        one.loader.close()
+        run_trainer.loader.close()
 
 
 def calls(folder: Path, world: World) -> dict[str, Any]:
@@ -67,25 +67,31 @@ def calls(folder: Path, world: World) -> dict[str, Any]:
 def gradients(folder: Path, world: World) -> dict[str, Any]:
     """The loss and norm of the first of four steps, and the weights and the optimizers' state after the last, summed in
     float64."""
-    one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
-    steps = [step for _ in range(4) for step in one.advance()]
-    one.require_same()
-    one.gather()
-    one.loader.close()
-    detached = {name: tensor.detach() for name, tensor in {**one.masters.tensors, **one.optimizers.state()}.items()}
-    sums = {name: [float(one.double().norm()), float(one.double().sum())] for name, one in detached.items()}
+    trainer_of_rank = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
+    steps = [step for _ in range(4) for step in trainer_of_rank.advance()]
+    trainer_of_rank.require_same()
+    trainer_of_rank.gather()
+    trainer_of_rank.loader.close()
+    detached = {
+        name: tensor.detach()
+        for name, tensor in {**trainer_of_rank.masters.tensors, **trainer_of_rank.optimizers.state()}.items()
+    }
+    sums = {
+        name: [float(trainer_of_rank.double().norm()), float(trainer_of_rank.double().sum())]
+        for name, trainer_of_rank in detached.items()
+    }
     losses, norms = [step.loss for step in steps], [step.grad_norm for step in steps]
-    return {"micro_batches": one.micro_batches, "losses": losses, "norms": norms, "sums": sums}
+    return {"micro_batches": trainer_of_rank.micro_batches, "losses": losses, "norms": norms, "sums": sums}
 
 
 def scores(folder: Path, world: World) -> dict[str, Any]:
     """Validation of a part that does not divide evenly."""
-    one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
-    found = []
+    trainer_of_rank = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
+    results = []
     for tokens in (500, 3):
-        result = one.evaluate(Validation(stream(folder, "val"), ByteTokenizer(), 4, tokens))
-        found.append([result.nats, result.tokens, result.piece_bytes])
-    return {"scores": found}
+        result = trainer_of_rank.evaluate(Validation(stream(folder, "val"), ByteTokenizer(), 4, tokens))
+        results.append([result.nats, result.tokens, result.piece_bytes])
+    return {"scores": results}
 
 
 def clocks(folder: Path, world: World) -> dict[str, Any]:
@@ -119,7 +125,7 @@ def ends(folder: Path, world: World) -> dict[str, Any]:
 
 def stops(folder: Path, world: World) -> dict[str, Any]:
     """A signal to rank 1 alone, between steps and within validation."""
-    found = []
+    results = []
     model = Toy(noise=0.0)
     score = model.score
 
@@ -141,8 +147,8 @@ def stops(folder: Path, world: World) -> dict[str, Any]:
             loop(folder, name, world, TRAIN, hook=between, model=model)
         except Preempted as stop:
             newest = latest(folder / name / "checkpoints", print)
-            found.append([newest.name if newest else None, stop.hint])
-    return {"stops": found}
+            results.append([newest.name if newest else None, stop.hint])
+    return {"stops": results}
 
 
 def reports(folder: Path, world: World) -> dict[str, Any]:
@@ -162,14 +168,14 @@ def reports(folder: Path, world: World) -> dict[str, Any]:
 
 def differs(folder: Path, world: World) -> dict[str, Any]:
     """One weight of rank 1 is another by its last bit."""
-    one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
-    one.require_same()
+    trainer_of_rank = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
+    trainer_of_rank.require_same()
     if world.rank == 1:
         with torch.no_grad():
-            bits = one.masters.tensors["blocks.up"].view(torch.int32)
+            bits = trainer_of_rank.masters.tensors["blocks.up"].view(torch.int32)
             bits[3, 5] += 1
     try:
-        one.require_same()
+        trainer_of_rank.require_same()
     except RunFailure as failure:
         return {"differs": failure.message}
     return {}
@@ -187,11 +193,11 @@ def turn() -> None:
 def main(folder: Path) -> None:
     stream(folder)
     with joined() as world:
-        found = {}
+        results = {}
         for scene in SCENES:
-            found[scene.__name__] = scene(folder, world)
+            results[scene.__name__] = scene(folder, world)
             world.wait()
-        print(json.dumps(found), flush=True)
+        print(json.dumps(results), flush=True)
         if world.rank == 1:
             raise IntegrityError("the disk of this host is damaged")
         world.wait()

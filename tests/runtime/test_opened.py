@@ -13,6 +13,7 @@ from run_samples import add_checkpoint, make_run, random_weights, small_spec, wr
 
 import specc.runtime
 from specc.compiler.build import canonical
+from specc.compiler.errors import SpecError
 from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.artifact import ArtifactContents, peek_spec, read_artifact, write_artifact
 from specc.runtime.artifact.deployment import Deployment, deployment_of
@@ -28,9 +29,9 @@ from specc.runtime.storage.run_directory import Run, RunDirectoryError
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("opened")
-    made = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
-    quantize(made.directory, QuantizeOptions(cache=folder / "cache", max_tokens=200), lambda _: None)
-    return made
+    trained = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+    quantize(trained.directory, QuantizeOptions(cache=folder / "cache", max_tokens=200), lambda _: None)
+    return trained
 
 
 @pytest.fixture
@@ -76,11 +77,11 @@ def test_an_artifact_of_older_weights_says_so(run: Run, artifact: Path, tmp_path
     assert asked() == []
     add_checkpoint(Run.open(folder), seed=5, step=8)
     newest = folder / "checkpoints" / "step_00000008"
-    assert asked() == [f"the artifact is of step 3, and {newest} is newer; one of that: specc quantize {folder}"] * 2
+    assert asked() == [f"the artifact is of step 3, but {newest} is newer; to quantize it: specc quantize {folder}"] * 2
     shutil.rmtree(folder / "checkpoints")
     assert asked() == []
     (folder / "quantized/report.json").write_text("{}")
-    assert len(asked()) == 2 and all("is not known" in line for line in said)
+    assert len(asked()) == 2 and all("is unknown" in line for line in said)
     size(artifact, say=said.append)
     assert len(said) == 2
 
@@ -156,7 +157,7 @@ def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError) as caught:
             open_model(path)
         assert caught.value.exit_code == 2
-    with pytest.raises(TargetError, match="is not built for sm80"):
+    with pytest.raises(TargetError, match="does not list the target sm80"):
         open_model(run.directory, target="sm80")
     bare = make_run(tmp_path / "bare", small_spec(), "stdlib")
     with pytest.raises(RunFailure, match="is not quantized") as missing:
@@ -299,3 +300,43 @@ def test_an_artifact_of_version_1_opens_with_equal_logits(artifact: Path) -> Non
     with torch.no_grad():
         nats = [opened.text_model.score(ids, ids.roll(-1, 1)) for opened in (now, old)]
     assert torch.equal(*nats)
+
+
+def built_spec(folder: Path) -> Path:
+    path = folder / "small.yaml"
+    path.write_text(canonical(small_spec()))
+    return path
+
+
+def test_a_built_model_has_the_initial_weights_of_its_seed(tmp_path: Path) -> None:
+    path = built_spec(tmp_path)
+    first, same, other = (specc.runtime.build_model(path, target="cpu", seed=seed) for seed in (1, 1, 2))
+    name = "blocks.0.mlp.up"
+    assert torch.equal(first.get_parameter(name), same.get_parameter(name))
+    assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
+    default = specc.runtime.build_model(path)
+    seeded = specc.runtime.build_model(path, seed=small_spec().train.seed)
+    assert torch.equal(default.get_parameter(name), seeded.get_parameter(name))
+    assert not first.training and first.get_parameter(name).std() > 0
+
+
+def test_a_built_model_takes_the_weights_of_a_run(run: Run, tmp_path: Path) -> None:
+    trained = specc.runtime.load(run.directory)
+    model = specc.runtime.build_model(built_spec(tmp_path))
+    ids = torch.randint(small_spec().model.vocabulary, (2, 8))
+    with torch.no_grad():
+        assert not torch.equal(model.score(ids, ids), trained.score(ids, ids))  # type: ignore[operator]
+        model.load_state_dict(trained.state_dict())
+        assert torch.equal(model.score(ids, ids), trained.score(ids, ids))  # type: ignore[operator]
+    with pytest.raises(ValueError, match="the vocabulary has ids 0 to"):
+        model.score(ids + small_spec().model.vocabulary, ids)  # type: ignore[operator]
+
+
+def test_overrides_and_targets_of_a_built_model(tmp_path: Path) -> None:
+    path = built_spec(tmp_path)
+    small = specc.runtime.build_model(path, overrides=["model.blocks.count=1"])
+    assert not any(name.startswith("blocks.1.") for name, _ in small.named_parameters())
+    with pytest.raises(TargetError, match="does not list the target sm120"):
+        specc.runtime.build_model(path, target="sm120")
+    with pytest.raises(SpecError):
+        specc.runtime.build_model(path, overrides=["model.dim=-1"])

@@ -38,13 +38,13 @@ def with_halves(name: str) -> Spec:
 @pytest.mark.parametrize("name", MODELS)
 def test_one_after_the_other_they_are_the_score(name: str, fuse: bool, tmp_path: Path) -> None:
     with float64():
-        made = pair(with_halves(name), tmp_path, fuse)
-        ids, targets = made.batch()
+        sample = pair(with_halves(name), tmp_path, fuse)
+        ids, targets = sample.batch()
         with torch.no_grad():
-            x = made.model.features(ids)
+            x = sample.model.features(ids)
             assert x.shape == (*ids.shape, 8)
-            want = made.reference("score", ids=ids, targets=targets)["loss"]
-            torch.testing.assert_close(made.model.nats(x, targets), want, rtol=1e-9, atol=1e-10)
+            want = sample.reference("score", ids=ids, targets=targets)["loss"]
+            torch.testing.assert_close(sample.model.nats(x, targets), want, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("fuse", [True, False])
@@ -52,20 +52,20 @@ def test_one_after_the_other_they_are_the_score(name: str, fuse: bool, tmp_path:
 def test_gradients_pass_through_both(name: str, fuse: bool, tmp_path: Path) -> None:
     """Those of the features and of every parameter, against the reference's."""
     with float64():
-        made = pair(with_halves(name), tmp_path, fuse)
-        ids, targets = made.batch()
+        sample = pair(with_halves(name), tmp_path, fuse)
+        ids, targets = sample.batch()
         weight = torch.linspace(0.1, 2, ids.numel()).reshape(ids.shape)
-        x = made.model.features(ids)
+        x = sample.model.features(ids)
         free = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad((made.model.nats(free, targets) * weight).sum(), free)
+        (result,) = torch.autograd.grad((sample.model.nats(free, targets) * weight).sum(), free)
         with torch.no_grad():
-            up, down = (made.model.nats(free + step * found, targets) * weight for step in (1e-6, -1e-6))
-            assert float((up - down).sum()) / 2e-6 == pytest.approx(float((found * found).sum()), rel=1e-6)
-        parameters = dict(made.model.named_parameters())
-        loss = (made.model.nats(x, targets) * weight).sum()
+            up, down = (sample.model.nats(free + step * result, targets) * weight for step in (1e-6, -1e-6))
+            assert float((up - down).sum()) / 2e-6 == pytest.approx(float((result * result).sum()), rel=1e-6)
+        parameters = dict(sample.model.named_parameters())
+        loss = (sample.model.nats(x, targets) * weight).sum()
         grads = torch.autograd.grad(loss, list(parameters.values()))
-        want = (made.reference("score", ids=ids, targets=targets)["loss"] * weight).sum()
-        wanted = torch.autograd.grad(want, [made.params[key] for key in parameters])
+        want = (sample.reference("score", ids=ids, targets=targets)["loss"] * weight).sum()
+        wanted = torch.autograd.grad(want, [sample.params[key] for key in parameters])
         for key, have, exact in zip(parameters, grads, wanted, strict=True):
             torch.testing.assert_close(have, exact, rtol=1e-8, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
 
@@ -76,8 +76,8 @@ def test_only_a_spec_that_adapts_has_them_and_fx_finds_them(name: str, tmp_path:
     plain, asking = (load(path, over)[0] for over in ((), ("eval.adapt={kind: ttt}",)))
     assert [p.name for p in pipeline.lower(plain, "cpu").programs] == ["train", "score", "prefill", "decode"]
     before, after = (compile_loaded(spec, None, ("cpu",)).files for spec in (plain, asking))
-    kept = {key: text for key, text in after.items() if key.startswith("cpu/") and key != "cpu/model.py"}
-    assert kept == {key: text for key, text in before.items() if key.startswith("cpu/") and key != "cpu/model.py"}
+    expected = {key: text for key, text in after.items() if key.startswith("cpu/") and key != "cpu/model.py"}
+    assert expected == {key: text for key, text in before.items() if key.startswith("cpu/") and key != "cpu/model.py"}
     lines = after["cpu/model.py"].splitlines()
     start = next(i for i, line in enumerate(lines) if "def nats(" in line)
     end = next(i for i, line in enumerate(lines) if "def features(" in line)

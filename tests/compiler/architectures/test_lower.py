@@ -153,11 +153,11 @@ def test_state_is_an_input_and_an_output_of_the_programs_that_keep_it() -> None:
     programs = of_spec("gpt_mini")
     for name, tokens in (("prefill", "T"), ("decode", 1)):
         graph = programs.program(name)
-        kept = {f"cache.{i}.attention.{part}" for i in range(6) for part in "kv"}
-        assert {key for key, _ in graph.inputs} == {"ids", "start"} | kept
-        assert {key for key, _ in graph.outputs} == {"logits"} | kept
+        caches = {f"cache.{i}.attention.{part}" for i in range(6) for part in "kv"}
+        assert {key for key, _ in graph.inputs} == {"ids", "start"} | caches
+        assert {key for key, _ in graph.outputs} == {"logits"} | caches
         assert graph.types["ids"].shape == ("B", tokens)
-        assert all(str(graph.types[key]) == "f32[B,S,2,32]" for key in kept)
+        assert all(str(graph.types[key]) == "f32[B,S,2,32]" for key in caches)
 
 
 def test_layers_that_turn_alike_share_angles_and_others_do_not() -> None:

@@ -51,32 +51,32 @@ def attended(w: Weights, at: str, h: Tensor, memory: Tensor, source: Tensor) -> 
 
 def stacked(w: Weights, memory: Tensor, source: Tensor, embedded: Tensor, low: State, top: State) -> list[Tensor]:
     """embed, ask top, concat, low, top."""
-    found = []
+    results = []
     for t in range(embedded.shape[1]):
         asked = attended(w, "decoder.step.ask_top", top[0], memory, source)
         low = cell(w, "decoder.step.low", torch.cat((asked, embedded[:, t]), -1), low)
         top = cell(w, "decoder.step.top", low[0], top)
-        found.append(top[0])
-    return found
+        results.append(top[0])
+    return results
 
 
 def asked_twice(w: Weights, memory: Tensor, source: Tensor, embedded: Tensor, low: State, top: State) -> list[Tensor]:
     """embed, ask low, ask top, both and embed side by side, low, top."""
-    found = []
+    results = []
     for t in range(embedded.shape[1]):
         first = attended(w, "decoder.step.ask_low", low[0], memory, source)
         second = attended(w, "decoder.step.ask_top", top[0], memory, source)
         low = cell(w, "decoder.step.low", torch.cat((second, first, embedded[:, t]), -1), low)
         top = cell(w, "decoder.step.top", low[0], top)
-        found.append(top[0])
-    return found
+        results.append(top[0])
+    return results
 
 
 def one_after_another(
     w: Weights, memory: Tensor, source: Tensor, embedded: Tensor, low: State, top: State
 ) -> list[Tensor]:
     """embed, ask low, concat, low, and over its whole line: ask top, beside low, top."""
-    lower, found = [], []
+    lower, results = [], []
     for t in range(embedded.shape[1]):
         asked = attended(w, "decoder.step.ask_low", low[0], memory, source)
         low = cell(w, "decoder.step.low", torch.cat((asked, embedded[:, t]), -1), low)
@@ -84,19 +84,19 @@ def one_after_another(
     for below in lower:
         asked = attended(w, "decoder.step2.ask_top", top[0], memory, source)
         top = cell(w, "decoder.step2.top", torch.cat((asked, below), -1), top)
-        found.append(top[0])
-    return found
+        results.append(top[0])
+    return results
 
 
 def read_behind(w: Weights, memory: Tensor, source: Tensor, embedded: Tensor, low: State, top: State) -> list[Tensor]:
     """As stacked, and behind the loop low's value and what was asked stand beside top's."""
-    found = []
+    results = []
     for t in range(embedded.shape[1]):
         asked = attended(w, "decoder.step.ask_top", top[0], memory, source)
         low = cell(w, "decoder.step.low", torch.cat((asked, embedded[:, t]), -1), low)
         top = cell(w, "decoder.step.top", low[0], top)
-        found.append(torch.cat((top[0], low[0], asked), -1))
-    return found
+        results.append(torch.cat((top[0], low[0], asked), -1))
+    return results
 
 
 Plain = Callable[[Weights, Tensor, Tensor, Tensor, State, State], list[Tensor]]
@@ -115,7 +115,7 @@ CASES: Mapping[str, tuple[Plain, list[dict[str, Any]]]] = {
 
 
 @pytest.fixture(scope="module", params=CASES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plain, Pair]:
+def case_models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plain, Pair]:
     plain, decoder = CASES[request.param]
     spec = pairs_spec([EMBED, BOTH], decoder, bridge={"kind": "linear"}, head={"tied": False, "bias": True})
     return plain, pair(spec, tmp_path_factory.mktemp(request.param), seed=2)
@@ -126,26 +126,26 @@ def logits(plain: Plain, w: Weights, source: Tensor, inputs: Tensor) -> Tensor:
     embedded = w["encoder.embed.token"][source]
     sides = []
     for back in ("", "back_"):
-        own = {f"at.{name}": w[f"encoder.lstm.{back}{name}"] for name in ("input", "hidden", "bias")}
+        direction = {f"at.{name}": w[f"encoder.lstm.{back}{name}"] for name in ("input", "hidden", "bias")}
         state = (embedded.new_zeros(len(source), 4), embedded.new_zeros(len(source), 4))
         values = []
         for t in range(source.shape[1]):
-            state = cell(own, "at", embedded[:, source.shape[1] - 1 - t if back else t], state)
+            state = cell(direction, "at", embedded[:, source.shape[1] - 1 - t if back else t], state)
             values.append(state[0])
         sides.append((torch.stack(values[::-1] if back else values, 1), *state))
     memory, h, c = (torch.cat(parts, -1) for parts in zip(*sides, strict=True))
     low = (h @ w["bridge.h"].T + w["bridge.h_bias"], c @ w["bridge.c"].T + w["bridge.c_bias"])
     top = (h.new_zeros(len(h), 5), h.new_zeros(len(h), 5))
-    found = torch.stack(plain(w, memory, source, w["decoder.embed.token"][inputs], low, top), 1)
-    return found @ w["head.logits"].T + w["head.logits_bias"]
+    result = torch.stack(plain(w, memory, source, w["decoder.embed.token"][inputs], low, top), 1)
+    return result @ w["head.logits"].T + w["head.logits_bias"]
 
 
-def test_loss_and_every_gradient_equal_plain_torch(made: tuple[Plain, Pair]) -> None:
-    plain, model = made
+def test_loss_and_every_gradient_equal_plain_torch(case_models: tuple[Plain, Pair]) -> None:
+    plain, model = case_models
     source, target = batch(model.spec)
     with float64():
-        found = logits(plain, model.params, source, shifted(target))
-        want = F.cross_entropy(found.flatten(0, 1), target.flatten(), ignore_index=0)
+        result = logits(plain, model.params, source, shifted(target))
+        want = F.cross_entropy(result.flatten(0, 1), target.flatten(), ignore_index=0)
         gradients = torch.autograd.grad(want, list(model.params.values()))
         model.model.zero_grad()
         loss = model.model(source, shifted(target), target)
@@ -157,9 +157,9 @@ def test_loss_and_every_gradient_equal_plain_torch(made: tuple[Plain, Pair]) -> 
         torch.testing.assert_close(parameters[path].grad, gradient, rtol=1e-9, atol=1e-11, msg=path)
 
 
-def test_decoding_by_state_equals_plain_torch(made: tuple[Plain, Pair]) -> None:
+def test_decoding_by_state_equals_plain_torch(case_models: tuple[Plain, Pair]) -> None:
     """Every step, and the state of every LSTM is kept; rows that change places, as beams do, go on from theirs."""
-    plain, model = made
+    plain, model = case_models
     source, target = batch(model.spec)
     inputs = shifted(target)
     with float64(), torch.no_grad():
@@ -168,23 +168,23 @@ def test_decoding_by_state_equals_plain_torch(made: tuple[Plain, Pair]) -> None:
         assert {f"decoder.{name}" for name in ("low", "top")} <= state.keys()
         order = torch.arange(len(source))
         for t in range(inputs.shape[1]):
-            before = {place: [kept.clone() for kept in tensors] for place, tensors in state.items()}
-            found = model.model.extend(inputs[order, t : t + 1], torch.tensor(t), state)
-            torch.testing.assert_close(found, want[order, t], rtol=1e-10, atol=1e-11)
+            before = {place: [tensor.clone() for tensor in tensors] for place, tensors in state.items()}
+            result = model.model.extend(inputs[order, t : t + 1], torch.tensor(t), state)
+            torch.testing.assert_close(result, want[order, t], rtol=1e-10, atol=1e-11)
             for name in ("low", "top"):
                 for old, new in zip(before[f"decoder.{name}"], state[f"decoder.{name}"], strict=True):
                     assert (old != new).all(), f"{name} is not kept after step {t}"
             order = order.roll(1)
             for tensors in state.values():
-                for kept in tensors:
-                    kept.copy_(kept.roll(1, 0))
+                for tensor in tensors:
+                    tensor.copy_(tensor.roll(1, 0))
 
 
 def test_a_stage_that_nothing_reads_is_held_to_a_gradient_of_zero() -> None:
     """An additive stage takes no value, so what stands before it has to be read by another."""
     spec = pairs_spec([EMBED, BOTH], [EMBED, ASK_LOW, beside("embed"), LOW, ASK_TOP, TOP], head={"tied": False})
-    found = {check.name: check for check in verify(spec, ("cpu",))}
-    assert all(check.ok for check in found.values()) and "gradients against float64" in found
+    results = {check.name: check for check in verify(spec, ("cpu",))}
+    assert all(check.ok for check in results.values()) and "gradients against float64" in results
 
 
 # What the code of a loop and of the programs calls things, and what it could call things of stages.
@@ -238,12 +238,12 @@ def test_what_stages_are_called_changes_no_number(place: str, plainly_named: Ten
 
 def test_what_blocks_are_called_changes_no_number(tmp_path: Path) -> None:
     """Their state before the first token is a value of its own in the code."""
-    made = []
+    results = []
     for name in ("blocks", "self", "h", "c", "seen", "source", "torch", "lstm_one_bias", "attend_seen", "block"):
         decoder = [EMBED, {**blocks(SELF, CROSS, MLP), "name": name}, LOW]
-        made.append(scores_of(decoder, tmp_path / name, bridge={"kind": "linear"}))
-    for scores in made[1:]:
-        torch.testing.assert_close(scores, made[0], rtol=1e-12, atol=1e-13)
+        results.append(scores_of(decoder, tmp_path / name, bridge={"kind": "linear"}))
+    for scores in results[1:]:
+        torch.testing.assert_close(scores, results[0], rtol=1e-12, atol=1e-13)
 
 
 def test_names_that_only_clash_with_a_part_that_is_there_are_refused_beside_it() -> None:
@@ -261,12 +261,12 @@ def test_names_that_only_clash_with_a_part_that_is_there_are_refused_beside_it()
 
 def test_two_stages_of_blocks_whose_beginnings_could_have_one_name(tmp_path: Path) -> None:
     """`seen` is a word of the code, so what blocks of that name begin with is called otherwise."""
-    made = []
+    results = []
     for names in (("a", "b"), ("seen_begun", "seen"), ("seen", "seen_begun")):
         decoder = [EMBED, *({**blocks(CROSS), "name": name} for name in names), LOW]
-        made.append(scores_of(decoder, tmp_path / names[0], bridge={"kind": "linear"}))
-    for scores in made[1:]:
-        torch.testing.assert_close(scores, made[0], rtol=1e-12, atol=1e-13)
+        results.append(scores_of(decoder, tmp_path / names[0], bridge={"kind": "linear"}))
+    for scores in results[1:]:
+        torch.testing.assert_close(scores, results[0], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("scale", "behind"), [("0.5", True), ("1/sqrt(layers)", True), ("1/sqrt(layer + 1)", False)])

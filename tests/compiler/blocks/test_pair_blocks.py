@@ -105,12 +105,15 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks(SELF, {**MLP, "dropout": 0.1}, count=3, lanes={"first": 2})],
         [LEARNED, blocks({**SELF, "rope": {}}, CROSS, count=3, lanes={"first": 1}, mix={"kind": "embedded"}), LSTM],
     ),
-    "skips": case(
-        [LEARNED, blocks({**SELF, "rope": {}}, count=4, skips={"kind": "unet"})],
+    "values_and_skips": case(
         [
             LEARNED,
-            blocks({**SELF, "rope": {}}, CROSS, skips={"kind": "unet"}),
-            {**blocks({**SELF, "rope": {}}), "name": "late"},
+            blocks({**SELF, "rope": {}, "values": {"dim": 3, "layers": [1, 3]}}, count=4, skips={"kind": "unet"}),
+        ],
+        [
+            LEARNED,
+            blocks({**SELF, "rope": {}, "values": {"dim": 3, "layers": [1]}}, CROSS, skips={"kind": "unet"}),
+            {**blocks({**SELF, "rope": {}, "values": {"dim": 2}}), "name": "late"},
         ],
     ),
     "two_stacks": case(
@@ -136,8 +139,34 @@ CASES: Mapping[str, dict[str, Any]] = {
         head=UNTIED,
     ),
     "attention_with_positions": case(
-        [EMBED, {**SELF, "rope": {}}],
-        [EMBED, {**SELF, "rope": {}, "exclude": {}}, CROSS],
+        [EMBED, {**SELF, "rope": {}, "values": {"dim": 3}}],
+        [EMBED, {**SELF, "rope": {}, "values": {"dim": 3}, "exclude": {}}, {**CROSS, "gate": {}}],
+    ),
+    "wired_stages": case(
+        [
+            {**EMBED, "learn": {"gain": {"init": 1, "shape": 8}}, "write": "gain * y"},
+            {**SELF, "learn": {"share": {"init": 0.5, "shape": 1}}, "write": "x + share * y"},
+            {**MLP, "read": "tanh(attention) + embed", "write": "x + y"},
+        ],
+        [
+            EMBED,
+            {**SELF, "learn": {"table": {"of": "ids", "shape": "values"}}, "v": "table * v"},
+            {**LSTM, "learn": {"open": {"of": "h", "features": 3}}, "write": "attention + sigmoid(open) * y"},
+            {**CROSS, "learn": {"open": {"of": "lstm", "shape": 2}}, "y": "sigmoid(open) * y", "write": "lstm + y"},
+        ],
+        head=UNTIED,
+    ),
+    "wired_stages_in_a_loop": case(
+        RECURRENT,
+        [
+            EMBED,
+            {**MLP, "write": "x + y"},
+            {**TANH, "learn": {"gain": {"init": 1, "shape": 8}}, "write": "gain * y"},
+            {**CROSS, "head_dim": 3, "read": "embed + mlp * additive", "y": "y / 2", "write": "x + y"},
+            {**LSTM, "learn": {"table": {"of": "ids"}, "open": {"of": "x"}}, "write": "y + sigmoid(open) * table"},
+            {**MLP, "name": "last", "read": "lstm + additive"},
+        ],
+        head=UNTIED,
     ),
     "attention_behind_an_lstm": case(RECURRENT, [EMBED, LSTM, CROSS, {**LSTM, "name": "second"}, CONCAT], head=UNTIED),
     "additive_relu": case(RECURRENT, [EMBED, ADDITIVE, CONCAT, LSTM], bridge={"kind": "linear"}),
@@ -236,13 +265,13 @@ WITHOUT_TOKENS = {name for name, words in CASES.items() if words["decoder"][0]["
 
 
 @pytest.fixture(scope="module", params=CASES, ids=list(CASES))
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pair]:
+def case_models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pair]:
     """A case and its module."""
     return request.param, pair(pairs_spec(**CASES[request.param]), tmp_path_factory.mktemp(request.param), seed=1)
 
 
-def test_loss_and_all_gradients_equal_the_reference(made: tuple[str, Pair]) -> None:
-    _, model = made
+def test_loss_and_all_gradients_equal_the_reference(case_models: tuple[str, Pair]) -> None:
+    _, model = case_models
     source, target = batch(model.spec)
     with float64():
         torch.manual_seed(3)  # dropout draws the same in both
@@ -260,8 +289,8 @@ def test_loss_and_all_gradients_equal_the_reference(made: tuple[str, Pair]) -> N
         )
 
 
-def test_scores_equal_the_reference_and_are_zero_at_pads(made: tuple[str, Pair]) -> None:
-    _, model = made
+def test_scores_equal_the_reference_and_are_zero_at_pads(case_models: tuple[str, Pair]) -> None:
+    _, model = case_models
     source, target = batch(model.spec)
     with float64(), torch.no_grad():
         scores = model.model.score(source, target)
@@ -287,13 +316,13 @@ def shares(value: object) -> Iterator[float]:
         yield from shares(part)
 
 
-def test_what_a_spec_drops_is_dropped_in_training_alone(made: tuple[str, Pair]) -> None:
-    name, model = made
+def test_what_a_spec_drops_is_dropped_in_training_alone(case_models: tuple[str, Pair]) -> None:
+    name, model = case_models
     table = {graph.name: graph for graph in model.programs.graphs}
     for program in model.programs.programs:
         nodes = [node for graph in walk(table, program) for node in graph.nodes]
-        found = {node.op.p for node in nodes if isinstance(node.op, Dropout)}
-        assert found == (set(shares(CASES[name])) if program.name == "train" else set()), program.name
+        results = {node.op.p for node in nodes if isinstance(node.op, Dropout)}
+        assert results == (set(shares(CASES[name])) if program.name == "train" else set()), program.name
 
 
 def stepped(model: Any, source: Tensor, inputs: Tensor) -> Tensor:
@@ -301,30 +330,30 @@ def stepped(model: Any, source: Tensor, inputs: Tensor) -> Tensor:
     kept yet."""
     state = model.encode(source)
     for place, tensors in state.items():
-        for kept in tensors:
-            if kept.dim() == 4 and kept.shape[1] == 30 and kept.abs().max() == 0 and place != "encoder":
-                kept.fill_(1e6)
-    at = [kept.data_ptr() for tensors in state.values() for kept in tensors]
+        for tensor in tensors:
+            if tensor.dim() == 4 and tensor.shape[1] == 30 and tensor.abs().max() == 0 and place != "encoder":
+                tensor.fill_(1e6)
+    at = [tensor.data_ptr() for tensors in state.values() for tensor in tensors]
     steps = [model.extend(inputs[:, t : t + 1], torch.tensor(t), state) for t in range(inputs.shape[1])]
-    assert at == [kept.data_ptr() for tensors in state.values() for kept in tensors]  # the state is kept in place
+    assert at == [tensor.data_ptr() for tensors in state.values() for tensor in tensors]  # the state is kept in place
     return torch.stack(steps, 1).log_softmax(-1)
 
 
-def test_cached_logits_equal_the_uncached(made: tuple[str, Pair]) -> None:
-    _, model = made
+def test_cached_logits_equal_the_uncached(case_models: tuple[str, Pair]) -> None:
+    _, model = case_models
     source, target = batch(model.spec)
     with float64(), torch.no_grad():
-        found = stepped(model.model, source, shifted(target))
+        result = stepped(model.model, source, shifted(target))
         for token in range(1, model.spec.model.vocabulary):
             same = torch.full_like(target, token)
             want = model.model.score(source, torch.cat((target[:, :-1], same[:, -1:]), 1))[:, -1]
-            torch.testing.assert_close(-found[:, -1, token], want, rtol=1e-9, atol=1e-10)
-        nats = -found.gather(-1, target[..., None])[..., 0] * (target != 0)
+            torch.testing.assert_close(-result[:, -1, token], want, rtol=1e-9, atol=1e-10)
+        nats = -result.gather(-1, target[..., None])[..., 0] * (target != 0)
         torch.testing.assert_close(nats, model.model.score(source, target), rtol=1e-9, atol=1e-10)
 
 
-def test_the_decoder_reads_no_later_token(made: tuple[str, Pair]) -> None:
-    name, model = made
+def test_the_decoder_reads_no_later_token(case_models: tuple[str, Pair]) -> None:
+    name, model = case_models
     source, target = batch(model.spec)
     with float64(), torch.no_grad():
         before = model.model.score(source, target)
@@ -336,9 +365,9 @@ def test_the_decoder_reads_no_later_token(made: tuple[str, Pair]) -> None:
     assert (moved[0, 4:].max() > 0) == (name not in WITHOUT_TOKENS)
 
 
-def test_only_tokens_of_the_source_are_read(made: tuple[str, Pair]) -> None:
+def test_only_tokens_of_the_source_are_read(case_models: tuple[str, Pair]) -> None:
     """Another token changes every later score; pads behind a source change nothing, where the spec says so."""
-    _, model = made
+    _, model = case_models
     source, target = batch(model.spec)
     with float64(), torch.no_grad():
         before = model.model.score(source, target)
@@ -354,19 +383,19 @@ def test_only_tokens_of_the_source_are_read(made: tuple[str, Pair]) -> None:
         assert (longer - before).abs().max() > 1e-9
 
 
-def test_a_source_of_pads_alone_is_as_nothing_seen(made: tuple[str, Pair]) -> None:
+def test_a_source_of_pads_alone_is_as_nothing_seen(case_models: tuple[str, Pair]) -> None:
     """Its scores and all gradients are numbers, those of the reference, and no other row's are touched."""
-    _, model = made
+    _, model = case_models
     source, target = batch(model.spec)
     empty = source.clone()
     empty[1] = 0
     with float64():
         with torch.no_grad():
-            found, before = (model.model.score(ids, target) for ids in (empty, source))
+            result, before = (model.model.score(ids, target) for ids in (empty, source))
             want = model.reference("score", source=empty, target=target)["loss"]
-        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
-        assert bool(found.isfinite().all())
-        torch.testing.assert_close(found[[0, 2]], before[[0, 2]], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(result, want, rtol=1e-11, atol=1e-11)
+        assert bool(result.isfinite().all())
+        torch.testing.assert_close(result[[0, 2]], before[[0, 2]], rtol=1e-11, atol=1e-11)
         model.model.zero_grad()
         model.model(empty, shifted(target), target).backward()
     gradients = [parameter.grad for parameter in model.model.parameters()]
@@ -374,11 +403,11 @@ def test_a_source_of_pads_alone_is_as_nothing_seen(made: tuple[str, Pair]) -> No
     with float64(), torch.no_grad():
         steps = stepped(model.model, empty, shifted(target))
         nats = -steps.gather(-1, target[..., None])[..., 0] * (target != 0)
-        torch.testing.assert_close(nats, found, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(nats, result, rtol=1e-9, atol=1e-10)
 
 
-def test_torch_fx_finds_the_plan(made: tuple[str, Pair]) -> None:
-    _, model = made
+def test_torch_fx_finds_the_plan(case_models: tuple[str, Pair]) -> None:
+    _, model = case_models
     source = sys.modules[type(model.model).__module__]
     for program, method in (("train", "forward"), ("score", "score")):
         traced = witness.trace(model.model, source, method)
@@ -386,8 +415,8 @@ def test_torch_fx_finds_the_plan(made: tuple[str, Pair]) -> None:
         assert witness.round_trip(model.programs, program, traced) == len(nodes)
 
 
-def test_generated_code_is_ruff_clean(made: tuple[str, Pair]) -> None:
-    _, model = made
+def test_generated_code_is_ruff_clean(case_models: tuple[str, Pair]) -> None:
+    _, model = case_models
     folder = Path(str(sys.modules[type(model.model).__module__].__file__)).parent
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True)

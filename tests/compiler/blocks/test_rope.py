@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from specc.compiler.blocks.context import Tokens
+from specc.compiler.blocks.context import LoweringContext
 from specc.compiler.blocks.rope import RopeSpec
-from specc.compiler.ir.graph import Builder, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.positions import Rope
 from specc.compiler.programs.reference import node_value
 
@@ -19,7 +20,7 @@ def angles(size: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The cosine and sine that a spec gives heads of `size` channels, in float64."""
     b = Builder("angles")
     positions = b.input("positions", TensorType(("T",), "i64"))
-    refs = RopeSpec.model_validate(options).table(size, 4096).lower(b, Tokens("", positions=positions))
+    refs = RopeSpec.model_validate(options).table(size, 4096).lower(b, LoweringContext(positions=positions))
     values = {positions: POSITIONS}
     for node in b.nodes:
         values |= zip(node.outputs, node_value(node, [values[ref] for ref in node.inputs]), strict=True)

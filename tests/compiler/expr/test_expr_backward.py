@@ -149,11 +149,11 @@ def check(plan: Backward, text: str, wrt: tuple[str, ...], at: dict[str, torch.T
     y = torch_value(plan.value, {**at, **saved}).expand(len(want))
     good = want.isfinite() & (want.abs() < 1e6)
     torch.testing.assert_close(y[good], want[good], rtol=rtol, atol=rtol, msg=f"{text}: {plan.value}")
-    kept = {"d": d, "y": y, **saved, **{name: at[name] for name in plan.needs}}
+    given = {"d": d, "y": y, **saved, **{name: at[name] for name in plan.needs}}
     compared = 0
     for (name, grad), wanted in zip(plan.grads, grads, strict=True):
         wanted = torch.zeros_like(d) if wanted is None else wanted
-        got = torch_value(grad, kept).expand(len(d))
+        got = torch_value(grad, given).expand(len(d))
         fine = good & wanted.isfinite() & (wanted.abs() < 1e6)
         compared += int(fine.sum())
         torch.testing.assert_close(got[fine], wanted[fine], rtol=rtol, atol=rtol, msg=f"{text} by {name}: {grad}")
@@ -183,9 +183,9 @@ def test_plans_compute_the_gradient(text: str, order: tuple[str, ...]) -> None:
     wrt = tuple(name for name in order if name in variables(parse(text)))
     assert check(plan_backward(parse(text), wrt), text, wrt, at, 1e-9) >= len(at["x"]) * len(wrt) // 3
     assert check(plan_backward(parse(text), ("x",)), text, ("x",), at, 1e-9) >= len(at["x"]) // 3
-    kept = plan_backward(parse(text), wrt, "input")
-    assert check(kept, text, wrt, at, 1e-9) >= len(at["x"]) * len(wrt) // 3
-    assert not kept.saves or kept.strategy == "inputs"
+    from_input = plan_backward(parse(text), wrt, "input")
+    assert check(from_input, text, wrt, at, 1e-9) >= len(at["x"]) * len(wrt) // 3
+    assert not from_input.saves or from_input.strategy == "inputs"
 
 
 @pytest.mark.parametrize("wrt", [("x",), ("x", "gate"), ("gate", "x", "scale")])

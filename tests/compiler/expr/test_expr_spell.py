@@ -217,11 +217,11 @@ def test_cuda_text_has_the_values_of_the_reference(cuda: Callable[[int, list[flo
 def test_nan_is_nan_in_cuda_where_it_is_in_torch(cuda: Callable[[int, list[float]], float]) -> None:
     at = with_nan(3)
     points = list(zip(*(at[name].tolist() for name in NAMES), strict=True))
-    found = 0
+    result = 0
     for index, expr in enumerate(EXPRESSIONS):
         got = torch.tensor([cuda(index, list(point)) for point in points], dtype=torch.float64)
-        found += check_nan(expr, at, got, cuda_text(expr))
-    assert found > 3000
+        result += check_nan(expr, at, got, cuda_text(expr))
+    assert result > 3000
 
 
 def test_quick_erf_is_within_its_bound(cuda: Callable[[int, list[float]], float]) -> None:

@@ -3,12 +3,17 @@
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import ATTENTION, MLP, tiny
 
 from specc.compiler import pipeline
 from specc.compiler.build import model_files
-from specc.compiler.ir.graph import Builder, Graph, Op, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.ops.norm_rope import NormRope
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.positions import Rope
 from specc.compiler.passes.group import Unfusable, build_group
@@ -136,7 +141,7 @@ REFUSED = [
     (["q.norm"], f"attention.q.norm is a rms_norm; {ALONE}"),
     (["q.heads", "q.norm", "q.rope", "q.gain"], f"attention.q.rope {MORE}; attention.q.heads is a member too"),
     (["q.gain", "k.rope", "y"], f"attention.k.rope {MORE}; attention.q.gain is a member too"),
-    (["q.gain", "q.rope", "k.rope", "y"], "attention.q.rope is a rope; norm_rope takes one rope, not 2"),
+    (["q.gain", "q.rope", "k.rope", "y"], "attention.q.rope is a rope; norm_rope needs one rope, not 2"),
     (["q.gain"], "attention.q.gain is the only node, so there is nothing to fuse"),
 ]  # fmt: skip
 
@@ -170,6 +175,59 @@ def product(text: str, *inputs: str, dtype: str = "") -> tuple[Op, tuple[str, ..
     return Pointwise((text,), ("q", "g")[: len(inputs)], dtype=dtype), inputs
 
 
+def test_the_weight_of_a_norm_is_fused() -> None:
+    graph = chain((RmsNorm(affine=True), ("x", "w")), product("q * g", "rope", "g"))
+    (node,) = build_group(graph, "a", graph.nodes).forward.nodes
+    assert node.inputs == ("x", "cos", "sin", "w", "g")
+    assert node.op == NormRope(1e-6, True, weight="w")
+
+
+def test_a_function_of_the_weight_is_fused_and_its_gradient_is_that_of_the_parameter() -> None:
+    layers = ({**ATTENTION, "qk_norm": {"weight": "1 + w"}, "rope": {}}, MLP)
+    (group,) = pipeline.run(spec({"blocks.*.attention": ["k.norm", "k.rope"]}, layers=layers), "cpu").groups
+    assert [str(node).partition(" of ")[0] for graph in (group.forward, group.backward) for node in graph.nodes] == [
+        "attention.k.rope = norm_rope(x, cos, sin, k_norm_weight){eps=1e-06, weight='1 + w'}",
+        "attention.k.rope.grad = norm_rope_grad(d, x, cos, sin, k_norm_weight){eps=1e-06, weight='1 + w'} "
+        ": f32[B,T,2,4], f32[4]",
+    ]
+    assert dict(group.backward.outputs) == {
+        "d_k_norm_weight": "attention.k.rope.grad:1",
+        "d_x": "attention.k.rope.grad",
+    }
+
+
+@pytest.mark.parametrize("gain", [None, product("q * g", "norm", "g")])
+def test_a_norm_without_weights_may_follow_the_rope(gain: Any) -> None:
+    b = Builder("block.forward", "a")
+    for name, type in {"x": HEADS, "cos": ANGLE, "sin": ANGLE, "g": TensorType((4, 1), "bf16")}.items():
+        b.input(name, type)
+    value = b.add("norm", RmsNorm(0.5), (b.add("rope", Rope(), ("x", "cos", "sin")),))
+    value = b.add("gain", gain[0], (value, "g")) if gain else value
+    graph = b.build({"x": value})
+    (node,) = build_group(graph, "a", graph.nodes).forward.nodes
+    assert node.op == NormRope(0.5, gain is not None) and node.inputs == ("x", "cos", "sin", *["g"] * bool(gain))
+    sample = [torch.randn(2, 5, 4, 6, dtype=torch.float64), *torch.randn(2, 5, 3, dtype=torch.float64)]
+    sample[1:] = [sample[1].cos(), sample[1].sin()]
+    learned = [torch.randn(4, 1, dtype=torch.float64)] if gain else []
+    wanted = RmsNorm(0.5).reference(Rope().reference(*sample))
+    wanted = wanted * learned[0] if learned else wanted
+    torch.testing.assert_close(node.op.reference(*sample, *learned), wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_a_weight_of_two_parameters_is_refused() -> None:
+    b = Builder("block.forward", "a")
+    kinds = {"v": TensorType((6,), "bf16"), "w": TensorType((6,), "bf16")}
+    for name, type in {"x": HEADS, "cos": ANGLE, "sin": ANGLE, **kinds}.items():
+        b.input(name, type)
+    weight = b.add("norm.weight", Pointwise(("v * w",), ("v", "w")), ("v", "w"))
+    b.add("rope", Rope(), (b.add("norm", RmsNorm(affine=True), ("x", weight)), "cos", "sin"))
+    graph = b.build({"x": "a.rope"})
+    with pytest.raises(Unfusable) as caught:
+        build_group(graph, "a", graph.nodes)
+    reason = "takes a weight that is a function of one parameter; a.norm.weight is not one"
+    assert str(caught.value) == f"a.rope is a rope; norm_rope {reason}"
+
+
 GOOD = [(None, product("q * g", "rope", "g")), ((RmsNorm(0.5), ("x",)), product("g * q", "rope", "g")),
         (None, product("q * g", "g", "rope"))]  # fmt: skip
 
@@ -186,15 +244,15 @@ def test_a_product_may_be_written_either_way(parts: Any) -> None:
 BEFORE = "norm_rope takes only an rms_norm before the rope; a.norm is a pointwise"
 NUMBER = "norm_rope takes a gain of shape (4, 1), one number per head"
 BEHIND = "norm_rope takes only a product after the rope; a.gain is not one"
+AFTER = "norm_rope takes a norm with a weight only before the rope; a.gain is after it"
 BAD = [
-    ((RmsNorm(affine=True), ("x", "w")), None, "norm_rope takes a norm without a weight; a.norm reads w"),
+    (None, (RmsNorm(affine=True), ("rope", "w")), AFTER),
     (product("q * g", "x", "g"), None, BEFORE),
     (None, product("q + g", "rope", "g"), BEHIND),
     (None, product("q * g * g", "rope", "g"), BEHIND),
     (None, product("2 * q", "rope"), BEHIND),
     (None, product("q * q", "rope"), BEHIND),
     (None, product("q * g", "rope", "g", dtype="f32"), BEHIND),
-    (None, (RmsNorm(), ("rope",)), BEHIND),
     (None, product("q * g", "rope", "h"), f"{NUMBER}; h is bf16[6]"),
     (None, product("q * g", "rope", "d"), f"{NUMBER}; d is bf16[B,T,4,6]"),
 ]  # fmt: skip

@@ -10,7 +10,10 @@ from torch import Tensor
 from specc.compiler import fusions
 from specc.compiler.catalog import catalog
 from specc.compiler.fusions.fusion import Fusion
-from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import RmsNorm
@@ -58,14 +61,14 @@ def loss_of_two() -> Graph:
 
 def shared_softcap() -> Graph:
     h = Head()
-    kept = h.b.add("softcap", cap(), (h.logits,))
-    return h.graph(h.loss(kept), h.b.add("entropy", RmsNorm(), (kept,)))
+    capped = h.b.add("softcap", cap(), (h.logits,))
+    return h.graph(h.loss(capped), h.b.add("entropy", RmsNorm(), (capped,)))
 
 
 def returned_softcap() -> Graph:
     h = Head()
-    kept = h.b.add("softcap", cap(), (h.logits,))
-    return h.graph(h.loss(kept), kept)
+    capped = h.b.add("softcap", cap(), (h.logits,))
+    return h.graph(h.loss(capped), capped)
 
 
 def loss_then_more() -> Graph:

@@ -106,9 +106,9 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_deployed_model_computes_what_its_reference_does(name: str) -> None:
-    found = list(verify_deployed(spec_of(CASES[name]), ("cpu",)))
-    assert [check for check in found if not check.ok] == []
-    assert any(check.name.startswith("kernel int8") for check in found)
+    results = list(verify_deployed(spec_of(CASES[name]), ("cpu",)))
+    assert [check for check in results if not check.ok] == []
+    assert any(check.name.startswith("kernel int8") for check in results)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,5 +128,5 @@ def test_the_deployed_model_is_near_the_floats(name: str) -> None:
     whole = realize_stored(resolved(spec, stored.schemes), "cpu", None, stored, dequantized(stored))
     inputs = batch_of(spec, whole.programs, "score", 8, min(spec.model.window, 20), "cpu")
     with torch.no_grad():
-        exact, found = (one.model.score(*inputs.values()) for one in (floats, whole))  # type: ignore[operator]
-    assert 0 < float((found - exact).square().mean()) < 0.03 * float(exact.var())
+        exact, result = (module.model.score(*inputs.values()) for module in (floats, whole))  # type: ignore[operator]
+    assert 0 < float((result - exact).square().mean()) < 0.03 * float(exact.var())

@@ -43,8 +43,8 @@ def test_what_follows_joins_and_what_is_read_by_a_product_is_written_as_codes() 
 def test_products_of_one_input_share_its_codes() -> None:
     programs = deployed()
     block = programs.function("block.forward")
-    made = [node for node in block.nodes if isinstance(node.op, QuantizeRows)]
-    assert [node.name for node in made] == ["attention.q_input", "attention.out_input", "mlp.up_input"]
+    roundings = [node for node in block.nodes if isinstance(node.op, QuantizeRows)]
+    assert [node.name for node in roundings] == ["attention.q_input", "attention.out_input", "mlp.up_input"]
     readers = [node.name for node in block.consumers["attention.q_input"]]
     assert [name.removesuffix(".padded") for name in readers] == ["attention.q", "attention.k", "attention.v"]
     names = [param.name for param in programs.params]
@@ -103,7 +103,7 @@ def test_weights_that_share_an_input_scale_it_alike() -> None:
     by_feature = {"scheme": "int8", "activations": "per_channel"}
     keep = {"match": "embed.token", **NONE}
     problem = problem_of(keep, {"match": "blocks.*.attention.v", **by_feature}, default={"scheme": "int8"})
-    wanted = "blocks.0.attention.q and others that share its input must agree: one scale, or one per feature"
+    wanted = "blocks.0.attention.q and others with the same input must all have one scale, or all one per feature"
     assert (problem.code, problem.path, problem.message) == ("S312", ("quant", "rules", 1), wanted)
     assert '{match: "blocks.*.attention.{q,k,v}", ...}' in problem.hint
     assert deployed({"match": "blocks.0.attention.{q,k,v}", **by_feature}).programs
@@ -136,23 +136,23 @@ def test_what_reads_two_products_joins_one_of_them() -> None:
 
 def epilogues(programs: Programs) -> dict[str, set[str]]:
     """The expressions of int8 products by the title that they have."""
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for node in [node for graph in programs.graphs for node in graph.nodes if isinstance(node.op, Int8Linear)]:
         assert isinstance(node.epilogue, Pointwise)
-        found.setdefault(node.epilogue.title, set()).update(node.epilogue.outputs)
-    return found
+        results.setdefault(node.epilogue.title, set()).update(node.epilogue.outputs)
+    return results
 
 
 def test_float_biases_of_one_role_have_one_kernel() -> None:
     """And what they join otherwise, as a residual, has another, though both add something."""
-    found = epilogues(rewritten(({**ATTENTION, "bias": True}, {**MLP, "hidden": 32}), "*.{q,k,v,down}"))
-    assert found == {"add_f32": {"p * scale + bias"}, "add_f32_2": {"x_ + p * scale"}}
+    result = epilogues(rewritten(({**ATTENTION, "bias": True}, {**MLP, "hidden": 32}), "*.{q,k,v,down}"))
+    assert result == {"add_f32": {"p * scale + bias"}, "add_f32_2": {"x_ + p * scale"}}
 
 
 def test_factors_are_told_apart() -> None:
     half, whole = {**MLP, "hidden": 32, "residual": 0.5}, {**ATTENTION, "residual": 0.25}
-    found = epilogues(rewritten((whole, half), "*.{out,down}"))
-    assert found == {"add_f32": {"x_ + 0.25 * (p * scale)"}, "add_f32_2": {"x_ + 0.5 * (p * scale)"}}
+    result = epilogues(rewritten((whole, half), "*.{out,down}"))
+    assert result == {"add_f32": {"x_ + 0.25 * (p * scale)"}, "add_f32_2": {"x_ + 0.5 * (p * scale)"}}
 
 
 def test_only_what_may_be_a_view_is_laid_out_anew() -> None:

@@ -46,12 +46,12 @@ def test_every_int8_product_of_training_reads_a_rounded_value(model: Mapping[str
     graph = flatten(programs, programs.program("train_rounded"))
     steps = [flatten(programs, g, at="loop") for g in programs.functions if g.name.endswith("_rounded.step")]
     seen = set()
-    for one in (graph, *steps):
-        for node in one.nodes:
-            if isinstance(node.op, Linear) and (one is not graph or node.inputs[1][1:] in sources):
-                maker = one.by_name[node_of(node.inputs[0])]
+    for part in (graph, *steps):
+        for node in part.nodes:
+            if isinstance(node.op, Linear) and (part is not graph or node.inputs[1][1:] in sources):
+                maker = part.by_name[node_of(node.inputs[0])]
                 assert isinstance(maker.op, RoundRows)
-                if one is graph:
+                if part is graph:
                     source = sources[node.inputs[1][1:]]
                     assert maker.inputs[1] == f"@{source.leader}_inverse"
                     seen.add(source.weight)
@@ -80,16 +80,18 @@ def test_other_specs_are_as_they_were(more: dict[str, Any]) -> None:
     plain = lowered(LSTM, **more)
     assert plain.phases == () and plain.buffers == () and "train_rounded" not in plain.whole
     data = data_of(BLOCKS, {**QUANT, "default": {"scheme": "round", "bits": 6}})
-    found = []
+    results = []
     for train in (HALF, {}):
-        found.append(compile_loaded(spec_of({**data, "train": {**data["train"], **train}}), None).files["cpu/model.py"])
-    assert found[0] == found[1]
+        results.append(
+            compile_loaded(spec_of({**data, "train": {**data["train"], **train}}), None).files["cpu/model.py"]
+        )
+    assert results[0] == results[1]
 
 
 def test_the_plain_program_is_the_one_without_qat() -> None:
     """Its text too, so that training before rounds costs nothing."""
-    one, other = (lowered(LSTM, **more) for more in ({}, {"qat": None}))
-    assert all(str(one.program(graph.name)) == str(graph) for graph in other.programs)
+    rounded_graph, other = (lowered(LSTM, **more) for more in ({}, {"qat": None}))
+    assert all(str(rounded_graph.program(graph.name)) == str(graph) for graph in other.programs)
 
 
 def test_fusion_points_stay_with_the_programs_that_do_not_round() -> None:
@@ -105,8 +107,8 @@ def test_a_loop_that_begins_late_is_rounded_as_it_is_then() -> None:
     data = decoder()
     data["model"]["blocks"] |= {"count": 3, "order": {"at": [[0, "0..2"], [0.8, "0..1 1 2"]]}}
     data["fuse"] = []
-    found = [(phase.until, phase.train, phase.rounds) for phase in pipeline.run(spec_of(data), "cpu").phases]
-    assert found == [
+    results = [(phase.until, phase.train, phase.rounds) for phase in pipeline.run(spec_of(data), "cpu").phases]
+    assert results == [
         (0.7, "train_once", False), (0.8, "train_once_rounded", True), (1.0, "train_rounded", True)
     ]  # fmt: skip
 
@@ -118,8 +120,8 @@ def test_what_cannot_be_rounded_is_refused() -> None:
     assert problem.code == "S274" and problem.path == ("train", "qat")
     assert "decoder.step loops over time with decoder.step.additive.query and decoder.step.lstm.cell" in problem.message
     (pattern,) = re.findall(r'match: ("[^"]*")', problem.hint)
-    kept = {"match": json.loads(pattern), "scheme": "none", "dtype": "f32"}
-    assert "train_rounded" in lowered(ADDITIVE, {**QUANT, "rules": [*QUANT["rules"], kept]}).whole
+    exempt = {"match": json.loads(pattern), "scheme": "none", "dtype": "f32"}
+    assert "train_rounded" in lowered(ADDITIVE, {**QUANT, "rules": [*QUANT["rules"], exempt]}).whole
 
 
 def test_what_a_decoder_writes_is_rounded_where_it_is_fed_that() -> None:

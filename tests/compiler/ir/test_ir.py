@@ -10,8 +10,11 @@ from tiny_models import ATTENTION, MLP, tiny
 from specc.compiler import ops, pipeline
 from specc.compiler.catalog import classes
 from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType, TypeRuleError, output_ref, rename, walk
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, Node, output_ref, rename, walk
+from specc.compiler.ir.op import Op
 from specc.compiler.ir.text import GraphTextError, parse, parse_type
+from specc.compiler.ir.types import TensorType, TypeRuleError
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
@@ -94,8 +97,8 @@ def random_graph(rng: random.Random) -> Graph:
             refs.append(b.add(f"n{i}", MergeHeads(), (heads,)))
         else:
             outputs = ("x + 1", "max(x, 0.5)")
-            made = b.add(f"n{i}", Pointwise(outputs, ("x",), ("y", "most")), (ref,))
-            refs += [made, output_ref(made, 1)]
+            node = b.add(f"n{i}", Pointwise(outputs, ("x",), ("y", "most")), (ref,))
+            refs += [node, output_ref(node, 1)]
     last = refs[-1]
     return b.build({"y": last, "cache.0.k": refs[0]})
 
@@ -172,8 +175,8 @@ def test_uses_count_readers_and_returns() -> None:
 def test_walk_visits_each_called_function_once() -> None:
     programs = pipeline.run(tiny(count=3, blocks={"skips": {"kind": "unet"}}), "cpu", "lower")
     graphs = {graph.name: graph for graph in programs.graphs}
-    found = [graph.name for graph in walk(graphs, programs.program("train"))]
-    assert found == ["train", "block.forward", "skip_block.forward"]
+    results = [graph.name for graph in walk(graphs, programs.program("train"))]
+    assert results == ["train", "block.forward", "skip_block.forward"]
 
 
 def test_settings_leave_out_defaults() -> None:

@@ -111,12 +111,12 @@ def test_the_references_are_the_formulas(shape: tuple[int, int, int]) -> None:
     wanted = [torch.zeros_like(value) for value in (y, lse, dq, dk, dv)]
     for b, h in itertools.product(range(2), range(heads)):
         g = h * groups // heads
-        one = by_formula(dy[b, :, h], q[b, :, h], k[b, :, g], v[b, :, g])
-        wanted[0][b, :, h], wanted[1][b, h], wanted[2][b, :, h] = one[:3]
-        wanted[3][b, :, g] += one[3]
-        wanted[4][b, :, g] += one[4]
-    for found, want in zip((y, lse, dq, dk, dv), wanted, strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+        parts = by_formula(dy[b, :, h], q[b, :, h], k[b, :, g], v[b, :, g])
+        wanted[0][b, :, h], wanted[1][b, h], wanted[2][b, :, h] = parts[:3]
+        wanted[3][b, :, g] += parts[3]
+        wanted[4][b, :, g] += parts[4]
+    for result, want in zip((y, lse, dq, dk, dv), wanted, strict=True):
+        torch.testing.assert_close(result, want, rtol=1e-11, atol=1e-12)
 
 
 # --- kernels ---
@@ -143,9 +143,9 @@ def test_refusals_say_why_with_numbers() -> None:
         assert reason(name) is None and isinstance(kernel, attention.AttentionKernel)
         widest = kernel.by.widest
         assert reason(name, dtype="f32") == "computes in bf16 or f16, not in f32"
-        told = f"takes heads of a multiple of {kernel.by.step} channels, at most {widest}; these have"
-        assert reason(name, shape=(4, 4, 68)) == f"{told} 68"
-        assert reason(name, shape=(4, 4, widest + 8)) == f"{told} {widest + 8}"
+        message = f"takes heads of a multiple of {kernel.by.step} channels, at most {widest}; these have"
+        assert reason(name, shape=(4, 4, 68)) == f"{message} 68"
+        assert reason(name, shape=(4, 4, widest + 8)) == f"{message} {widest + 8}"
         assert reason(name, shape=(4, 4, widest)) is None
     assert reason("attention_torch") == "is Torch's kernel for the CPU, and not for sm90"
     ordered = reason("flash_attention_4_grad_ordered", target="sm120")
@@ -158,12 +158,12 @@ def test_refusals_say_why_with_numbers() -> None:
 def test_flash_attention_has_no_gradient_of_some_widths_on_small_gpus(target: str, channels: int) -> None:
     forward, backward = (attention_site((4, 4, channels), which, target) for which in (False, True))
     assert EVERY["flash_attention"].rejects(forward) is None
-    told = EVERY["flash_attention_grad"].rejects(backward)
+    answer = EVERY["flash_attention_grad"].rejects(backward)
     if target in ("sm86", "sm89", "sm120") and 192 < channels <= 224:
         words = f"has no gradient on {TARGETS[target].title} of heads of 193 to 224 channels; these have {channels}"
-        assert told == words
+        assert answer == words
     else:
-        assert told is None
+        assert answer is None
 
 
 def test_random_sites_render_as_clean_python(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_the_kernel_of_the_cpu_is_as_exact_as_plain_torch(shape: tuple[int, int,
         function = getattr(imported(kernel, site, tmp_path / name), symbol(site)[0])
         for rows in (1, 7, 64, 129, 301):
             judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), "cpu", seed=rows))
-            found = judge.call(function)
-            assert all(error.ok for error in judge.errors(found)), judge.errors(found)
+            result = judge.call(function)
+            assert all(error.ok for error in judge.errors(result)), judge.errors(result)
         q, k, v = inputs_of(attention_site(shape, False, "cpu", "f32"), {"B": 3, "T": 1}, "cpu")
         if not backward:  # one token sees itself: its value, and its own score
             y, lse = function(q, k, v)
@@ -275,11 +275,11 @@ def test_forward_and_gradient_are_chosen_each_for_itself() -> None:
 
 
 def test_everything_that_a_target_can_run_is_a_candidate() -> None:
-    found = {
+    results = {
         choice.rendered.module: {candidate.kernel.name for candidate in candidates(choice.site, "specs/x.yaml")}
         for choice in tuned_choices(plan())
     }
-    assert found == {
+    assert results == {
         "causal_attention__h4_g2_c64": {"cudnn_attention", "flash_attention", "flash_attention_4", "short_attention"},
         "causal_attention_grad__h4_g2_c64": {
             "cudnn_attention_grad",

@@ -35,8 +35,8 @@ def installed(name: str) -> bool:
     """Whether this machine has what a kernel calls: its package, and a GPU of those that the package is for."""
     if not name.startswith("flash_attention_4"):
         return True
-    found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
-    return bool(found) and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+    result = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    return bool(result) and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
 def given(names: Sequence[str]) -> list[Any]:
@@ -92,8 +92,8 @@ def test_any_forward_serves_any_gradient(forward: str, backward: str, folder: Pa
         attend, gradient = op_of(forward, shape, folder), op_of(backward, shape, folder)
         dy, q, k, v = random_inputs(shape, 3, 515)
         y, lse = attend(q, k, v)
-        found = [y, lse, *gradient(dy, q, k, v, y, lse)]
-        for got, want, most in zip(found, exact(dy, q, k, v), (4e-3, 1e-6, 6e-3, 6e-3, 6e-3), strict=True):
+        results = [y, lse, *gradient(dy, q, k, v, y, lse)]
+        for got, want, most in zip(results, exact(dy, q, k, v), (4e-3, 1e-6, 6e-3, 6e-3, 6e-3), strict=True):
             assert relative(got, want) < most and got.is_contiguous()
 
 
@@ -123,8 +123,8 @@ def test_inputs_may_be_slices_and_gradients_may_lie_in_any_order(name: str, fold
     turned = dy.transpose(1, 2).contiguous().transpose(1, 2)
     assert not turned.is_contiguous() and not k.is_contiguous()
     y, lse = attend(q, k, v)
-    found = [y, lse, *gradient(turned, q, k, v, y, lse)]
-    for got, want in zip(found, wanted, strict=True):
+    results = [y, lse, *gradient(turned, q, k, v, y, lse)]
+    for got, want in zip(results, wanted, strict=True):
         assert relative(got, want) < 4e-3 and got.is_contiguous()
 
 

@@ -27,9 +27,9 @@ def test_the_model_has_the_loss_and_gradients_of_its_reference(fused: Pair) -> N
         wanted = fused.reference("train", ids=ids, targets=targets)["loss"]
         gradients = torch.autograd.grad(wanted, list(fused.params.values()))
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
-    found = dict(fused.model.named_parameters())
+    results = dict(fused.model.named_parameters())
     for name, want in zip(fused.params, gradients, strict=True):
-        torch.testing.assert_close(found[name].grad, want, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(results[name].grad, want, rtol=1e-8, atol=1e-10)
 
 
 def test_nothing_before_a_changed_token_moves(fused: Pair) -> None:

@@ -101,7 +101,7 @@ def test_tiles_to_measure_are_distinct_fit_and_begin_with_the_rule() -> None:
     assert str(ScoreTile(64, 32, 4, 2)) == "64x32, 4 warps, 2 stages"
     both = ScoreGradTile(ScoreTile(64, 64, 4, 2), ScoreTile(32, 64, 1, 1))
     assert str(both) == "dq 64x64, 4 warps, 2 stages; dk, dv 32x64, 1 warp, 1 stage"
-    with pytest.raises(ValueError, match="queries is 48, and not a power of two from 16 to 256"):
+    with pytest.raises(ValueError, match="queries is 48, but must be a power of two from 16 to 256"):
         ScoreTile(48, 32, 4, 2)
 
 
@@ -128,7 +128,9 @@ def test_ops_state_their_types_without_a_gpu(name: str, backward: bool, tmp_path
 # --- Triton's interpreter ---
 
 SQUARE = ((32, 32, 4, 2), (32, 16, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2))  # forward; dq, where it may be any; dq; dk
-LENGTHS = ((2, 61, 0), (1, 80, 8), (3, 1, 0))  # sequences, tokens, elements between tokens of q, k and v
+# Sequences, tokens, elements between tokens of q, k and v: beyond a window, several sequences, and the rest.
+LONG, SEVERAL, SHORT = ((1, 80, 8), (3, 1, 0)), ((2, 61, 0), (3, 1, 0)), ((1, 61, 8), (2, 1, 0))
+LENGTHS = {"window": LONG, "buckets first": LONG, "documents": SEVERAL, "one table twice": SEVERAL}
 
 
 def tiles_of(site: Site, backward: bool) -> tuple[tuple[int, int, int, int], ...]:
@@ -149,7 +151,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, boo
             site = attention.site(SMALL, backward, "f16")  # the interpreter's dot is wrong in bf16
             kernel = kernel_of(site, *tiles_of(site, backward))
             module = imported(kernel, site, folder / f"interpreted_scored_{i}_{backward}").__name__
-            for k, (b, t, apart) in enumerate(LENGTHS):
+            for k, (b, t, apart) in enumerate(LENGTHS.get(name, SHORT)):
                 given = scored_inputs(site, b, t, k, apart=apart)
                 wanted = exact(site, given)
                 pairs = zip(wanted, site.node.types, strict=True)
@@ -168,7 +170,7 @@ def test_interpreted_kernels_give_the_reference(
     name: str, backward: bool, interpreted: dict[tuple[str, bool, int], Any]
 ) -> None:
     site = CASES[name].site(SMALL, backward, "f16")
-    for k, (b, t, apart) in enumerate(LENGTHS):
+    for k, (b, t, apart) in enumerate(LENGTHS.get(name, SHORT)):
         buffers, unchanged = interpreted[name, backward, k]
         assert unchanged, "an input was written"
         wanted = exact(site, scored_inputs(site, b, t, k, apart=apart))

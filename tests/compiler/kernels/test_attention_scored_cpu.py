@@ -12,7 +12,8 @@ from tiny_models import ATTENTION, MLP, tiny
 from torch import Tensor
 
 from specc.compiler import pipeline
-from specc.compiler.ir.graph import Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.attention.torch import SCORED_GRAD_TORCH, SCORED_TORCH
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad, starts_of
@@ -97,8 +98,8 @@ def site_of(name: str, backward: bool) -> Site:
 def test_the_reference_is_the_sum_over_pairs(name: str) -> None:
     op, _ = CASES[name]
     inputs = inputs_of(name)
-    for found, want in zip(several(op.reference(*inputs)), by_pairs(op, inputs), strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)
+    for result, want in zip(several(op.reference(*inputs)), by_pairs(op, inputs), strict=True):
+        torch.testing.assert_close(result, want, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,8 +120,8 @@ def test_kernels_of_the_cpu_equal_the_references(name: str, tmp_path: Path) -> N
     y, lse = several(op.reference(*inputs))
     gradient = ScoredAttentionGrad(op.score, op.mask, op.scale, op.tables, op.sinks)
     wanted = several(gradient.reference(dy, *inputs[:3], y, lse, *inputs[3:]))
-    found = [*functions[0](*inputs), *functions[1](dy, *inputs[:3], y, lse, *inputs[3:])]
-    for have, want in zip(found, (y, lse, *wanted), strict=True):
+    results = [*functions[0](*inputs), *functions[1](dy, *inputs[:3], y, lse, *inputs[3:])]
+    for have, want in zip(results, (y, lse, *wanted), strict=True):
         torch.testing.assert_close(have.double(), want.double(), rtol=2e-6, atol=2e-6)
 
 
@@ -148,8 +149,8 @@ def test_a_score_that_is_s_gives_the_kernels_of_causal_attention() -> None:
     point = ({"blocks.*.attention": ["y"]},)
     wanted = pipeline.run(tiny(fuse=point), "cpu")
     for change in ({"score": "s + 0 * i"}, {"mask": "i >= j"}, {"scale": "1/sqrt(head_dim)"}):
-        found = pipeline.run(tiny(layers=({**ATTENTION, **change}, MLP), fuse=point), "cpu")
-        assert [str(graph) for graph in found.graphs] == [str(graph) for graph in wanted.graphs]
+        result = pipeline.run(tiny(layers=({**ATTENTION, **change}, MLP), fuse=point), "cpu")
+        assert [str(graph) for graph in result.graphs] == [str(graph) for graph in wanted.graphs]
 
 
 def test_generated_files_are_the_same_for_equal_expressions(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def test_every_kind_of_score_mask_and_head(name: str, shape: str, folder: Path) 
         wanted = exact(forward, inputs)
         y, lse = attend(*inputs)
         dy = torch.randn_like(y)
-        found = [y, lse, *gradient(dy, *inputs[:3], y, lse, *inputs[3:])]
+        results = [y, lse, *gradient(dy, *inputs[:3], y, lse, *inputs[3:])]
         wanted += exact(backward, [dy, *inputs[:3], *wanted, *inputs[3:]])
-        for label, got, want in zip(("y", "lse", *backward.node.op.output_labels), found, wanted, strict=True):
+        for label, got, want in zip(("y", "lse", *backward.node.op.output_labels), results, wanted, strict=True):
             error, scale = (got.double() - want).norm().item(), want.norm().item()
             most = 2e-2 if label != "lse" else 2e-3  # tanh has 2**-11
             assert error <= most * scale + 2e-2 * want.numel() ** 0.5 * (scale < 1e-2), f"{label} of {tokens} tokens"
@@ -119,10 +119,10 @@ def test_every_tile_gives_the_same_to_rounding_and_the_same_bits_again(name: str
         first = op_of(site, folder)(*inputs)
         for kernel in kernel_of(site).variants(site):
             op = op_of(site, folder, kernel)
-            found = op(*inputs)
-            assert all(relative(got, want) < 6e-3 for got, want in zip(found, first, strict=True))
+            result = op(*inputs)
+            assert all(relative(got, want) < 6e-3 for got, want in zip(result, first, strict=True))
             for _ in range(5):
-                assert all(map(torch.equal, op(*inputs), found))
+                assert all(map(torch.equal, op(*inputs), result))
 
 
 @pytest.mark.parametrize("name", ["documents", "buckets", "distances"])

@@ -36,8 +36,8 @@ POINTS = (
 
 
 def spec(*fuse: dict[str, list[str]], targets: tuple[str, ...] = ("cpu",)) -> Any:
-    made = pairs_spec([EMBED, blocks(GROUPED, MLP)], [EMBED, blocks(GROUPED, ACROSS, MLP)], fuse=fuse or POINTS)
-    return made.model_copy(update={"targets": targets})
+    model_spec = pairs_spec([EMBED, blocks(GROUPED, MLP)], [EMBED, blocks(GROUPED, ACROSS, MLP)], fuse=fuse or POINTS)
+    return model_spec.model_copy(update={"targets": targets})
 
 
 def random_sees(shape: tuple[int, int, int], t: int = 5, s: int = 7) -> tuple[Tensor, ...]:
@@ -67,8 +67,8 @@ def test_the_references_are_the_formulas(shape: tuple[int, int, int]) -> None:
         wanted[2][b, t, h] = ds @ k[b, keys, g]
         wanted[3][b, keys, g] += torch.outer(ds, q[b, t, h])
         wanted[4][b, keys, g] += torch.outer(p, dy[b, t, h])
-    for found, want in zip((y, lse, dq, dk, dv), wanted, strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-12)  # all 0 where nothing is seen
+    for result, want in zip((y, lse, dq, dk, dv), wanted, strict=True):
+        torch.testing.assert_close(result, want, rtol=1e-11, atol=1e-12)  # all 0 where nothing is seen
 
 
 def test_a_reference_of_many_sequences_is_that_of_each() -> None:
@@ -85,7 +85,7 @@ def test_the_kernel_of_the_cpu_is_as_exact_as_plain_torch(
     kind: str, shape: tuple[int, int, int], tmp_path: Path
 ) -> None:
     given = random_sees(shape, 5, 5 if kind == "seen" else 7)
-    made: list[Tensor] = []
+    outputs: list[Tensor] = []
     for backward, kernel in ((False, SEEN_TORCH), (True, SEEN_GRAD_TORCH)):
         site = attention_site(shape, backward, "cpu", "f32", kind)
         name = f"seen_cpu_{kind}_{'_'.join(map(str, shape))}_{backward}"
@@ -93,11 +93,11 @@ def test_the_kernel_of_the_cpu_is_as_exact_as_plain_torch(
         for rows in (1, 7, 129):
             judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), "cpu", seed=rows))
             assert all(error.ok for error in judge.errors(judge.call(function)))
-        inputs = (*given[1:], given[-1])[:4] if not backward else (*given[:4], *made, given[-1])
+        inputs = (*given[1:], given[-1])[:4] if not backward else (*given[:4], *outputs, given[-1])
         wanted = several(site.node.op.reference(*inputs))
-        made = list(function(*inputs))
-        for found, want in zip(made, wanted, strict=True):
-            torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-11)
+        outputs = list(function(*inputs))
+        for result, want in zip(outputs, wanted, strict=True):
+            torch.testing.assert_close(result, want, rtol=1e-10, atol=1e-11)
 
 
 def test_the_baseline_on_a_gpu_is_no_kernel_of_the_cpu() -> None:
@@ -118,8 +118,8 @@ def test_a_judge_asks_for_no_more_tokens_than_the_model_has() -> None:
 
 def test_three_attentions_get_kernels_of_their_own() -> None:
     plan = pipeline.plan(spec(targets=("sm90",)), "sm90", "specs/x.yaml")
-    found = {choice.rendered.module: choice.kernel.name for choice in plan.choices if choice.rendered.module}
-    assert found == {
+    results = {choice.rendered.module: choice.kernel.name for choice in plan.choices if choice.rendered.module}
+    assert results == {
         "seen_attention__h4_g2_c2": "short_seen_attention",
         "seen_attention_grad__h4_g2_c2": "short_seen_attention_grad",
         "causal_attention__h4_g2_c2": "short_attention",
@@ -127,8 +127,8 @@ def test_three_attentions_get_kernels_of_their_own() -> None:
         "cross_attention__h4_g1_c2": "short_seen_attention",
         "cross_attention_grad__h4_g1_c2": "short_seen_attention_grad",
     }
-    every = [one for choice in tuned_choices(plan) for one in candidates(choice.site, "specs/x.yaml")]
-    assert {one.kernel.name for one in every} == set(found.values()) and len(every) > 4 * len(found)
+    every = [candidate for choice in tuned_choices(plan) for candidate in candidates(choice.site, "specs/x.yaml")]
+    assert {candidate.kernel.name for candidate in every} == set(results.values()) and len(every) > 4 * len(results)
 
 
 def test_a_model_of_long_sequences_says_what_no_kernel_takes() -> None:
@@ -136,8 +136,8 @@ def test_a_model_of_long_sequences_says_what_no_kernel_takes() -> None:
     long = long.model_copy(update={"model": long.model.model_copy(update={"context": 200})})
     with pytest.raises(LoweringError, match=r"no kernel for sm90 computes decoder.blocks.\*.cross.y") as caught:
         pipeline.plan(long, "sm90", "specs/x.yaml")
-    told = "short_seen_attention: takes at most 128 tokens; there may be 200"
-    assert any(told in (problem.hint or "") for problem in caught.value.problems)
+    reason = "short_seen_attention: accepts at most 128 tokens; there may be 200"
+    assert any(reason in (problem.hint or "") for problem in caught.value.problems)
 
 
 def test_every_kernel_of_it_is_in_the_catalogue_by_direction() -> None:
@@ -165,9 +165,9 @@ def test_the_model_has_the_loss_and_gradients_of_its_reference(fused: Pair) -> N
         wanted = fused.reference("train", source=source, inputs=inputs, target=target)["loss"]
         gradients = torch.autograd.grad(wanted, list(fused.params.values()))
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
-    found = dict(fused.model.named_parameters())
+    results = dict(fused.model.named_parameters())
     for name, want in zip(fused.params, gradients, strict=True):
-        torch.testing.assert_close(found[name].grad, want, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(results[name].grad, want, rtol=1e-8, atol=1e-10)
 
 
 def test_pads_of_a_source_and_later_tokens_do_not_leak(fused: Pair) -> None:

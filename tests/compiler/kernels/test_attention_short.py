@@ -70,8 +70,8 @@ def test_refusals_say_why_with_numbers(kind: str, backward: bool) -> None:
     assert reason() is None and reason((7, 1, 9), 128) is None and reason((8, 2, 128), 1) is None
     assert reason(dtype="f32") == "computes in bf16 or f16, not in f32"
     assert reason((4, 4, 129)) == "takes heads of at most 128 channels; these have 129"
-    assert reason(context=129) == "takes at most 128 tokens; there may be 129"
-    assert reason(context=None) == "takes at most 128 tokens; how many there are is not known"
+    assert reason(context=129) == "accepts at most 128 tokens; there may be 129"
+    assert reason(context=None) == "accepts at most 128 tokens; the number of tokens is unknown"
     narrow = reason((8, 8, 128), 128, target="sm86")
     room = "needs for 128 tokens of 128 channels 163,840 bytes of shared memory; sm86 has 101,376"
     assert narrow == (room if backward else None)
@@ -86,10 +86,10 @@ def test_it_is_first_by_rule_only_where_sequences_are_short() -> None:
 
 
 def test_names_tell_self_and_cross_apart() -> None:
-    found = [symbol(attention_site(POLY, backward, kind=kind)) for kind, backward in WAYS]
+    results = [symbol(attention_site(POLY, backward, kind=kind)) for kind, backward in WAYS]
     words = ("causal_attention", "seen_attention", "cross_attention")
     names = [f"{word}{grad}" for word in words for grad in ("", "_grad")]
-    assert found == [(name, f"{name}__h8_g8_c32") for name in names]
+    assert results == [(name, f"{name}__h8_g8_c32") for name in names]
 
 
 @pytest.mark.parametrize(("kind", "backward"), WAYS)
@@ -120,8 +120,8 @@ def test_ops_state_their_types_without_a_gpu(kind: str, backward: bool, tmp_path
 # --- Triton's interpreter ---
 
 # Sequences, queries and keys; the tokens of q, k and v stand further apart where told.
-LENGTHS = ((3, 1, 1, 0), (2, 2, 7, 0), (2, 7, 2, 16), (2, 30, 31, 0), (1, 31, 30, 8), (2, 30, 30, 0))
-LONG = ((1, 64, 64, 0), (1, 100, 128, 0), (2, 128, 100, 8))
+LENGTHS = ((3, 1, 1, 0), (2, 7, 2, 16), (2, 30, 31, 0), (1, 31, 30, 8))
+LONG = ((1, 100, 128, 0), (2, 128, 64, 8))
 Case = tuple[str, bool, tuple[int, int, int], int, PairTile | None]
 CASES: list[Case] = [
     *((kind, backward, POLY, 31, None) for kind, backward in WAYS),
@@ -138,8 +138,8 @@ def site_of(case: Case) -> Site:
 
 def lengths_of(case: Case) -> list[tuple[int, int, int, int]]:
     """Those that a case has; a sequence that is attended to causally is as long as its queries."""
-    found = LONG if case[3] > 31 else LENGTHS
-    return [(b, t, t, apart) for b, t, _, apart in found] if case[0] != "cross" else list(found)
+    result = LONG if case[3] > 31 else LENGTHS
+    return [(b, t, t, apart) for b, t, _, apart in result] if case[0] != "cross" else list(result)
 
 
 def short_inputs(site: Site, b: int, t: int, s: int, seed: int, apart: int = 0) -> list[Tensor]:
@@ -183,8 +183,8 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int
         for k, (b, t, s, apart) in enumerate(lengths_of(case)):
             given = short_inputs(site, b, t, s, k, apart)
             wanted = expected(site, given)
-            kept = [DTYPES[type.dtype] for type in site.node.types]
-            pairs = zip(wanted, kept, strict=True)
+            dtypes = [DTYPES[type.dtype] for type in site.node.types]
+            pairs = zip(wanted, dtypes, strict=True)
             buffers = [torch.full((want.numel() + 2 * GUARD,), torch.nan, dtype=dtype) for want, dtype in pairs]
             runs.append((str(folder), module, given, buffers, [want.shape[-1] for want in wanted]))
             keys.append((i, k))
@@ -221,8 +221,8 @@ def test_what_a_sharp_weight_leaves_is_not_lost_in_the_rounding_of_y(tmp_path: P
     module = imported(kernel_of(site), site, tmp_path / "interpreted_sharp").__name__
     buffers = [torch.full((want.numel() + 2 * GUARD,), torch.nan, dtype=torch.float16) for want in judge.exact]
     ((buffers, unchanged),) = interpret(tmp_path, [(str(tmp_path), module, judge.inputs, buffers, [POLY[-1]] * 3)])
-    found = [buffer[GUARD:-GUARD].view(want.shape) for buffer, want in zip(buffers, judge.exact, strict=True)]
-    dq, dk, dv = judge.errors(found)
+    results = [buffer[GUARD:-GUARD].view(want.shape) for buffer, want in zip(buffers, judge.exact, strict=True)]
+    dq, dk, dv = judge.errors(results)
     assert unchanged and max(dq.rms, dk.rms) < 0.35 and dv.rms < 0.5 and max(dq.peak, dk.peak, dv.peak) < 0.5
 
 

@@ -38,8 +38,8 @@ def op_of(
     kind: str, backward: bool, shape: tuple[int, int, int], context: int, folder: Path, tile: PairTile | None = None
 ) -> Any:
     site = attention_site(shape, backward, kind=kind, context=context)
-    told = (kind, backward, *shape, context, *(() if tile is None else (tile.pairs, tile.warps, tile.stages)))
-    module = imported(kernel_of(site, tile), site, folder / "_".join(("short", *map(str, told))))
+    labels = (kind, backward, *shape, context, *(() if tile is None else (tile.pairs, tile.warps, tile.stages)))
+    module = imported(kernel_of(site, tile), site, folder / "_".join(("short", *map(str, labels))))
     return getattr(module, symbol(site)[0])
 
 
@@ -65,8 +65,8 @@ def run(attend: Any, gradient: Any, dy: Tensor, inputs: tuple[Tensor, ...]) -> l
     return [y, lse, *gradient(dy, q, k, v, y, lse, *seen)]
 
 
-def near(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for name, got, want in zip(("y", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+def near(results: list[Tensor], wanted: list[Tensor]) -> None:
+    for name, got, want in zip(("y", "lse", "dq", "dk", "dv"), results, wanted, strict=True):
         most = 1e-5 if name == "lse" else 1.5e-2
         error = (got.double() - want).norm().item()
         assert error <= most * want.norm().item() + 2e-2 * want.numel() ** 0.5 * (want.norm() < 1e-2), name
@@ -102,12 +102,12 @@ def test_what_sees_nothing_is_zero_and_has_no_gradient(folder: Path) -> None:
     attend, gradient = (op_of("cross", way, SHAPES["poly"], 30, folder) for way in (False, True))
     dy, (q, k, v, seen) = given("cross", SHAPES["poly"], 4, 30, 17)
     assert not seen[-1].any()
-    found = run(attend, gradient, dy, (q, k, v, seen))
-    assert not any(value[-1].any() for value in found)
+    result = run(attend, gradient, dy, (q, k, v, seen))
+    assert not any(value[-1].any() for value in result)
     hidden = ~seen[:, :, None, None].expand_as(k)
-    assert not found[3][hidden].any() and not found[4][hidden].any()
+    assert not result[3][hidden].any() and not result[4][hidden].any()
     other = k.masked_fill(hidden, 9.0), v.masked_fill(hidden, -9.0)
-    assert all(map(torch.equal, run(attend, gradient, dy, (q, *other, seen)), found))  # no bit of it leaks
+    assert all(map(torch.equal, run(attend, gradient, dy, (q, *other, seen)), result))  # no bit of it leaks
 
 
 def test_nothing_of_a_later_token_leaks(folder: Path) -> None:
@@ -148,10 +148,10 @@ def test_every_tile_gives_the_same_to_rounding_and_the_same_bits_again(kind: str
         first = several(op_of(kind, backward, SHAPES["poly"], 30, folder)(*inputs))
         for kernel in kernel_of(site).variants(site):
             op = op_of(kind, backward, SHAPES["poly"], 30, folder, kernel.tile)  # type: ignore[attr-defined]
-            found = several(op(*inputs))
-            assert all(relative(got, want) < 4e-3 for got, want in zip(found, first, strict=True))
+            result = several(op(*inputs))
+            assert all(relative(got, want) < 4e-3 for got, want in zip(result, first, strict=True))
             for _ in range(20):
-                assert all(map(torch.equal, several(op(*inputs)), found))
+                assert all(map(torch.equal, several(op(*inputs)), result))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specc.compiler.expr.mask import bound_mask
-from specc.compiler.ir.graph import TensorType
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import Sdpa
 from specc.compiler.render.jinja import render
 from specc.runtime.model.load import initialize, instantiate
@@ -74,12 +74,12 @@ def test_compiled_equals_float64(name: str, dtype: torch.dtype) -> None:
     wanted = [exact, *torch.autograd.grad(exact, wide, dy.double())]
     torch._dynamo.reset()
     compiled = torch.compile(attend, fullgraph=True, dynamic=False)
-    found = []
+    results = []
     for function in (compiled, attend):
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         y = function(*given, *further)
-        found.append([y, *torch.autograd.grad(y, given, dy)])
-    for label, compiled_one, eager, want in zip(("y", "dq", "dk", "dv"), *found, wanted, strict=True):
+        results.append([y, *torch.autograd.grad(y, given, dy)])
+    for label, compiled_one, eager, want in zip(("y", "dq", "dk", "dv"), *results, wanted, strict=True):
         norm = max(want.norm(), exact.norm())  # alone, a token has no gradient of q and k
         wrong, allowed = ((x.double() - want).norm() / norm for x in (compiled_one, eager))
         assert wrong <= 3 * allowed + 1e-5, (label, float(wrong), float(allowed))
@@ -136,12 +136,15 @@ def test_within_a_compiled_model_rows_have_blocks_of_their_own(tmp_path: Path) -
     ids[torch.rand(5, 640, generator=generator) < 0.01] = 1
     ids, targets = ids.cuda(), ids.roll(-1, 1).cuda()
     torch._dynamo.reset()
-    found = []
-    for loss, score in ((model, model.score), [torch.compile(one, fullgraph=True) for one in (model, model.score)]):
+    results = []
+    for loss, score in (
+        (model, model.score),
+        [torch.compile(program, fullgraph=True) for program in (model, model.score)],
+    ):
         model.zero_grad()
         loss(ids, targets).backward()
         with torch.no_grad():
             nats = score(ids, targets)
-        found.append([nats, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    for eager, compiled in zip(*found, strict=True):
+        results.append([nats, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for eager, compiled in zip(*results, strict=True):
         assert (compiled.double() - eager.double()).norm() <= 0.03 * eager.double().norm()

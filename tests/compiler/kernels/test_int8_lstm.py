@@ -15,7 +15,8 @@ from step_sites import BITS, ROWS, SIZES, close, exact, imported, operands, step
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
-from specc.compiler.ir.graph import Builder, TensorType, TypeRuleError
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType, TypeRuleError
 from specc.compiler.kernels.int8.lstm import INT8_LSTM_TORCH
 from specc.compiler.kernels.int8.lstm_triton import INT8_LSTM_TRITON, Int8LstmTriton, step_tile
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
@@ -40,8 +41,8 @@ GPUS = [name for name, row in TARGETS.items() if row.arch]
 def test_the_reference_is_the_arithmetic(size: int, bits: Literal[8, 16]) -> None:
     given = operands(step_site(size), 7, size)
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
-    found = Int8LstmStep(bits).reference(*wide)
-    for have, want in zip(found, exact(given, bits), strict=True):
+    result = Int8LstmStep(bits).reference(*wide)
+    for have, want in zip(result, exact(given, bits), strict=True):
         torch.testing.assert_close(have, want, rtol=0, atol=1e-14)
 
 
@@ -88,9 +89,9 @@ def test_it_is_judged_on_codes_of_both_signs(bits: Literal[8, 16]) -> None:
     assert bool((inverse.log2() % 1 == 0).all()) and len(inverse.unique()) == 3 and bool((scale > 0).all())
     for sample in (False, True):
         judge = Judge.of(site, inputs_of(site, sizes_of(site, 33), "cpu"), sample)
-        found = reference.node_value(site.node, list(judge.inputs))
-        assert all(error.ok for error in judge.errors(found))
-        assert not any(error.ok for error in judge.errors([value * 1.01 for value in found]))
+        result = reference.node_value(site.node, list(judge.inputs))
+        assert all(error.ok for error in judge.errors(result))
+        assert not any(error.ok for error in judge.errors([value * 1.01 for value in result]))
     assert 0.01 < float((h * inverse).abs().gt(127).float().mean()) < 0.5
 
 
@@ -137,7 +138,7 @@ def test_every_target_has_one_kernel_for_it(target: str) -> None:
 
 def test_refusals_say_why_with_numbers() -> None:
     site = step_site(64, "sm86")
-    assert "would run codes, product and gates as kernels of their own" in str(INT8_LSTM_TORCH.rejects(site))
+    assert "would compute codes, product and gates in separate kernels" in str(INT8_LSTM_TORCH.rejects(site))
     shallow = replace(INT8_LSTM_TRITON, tile=Tile(32, 16, 16, 4, 1))
     assert "multiplies at least 32 codes at a time" in str(shallow.rejects(site))
     deep = replace(INT8_LSTM_TRITON, tile=Tile(128, 64, 256, 8, 2))
@@ -187,7 +188,7 @@ def test_the_plain_kernel_gives_float64_to_rounding(
         given = operands(site, rows, rows, apart=apart)
         for have, want in zip(function(*given), exact(given, bits), strict=True):
             close(have, want)
-    assert [made.shape for made in function(*operands(site, 0, 0))] == [(0, size)] * 2
+    assert [part.shape for part in function(*operands(site, 0, 0))] == [(0, size)] * 2
     given = operands(site, 2, 3)
     given[0][1, 1] = torch.nan
     for have, want in zip(function(*given), exact(given, bits), strict=True):
@@ -263,7 +264,7 @@ def test_a_step_waits_for_memory_once(bits: Literal[8, 16], tmp_path: Path) -> N
     A second code loads nothing more."""
     site = step_site(128, "sm90", bits=bits)
     ptx = compiled(INT8_LSTM_TRITON, site, tmp_path / f"compiled_step_once_{bits}").asm["ptx"]
-    loads = [found.start() for found in re.finditer(r"ld\.global", ptx)]
+    loads = [result.start() for result in re.finditer(r"ld\.global", ptx)]
     first = re.search(r"st\.shared|stmatrix|bar\.sync", ptx)
     assert first is not None and max(loads) < first.start()
     assert ptx.count("ld.global.v4.b32") == 17  # a thread's: of c 1, of x 4, of h 8, of w 4
@@ -293,13 +294,13 @@ def test_every_tile_gives_float64_and_what_plain_torch_gives(size: int, bits: Li
         for rows in ROWS:
             for apart in (0, size):
                 given = operands(site, rows, rows + i, "cuda", apart)
-                found = function(*given)
+                result = function(*given)
                 torch_found = plain(*(tensor.cpu() for tensor in given))
-                for have, want, other in zip(found, exact(given, bits), torch_found, strict=True):
+                for have, want, other in zip(result, exact(given, bits), torch_found, strict=True):
                     assert have.is_contiguous()
                     close(have, want)
                     torch.testing.assert_close(have.cpu(), other, rtol=4e-6, atol=4e-6)
-        assert [made.shape for made in function(*operands(site, 0, 1, "cuda"))] == [(0, size)] * 2
+        assert [part.shape for part in function(*operands(site, 0, 1, "cuda"))] == [(0, size)] * 2
 
 
 @pytest.mark.gpu
@@ -324,12 +325,12 @@ def test_every_run_gives_the_same_bits_also_from_a_graph(bits: Literal[8, 16], t
         assert all(map(torch.equal, function(*given), first))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = function(*given)
-    for tensor in found:
+        result = function(*given)
+    for tensor in result:
         tensor.fill_(torch.nan)
     for _ in range(100):
         graph.replay()
-        assert all(map(torch.equal, found, first))
+        assert all(map(torch.equal, result, first))
 
 
 @pytest.mark.gpu

@@ -101,9 +101,9 @@ def test_outputs_are_at_least_as_exact_as_plain_torch(way: Way, folder: Path) ->
     for m in ROWS:
         inputs = sample_inputs(site, m, m, "cuda")
         before = [value.clone() for value in inputs]
-        found = launched(module, site, inputs, m)
+        result = launched(module, site, inputs, m)
         assert all(map(torch.equal, before, inputs)), "an input was written"
-        references = zip(found, expected(site, inputs), eager(site, inputs), strict=True)
+        references = zip(result, expected(site, inputs), eager(site, inputs), strict=True)
         for i, (got, exact, plain) in enumerate(references):
             error, bar = got.double() - exact, plain.double() - exact
             # A slope that is a multiple of a product is rounded once by both, so which is nearer is chance.
@@ -117,9 +117,9 @@ def test_nan_in_a_row_stays_there_and_stays_nan(way: Way, folder: Path) -> None:
     inputs = sample_inputs(site, 301, 2, "cuda")
     whole = launched(module, site, inputs, 301)
     inputs[0][129] = torch.nan
-    found = [torch.empty_like(value) for value in whole]
-    module.launch(*inputs, *found)
-    for got, wanted, exact in zip(found, whole, expected(site, inputs), strict=True):
+    results = [torch.empty_like(value) for value in whole]
+    module.launch(*inputs, *results)
+    for got, wanted, exact in zip(results, whole, expected(site, inputs), strict=True):
         wanted[exact.isnan()] = torch.nan
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
@@ -128,8 +128,8 @@ def test_nan_in_a_row_stays_there_and_stays_nan(way: Way, folder: Path) -> None:
 def test_outputs_in_fp32_are_exact_to_fp32(way: Way, folder: Path) -> None:
     site, module = load(way, folder, "f32")
     inputs = sample_inputs(site, 301, 1, "cuda")
-    found = launched(module, site, inputs, 301)
-    for got, exact in zip(found, expected(site, inputs), strict=True):
+    result = launched(module, site, inputs, 301)
+    for got, exact in zip(result, expected(site, inputs), strict=True):
         assert ((got.double() - exact).abs() <= 1e-4 * (1 + exact.abs())).all()
 
 

@@ -21,10 +21,11 @@ pytestmark = pytest.mark.interpret
 
 # Ragged and whole tiles; the interpreter's dot is wrong in bf16.
 SHAPES = ((264, 72), (128, 64))
-ROWS = {"sm90": (1, 127, 257), "sm80": (0, 127, 257)}
+ROWS = {"sm90": (1, 129), "sm80": (0, 129)}
+BOTH = ("silu_gated", "gelu_grad", "two_muls", "clashes")  # of other epilogues the lines are those of sm90
 Case = tuple[str, str, int, int, str]
 CASES: list[Case] = [
-    *((name, target, *SHAPES[0], "") for name in EPILOGUES for target in ROWS),
+    *((name, target, *SHAPES[0], "") for name in EPILOGUES for target in ROWS if target == "sm90" or name in BOTH),
     *(("silu_gated_grad", target, *SHAPES[1], "") for target in ROWS),
     *(("leaky_relu2", target, 40, 24, "f32") for target in ROWS),
 ]
@@ -83,8 +84,8 @@ def test_nan_in_a_row_stays_there_and_stays_nan(case: Case, results: dict[tuple[
     site = site_of(case)
     m = max(ROWS[case[1]])
     references = expected(site, with_a_broken_row(site, m))
-    found = zip(results[case, -m][0], results[case, m][0], references, strict=True)
-    for i, (buffer, whole, reference) in enumerate(found):
+    result = zip(results[case, -m][0], results[case, m][0], references, strict=True)
+    for i, (buffer, whole, reference) in enumerate(result):
         got, wanted = inner(buffer, site), inner(whole, site).clone()
         wanted[reference.isnan()] = torch.nan
         assert torch.equal(got.isnan(), wanted.isnan()), f"output {i}"

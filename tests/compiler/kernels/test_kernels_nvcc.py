@@ -1,32 +1,56 @@
-"""Generated CUTLASS kernels compiled by nvcc for sm90a; cached by content, so later runs are quick."""
+"""Generated CUTLASS kernels compiled by nvcc, those of one architecture in one file; cached by content."""
 
 import ctypes
 from pathlib import Path
 
 import pytest
-from kernel_sites import imported, make_site, written
+from int8_sites import int8_site
+from kernel_sites import imported, joined, make_site, written
 
 from specc.compiler.kernels.gemm.evt import GEMM_EVT
+from specc.compiler.kernels.int8.sm80 import GEMM_INT8_SM80
+from specc.compiler.kernels.int8.sm90 import GEMM_INT8_SM90
+from specc.compiler.kernels.kernel import Kernel, Site
+from specc.runtime.support import native
 from specc.runtime.support.native import compile_only, library
 
 pytestmark = pytest.mark.nvcc
 
 # The weight as stored, a tile to read and a long expression; a column, a tile and a transposed weight; three outputs
-# of two products. Each takes nvcc a minute.
+# of two products.
 NAMES = ("gelu_grad", "scaled_residual", "silu_gated")
+# Every template, and each type of output and kind of load in one of them.
+KERNELS: dict[str, list[tuple[Kernel, Site]]] = {
+    "sm86": [
+        (GEMM_INT8_SM80, int8_site("codes", 64, 64, "sm86")),
+        (GEMM_INT8_SM80, int8_site("residual", 16, 16, "sm86")),
+    ],
+    "sm90": [
+        *((GEMM_EVT, make_site(name)) for name in NAMES),
+        (GEMM_INT8_SM90, int8_site("sum", 256, 64, "sm90")),
+        (GEMM_INT8_SM90, int8_site("codes", 768, 256, "sm90")),
+    ],
+}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_generated_gemms_compile_without_spills(name: str, tmp_path: Path) -> None:
-    source, _ = written(GEMM_EVT, make_site(name), tmp_path)
-    compiled = compile_only(source)  # raises where ptxas spills or serializes
+def of_all(target: str, folder: Path) -> Path:
+    """The library of all kernels of a target; nvcc takes most of its time over what they include."""
+    files = [file for i, rendered in enumerate(KERNELS[target]) for file in written(*rendered, folder / f"{i}")]
+    return compile_only(joined([file for file in files if file.suffix == ".cu"], folder))
+
+
+@pytest.mark.parametrize("target", KERNELS)
+def test_generated_gemms_compile_without_spills(target: str, tmp_path: Path) -> None:
+    compiled = of_all(target, tmp_path)  # raises where ptxas spills or serializes
     assert compiled.stat().st_size > 50_000
     assert b".nv_fatbin" in compiled.read_bytes()
-    assert compile_only(source) == compiled
+    assert of_all(target, tmp_path) == compiled
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_launchers_declare_what_the_library_defines(name: str, tmp_path: Path) -> None:
+def test_launchers_declare_what_the_library_defines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = of_all("sm90", tmp_path / "all")
+    monkeypatch.setattr(native, "compile_only", lambda source: compiled)
     site = make_site(name)
     module = imported(GEMM_EVT, site, tmp_path / f"launcher_{name}")
     code, function = module.native(), GEMM_EVT.render(site).function

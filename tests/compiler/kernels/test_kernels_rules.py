@@ -11,7 +11,8 @@ from kernel_sites import EPILOGUES, FORWARD, check_clean, make_site, written
 import specc.compiler.kernels
 import specc.templates
 from specc.compiler.catalog import catalog
-from specc.compiler.ir.graph import BYTES, Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.kernels.epilogue import epilogue_of
 from specc.compiler.kernels.gemm.evt import COOPERATIVE, GEMM_EVT, PINGPONG
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
@@ -59,15 +60,15 @@ BF16, F32 = "bf16", "f32"
 PLAIN = make_site("gelu")
 MUL = make_site("mul")
 BOTH_REFUSE = {
-    "no product": (wgrad_site(), "takes a product of rows and weights; wgrad is not such a product"),
+    "no product": (wgrad_site(), "computes products of rows and weights; wgrad is not such a product"),
     "no epilogue": (
         replace(PLAIN, node=replace(PLAIN.node, epilogue=None)),
-        "has nothing to fuse into a plain product; cuBLAS is faster",
+        "computes products with an epilogue; for a plain product, cuBLAS is faster",
     ),
     "dtype": (make_site("gelu", dtype=F32), "multiplies bf16 or f16; the input is f32"),
     "two dtypes": (
         with_inputs(PLAIN, v1=TensorType((1792, 512), "f16")),
-        "multiplies one dtype; the input is bf16 and the weight f16",
+        "multiplies two operands of the same dtype; the input is bf16 and the weight f16",
     ),
     "k": (
         make_site("gelu", 1792, 500),
@@ -132,8 +133,8 @@ def test_every_target_has_a_kernel_for_every_epilogue(name: str) -> None:
 
 
 def test_the_catalogue_finds_the_kernels_and_ranks_them() -> None:
-    found = catalog(specc.compiler.kernels, Kernel)
-    assert found["linear_triton"] is LINEAR_TRITON and found["gemm_evt"] is GEMM_EVT
+    result = catalog(specc.compiler.kernels, Kernel)
+    assert result["linear_triton"] is LINEAR_TRITON and result["gemm_evt"] is GEMM_EVT
     for name in ("gelu", "mul", "silu_gated"):
         assert GEMM_EVT.rank(make_site(name)) < LINEAR_TRITON.rank(make_site(name))
 
@@ -208,12 +209,12 @@ def test_a_measured_tile_replaces_the_rule(tmp_path: Path) -> None:
 def test_the_walk_of_a_tile_is_no_reason_to_compile_again(tmp_path: Path) -> None:
     site, tile = make_site("mul"), replace(PINGPONG, part=(64, 64))
     walked = replace(tile, swizzle=2, raster=2)
-    one, its_launcher = written(replace(GEMM_EVT, tile=tile), site, tmp_path / "one")
+    module, its_launcher = written(replace(GEMM_EVT, tile=tile), site, tmp_path / "one")
     other, launcher = written(replace(GEMM_EVT, tile=walked), site, tmp_path / "other")
-    code, same = (re.sub(r"//.*", "", path.read_text()) for path in (one, other))  # comments compile nothing again
+    code, same = (re.sub(r"//.*", "", path.read_text()) for path in (module, other))  # comments compile nothing again
     assert code == same and its_launcher.read_bytes() != launcher.read_bytes()
     assert "SWIZZLE, RASTER = 2, 2" in launcher.read_text()
-    assert "using EpilogueTile = cute::Shape<cute::Int<64>, cute::Int<64>>;" in one.read_text()
+    assert "using EpilogueTile = cute::Shape<cute::Int<64>, cute::Int<64>>;" in module.read_text()
     words = "128x128x64, pingpong, cluster 2x1x1, epilogue 64x64, swizzle 2, along N"
     assert GEMM_EVT.tile == PINGPONG and str(walked) == words
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_sites import PARTS, SHAPES, buffers, columns, eager, expected, head_inputs, head_site, several
+from head_sites import PARTS, SHAPES, buffers, columns, eager, expected, head_inputs, head_site, several, totals
 from kernel_sites import check_guards, imported, inside, rms
 from torch import Tensor
 
@@ -44,14 +44,14 @@ def op_of(site: Site, module: ModuleType) -> Any:
 
 def launched(site: Site, module: ModuleType, inputs: list[Tensor], b: int, t: int) -> list[Tensor]:
     """The outputs of the kernel, from poisoned buffers with checked guards; the gradient of the gain is summed."""
-    made = buffers(site, module, b, t, "cuda")
+    outputs = buffers(site, module, b, t, "cuda")
     widths = columns(site, module, b, t)
-    results = [inside(buffer, width) for buffer, width in zip(made, widths, strict=True)]
+    results = [inside(buffer, width) for buffer, width in zip(outputs, widths, strict=True)]
     module.launch(*inputs, *results)
-    for i, buffer in enumerate(made):
+    for i, buffer in enumerate(outputs):
         check_guards(buffer, f"output {i}")
     first = results[0].view(b, t, module.H, module.C)
-    return [first, *(part.sum(1, keepdim=True).to(first.dtype) for part in results[1:])]
+    return [first, *(total.to(first.dtype) for total in totals(site, results, inputs)[1:])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -61,9 +61,9 @@ def test_outputs_are_at_least_as_exact_as_plain_torch(case: Case, folder: Path) 
         for k, (b, t, apart) in enumerate(ROWS):
             inputs = head_inputs(site, b, t, k, "cuda", apart)
             before = [value.clone() for value in inputs]
-            found = launched(site, module, inputs, b, t)
+            result = launched(site, module, inputs, b, t)
             assert all(map(torch.equal, before, inputs)), "an input was written"
-            references = zip(found, expected(site, inputs), eager(site, inputs), strict=True)
+            references = zip(result, expected(site, inputs), eager(site, inputs), strict=True)
             for i, (got, exact, plain) in enumerate(references):
                 error, bar = got.double() - exact, plain.double() - exact
                 # where both round once, as in a channel that does not turn, which is nearer is chance
@@ -112,9 +112,9 @@ def test_leading_dims_and_no_tokens(case: Case, folder: Path, poison: None) -> N
     shaped = [value.unflatten(0, (2, 3)) if value.dim() == 4 else value for value in inputs]
     for got, value in zip(several(op(*shaped)), wanted, strict=True):
         assert torch.equal(got, value.view_as(got)) and got.is_contiguous()
-    one = head_site(parts, SHAPES[name], backward, rows=("T",))
+    flat = head_site(parts, SHAPES[name], backward, rows=("T",))
     for b, t in ((1, 0), (0, 4)):
-        given = head_inputs(one if b else site, b, t, 2, "cuda")
+        given = head_inputs(flat if b else site, b, t, 2, "cuda")
         for i, got in enumerate(several(op(*given))):
             assert got.numel() == 0 if i == 0 else not got.any()  # no token, no gradient
 
@@ -135,10 +135,10 @@ def test_more_than_two_billion_elements(backward: bool, folder: Path) -> None:
     b = 2**31 // (t * 512) + 3
     small = head_inputs(site, 1, t, 4, "cuda")
     inputs = [value.expand(b, -1, -1, -1).contiguous() if value.dim() == 4 else value for value in small]
-    wanted, found = several(op_of(site, module)(*small))[0], several(op_of(site, module)(*inputs))[0]
+    wanted, result = several(op_of(site, module)(*small))[0], several(op_of(site, module)(*inputs))[0]
     for i in (0, 1, b // 2, b - 2, b - 1):
-        assert torch.equal(found[i], wanted[0])
-    assert not any(piece.isnan().any() for piece in found.split(64))
+        assert torch.equal(result[i], wanted[0])
+    assert not any(piece.isnan().any() for piece in result.split(64))
 
 
 def test_wrong_inputs_are_refused_before_the_launch(folder: Path) -> None:

@@ -18,7 +18,7 @@ from kernel_sites import (
     machine_code,
     written,
 )
-from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, loss_inputs, loss_site
+from loss_sites import CAP, FUNCTIONS, TERMS, buffers, columns, expected, loss_inputs, loss_site
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
@@ -40,14 +40,16 @@ SHAPES = ((2, 2), (5, 64), (7, 7), (257, 320), (1000, 1000), (1024, 1024), (8191
 
 def random_site(rng: random.Random) -> Site:
     vocab = rng.choice((rng.randint(2, 9), rng.randint(2, 1500), rng.randint(2, 60_000)))
+    reduction = rng.choice(BOTH)
     return loss_site(
         vocab,
         vocab + rng.choice((0, 0, rng.randint(1, 63))),
         rng.choice(list(FUNCTIONS.values())),
-        rng.choice(BOTH),
+        reduction,
         rng.choice(("cpu", "sm80", "sm90", "sm120")),
         rng.choice(("bf16", "f32")),
         rng.choice((("T",), ("B", "T"))),
+        rng.choice(list(TERMS)) if reduction == "mean" else "",
     )
 
 
@@ -70,15 +72,15 @@ def test_names_tell_what_is_computed_and_of_how_many_tokens() -> None:
 
 
 def test_every_target_has_one_kernel_for_it() -> None:
-    found = [kernel for kernel in catalog(kernels, Kernel).values() if kernel.computes is SoftmaxLoss]
+    results = [kernel for kernel in catalog(kernels, Kernel).values() if kernel.computes is SoftmaxLoss]
     for target in TARGETS:
         for reduction in BOTH:
             site = loss_site(1000, target=target, reduction=reduction, dtype=TARGETS[target].dtype)
-            assert [k for k in found if not missing(k, site.target) and not k.rejects(site)] == [kernel_of(site)]
+            assert [k for k in results if not missing(k, site.target) and not k.rejects(site)] == [kernel_of(site)]
 
 
 def test_refusals_say_why() -> None:
-    reason = "on sm90 Torch would read the logits three times and keep them in f32"
+    reason = "on sm90, Torch would read the logits three times and keep them in f32"
     assert SOFTMAX_LOSS_TORCH.rejects(loss_site(1000)) == reason
     reason = "reads logits in bf16 or f32; in f16 the gradient of a mean is too small a number"
     assert SOFTMAX_LOSS_TRITON.rejects(loss_site(1000, dtype="f16")) == reason
@@ -121,27 +123,28 @@ def test_a_measured_tile_replaces_the_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reduction", BOTH)
-@pytest.mark.parametrize("f", [*FUNCTIONS, "weighted"])
+@pytest.mark.parametrize("f", [*FUNCTIONS, *TERMS])
 @pytest.mark.parametrize(("vocab", "width"), [(2, 2), (5, 64), (257, 320), (96, 96)])
 def test_plain_torch_gives_the_reference(vocab: int, width: int, f: str, reduction: str, tmp_path: Path) -> None:
-    weighted = f == "weighted" and reduction == "mean"  # scoring is never weighted
-    site = loss_site(vocab, width, FUNCTIONS.get(f, CAP), reduction, "cpu", "f32", weighted=weighted)
+    terms = f if f in TERMS and reduction == "mean" else ""  # scoring has one term
+    site = loss_site(vocab, width, FUNCTIONS.get(f, CAP), reduction, "cpu", "f32", terms=terms)
     module = imported(SOFTMAX_LOSS_TORCH, site, tmp_path / f"plain_{vocab}_{f}_{reduction}")
     function = getattr(module, symbol(site)[0])
-    logits, targets, *weights = (
+    logits, targets, *others = (
         value.double() if value.is_floating_point() else value for value in loss_inputs(site, 6, 1)
     )
     before = logits.clone()
     for shape in ((6,), (2, 3)):
-        found = function(logits.view(*shape, width), targets.view(shape), *weights)
-        wanted = expected(site, [logits, targets, *weights])
-        results = found if isinstance(found, tuple) else (found,)
+        shaped = [value.view(shape) if value.dim() else value for value in others]
+        result = function(logits.view(*shape, width), targets.view(shape), *shaped)
+        wanted = expected(site, [logits, targets, *others])
+        results = result if isinstance(result, tuple) else (result,)
         shapes = [wanted[0].mean(), wanted[1].view(*shape, width)] if reduction == "mean" else [wanted[0].view(shape)]
         for have, want in zip(results, shapes, strict=True):
             torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-14)
     assert torch.equal(logits, before)
     with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|index"):
-        function(logits, targets + vocab, *weights)
+        function(logits, targets + vocab, *others)
 
 
 def test_plain_torch_keeps_the_dtype_of_the_logits(tmp_path: Path) -> None:
@@ -181,19 +184,25 @@ def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None
 # --- Triton's interpreter ---
 
 CASES = [
-    (vocab, width, f, reduction, dtype)
-    for vocab, width in SHAPES
+    (*shape, f, reduction, dtype)
+    for shape in ((257, 320), (12301, 12352))
     for f, dtype in (("plain", "f32"), ("capped", "f32"), ("capped", "bf16"))
     for reduction in BOTH
-] + [(40, 40, f, "mean", "f32") for f in ("scaled", "odd")]
-CASES += [(*shape, "weighted", "mean", dtype) for shape in ((257, 320), (12301, 12352)) for dtype in ("f32", "bf16")]
+]
+CASES += [(*shape, "capped", "mean", "f32") for shape in SHAPES if shape not in ((257, 320), (12301, 12352))]
+CASES += [(40, 40, f, "mean", "f32") for f in ("scaled", "odd")]
+CASES += [
+    (*shape, terms, "mean", dtype)
+    for shape in ((257, 320), (12301, 12352))
+    for terms, dtype in (("weighted", "f32"), ("weighted", "bf16"), ("later", "f32"), ("all", "f32"), ("all", "bf16"))
+]
 ROWS = (1, 3, 9)
 Case = tuple[int, int, str, str, str]
 
 
 def site_of(case: Case) -> Site:
     vocab, width, f, reduction, dtype = case
-    return loss_site(vocab, width, FUNCTIONS.get(f, CAP), reduction, dtype=dtype, weighted=f == "weighted")
+    return loss_site(vocab, width, FUNCTIONS.get(f, CAP), reduction, dtype=dtype, terms=f if f in TERMS else "")
 
 
 def interpreter_inputs(site: Site, m: int) -> list[torch.Tensor]:
@@ -223,22 +232,22 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, in
 def test_interpreted_kernels_give_the_reference(case: Case, interpreted: dict[tuple[Case, int], Any]) -> None:
     site = site_of(case)
     for m in ROWS:
-        made, unchanged = interpreted[case, m]
+        outputs, unchanged = interpreted[case, m]
         assert unchanged, "an input was written"
         logits, targets, *weights = interpreter_inputs(site, m)
         known = (targets >= 0) & (targets < case[0])
         wanted = expected(site, [logits, targets.where(known, 0), *weights])
-        for name, buffer, width, want in zip(("nats", "grad"), made, columns(site), wanted, strict=False):
-            found = inside(buffer, width)
-            padding = found[:, case[0] :] if name == "grad" else found[:0]
+        for name, buffer, width, want in zip(("nats", "grad"), outputs, columns(site), wanted, strict=False):
+            result = inside(buffer, width)
+            padding = result[:, case[0] :] if name == "grad" else result[:0]
             assert (padding == 0).all(), "the gradient of the padding is not 0"
-            assert found[~known][:, : case[0]].isnan().all(), "a target that is no token gives a number"
-            got, want = found[known].double(), want.view(m, -1)[known]
+            assert result[~known][:, : case[0]].isnan().all(), "a target that is no token gives a number"
+            got, want = result[known].double(), want.view(m, -1)[known]
             rounding = 2.0**-7 if buffer.dtype == torch.bfloat16 else 0.0  # the interpreter rounds it towards 0
             tolerance = rounding * want.abs() * 1.001 + 4e-6 * (want.abs() + want.abs().max())
             excess = ((got - want).abs() / tolerance).max()
             assert excess <= 1, f"{name} with {m} rows is off by {excess:.3g} tolerances"
-        for name, buffer, width in zip(("nats", "grad"), made, columns(site), strict=False):
+        for name, buffer, width in zip(("nats", "grad"), outputs, columns(site), strict=False):
             inside(buffer, width)[~known] = 0  # NaN as it should be, and not for want of writing
             check_guards(buffer, name)
 

@@ -13,7 +13,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from kernel_sites import check_clean, check_guards, check_outputs, empty, imported, inside, written
-from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, loss_inputs, loss_site
+from loss_sites import CAP, FUNCTIONS, TERMS, buffers, columns, expected, loss_inputs, loss_site, op_of
 from torch import Tensor
 
 from specc.compiler.kernels.kernel import Site, missing, symbol
@@ -40,26 +40,28 @@ def with_tile(*numbers: object) -> SoftmaxLossCuda:
 def random_site(rng: random.Random) -> Site:
     vocab = rng.randint(WHOLE + 1, 49_000)
     width = -(-vocab // 8) * 8 + 8 * rng.randint(0, 9)
+    reduction = rng.choice(BOTH)
     return loss_site(
         vocab,
         width,
         rng.choice(list(FUNCTIONS.values())),
-        rng.choice(BOTH),
+        reduction,
         rng.choice(("sm80", "sm86", "sm90", "sm100")),
         rng.choice(("bf16", "bf16", "f32")),
         rng.choice((("T",), ("B", "T"))),
+        rng.choice(list(TERMS)) if reduction == "mean" else "",
     )
 
 
 def test_random_sites_render_as_clean_files(tmp_path: Path) -> None:
-    rng, made = random.Random(5), 0
-    while made < 25:
+    rng, rendered = random.Random(5), 0
+    while rendered < 25:
         site = random_site(rng)
         for kernel in (SOFTMAX_LOSS_CUDA, *SOFTMAX_LOSS_CUDA.variants(site)[:2]):
             if kernel.rejects(site) is not None:
                 continue
-            written(kernel, site, tmp_path / f"site_{made}")
-            made += 1
+            written(kernel, site, tmp_path / f"site_{rendered}")
+            rendered += 1
     check_clean(tmp_path, 120)
 
 
@@ -84,7 +86,7 @@ def test_it_stands_before_the_triton_kernel_on_hopper_alone_for_long_rows_alone(
 @pytest.mark.parametrize(
     ("site", "reason"),
     [
-        (loss_site(1000), "is for rows that registers do not hold, of more than 8192 columns; these have 1000"),
+        (loss_site(1000), "is for rows of more than 8192 columns, which do not fit into registers; these have 1000"),
         (loss_site(9001), "copies 16 bytes at a time; a row of 9001 columns has 18002"),
         (
             loss_site(50257, 50304, dtype="f16"),
@@ -117,7 +119,7 @@ def test_tiles_that_a_site_has_no_room_for_are_refused() -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ((96, 2, 1, "async"), "threads is 96, and not a power of two from 128 to 512"),
+        ((96, 2, 1, "async"), "threads is 96, but must be a power of two from 128 to 512"),
         ((1024, 2, 1, "async"), "threads is 1024"),
         ((256, 3, 1, "async"), "vectors is 3"),
         ((256, 16, 1, "async"), "vectors is 16"),
@@ -162,21 +164,25 @@ SMALL = (
     ((10240, 12288), "plain", "bf16"),  # a step of padding alone
 )
 WAYS = ((128, 2, 1, "bulk"), (128, 1, 1, "async"), (128, 4, 2, "bulk", False), (256, 2, 2, "async", False))
-CASES = [(*shape, "mean", WAYS[i]) for i, shape in enumerate(SMALL)] + [(*SMALL[1], "none", WAYS[0])]
+CASES = [(*shape, "mean", WAYS[i], "") for i, shape in enumerate(SMALL)] + [(*SMALL[1], "none", WAYS[0], "")]
+CASES += [(*SMALL[1], "mean", WAYS[i], terms) for i, terms in enumerate(("weighted", "later", "all"))]
+CASES += [(*SMALL[2], "mean", WAYS[3], "all")]
 ROWS = (1, 8)  # of a machine of three multiprocessors: blocks have several rows, and not all as many
-Case = tuple[tuple[int, int], str, str, str, tuple[object, ...]]
+Case = tuple[tuple[int, int], str, str, str, tuple[object, ...], str]
 
 
 def given(site: Site, m: int) -> list[Tensor]:
     """Of several rows one has a target that is no token, one NaN, one -inf alone, and one much of it."""
-    logits, targets = loss_inputs(site, m, m)
+    logits, targets, *others = loss_inputs(site, m, m)
     if m > 1:
         targets[2], targets[4] = -1, 2**40
         logits[3, 9:4000] = -torch.inf
         logits[5, 17] = torch.nan
         logits[6] = -torch.inf
         targets[3] = 5000
-    return [logits, targets]
+        for ahead in others[: len(op_of(site).further)]:
+            ahead[3] = 5000
+    return [logits, targets, *others]
 
 
 def launched(source: Path, site: Site, runs: list[Any], behind: Any) -> tuple[list[Any], Any]:
@@ -212,31 +218,31 @@ def test_the_gradient_may_be_written_over_the_logits(tile: tuple[object, ...], t
 @pytest.mark.skipif(cuda_on_cpu.COMPILER is None, reason="no C++ compiler")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_the_kernel_on_the_cpu_gives_the_reference(case: Case, tmp_path: Path) -> None:
-    (vocab, width), f, dtype, reduction, way = case
-    site = loss_site(vocab, width, FUNCTIONS[f], reduction, dtype=dtype)
+    (vocab, width), f, dtype, reduction, way, terms = case
+    site = loss_site(vocab, width, FUNCTIONS[f], reduction, dtype=dtype, terms=terms)
     kernel = with_tile(*way)
     assert kernel.rejects(site) is None
     source, _ = written(kernel, site, tmp_path)
-    runs, made = [], []
+    runs, written_buffers = [], []
     for m in ROWS:
-        made.append(buffers(site, m))
-        outputs = [inside(buffer, n) for buffer, n in zip(made[-1], columns(site), strict=False)]
+        written_buffers.append(buffers(site, m))
+        outputs = [inside(buffer, n) for buffer, n in zip(written_buffers[-1], columns(site), strict=False)]
         runs.append((m, [*given(site, m), *outputs]))
-    runs, made = launched(source, site, runs, made)
-    for (m, (logits, targets, *_)), buffers_of_m in zip(runs, made, strict=True):
+    runs, written_buffers = launched(source, site, runs, written_buffers)
+    for (m, (logits, targets, *others)), buffers_of_m in zip(runs, written_buffers, strict=True):
         assert torch.equal(logits.nan_to_num(7.0), given(site, m)[0].nan_to_num(7.0)), "an input was written"
         numbers = torch.ones(m, dtype=torch.bool)
         if m > 1:
             numbers[[2, 4, 5]] = False
             numbers[6] = f == "capped"  # of which -inf is a number
         sane = logits.where(numbers[:, None], 0.0)  # the reference takes no others
-        wanted = expected(site, [sane, targets.clamp(0, vocab - 1)])
+        wanted = expected(site, [sane, targets.clamp(0, vocab - 1), *others[: site.node.op.arity - 2]])
         for name, buffer, n, want in zip(("nats", "grad"), buffers_of_m, columns(site), wanted, strict=False):
-            found = inside(buffer, n)
-            padding = found[:, vocab:] if name == "grad" else found[:0]
+            result = inside(buffer, n)
+            padding = result[:, vocab:] if name == "grad" else result[:0]
             assert (padding == 0).all(), "the gradient of the padding is not 0"
-            assert found[~numbers][:, :vocab].isnan().all(), f"{name} of a row that has none is a number"
-            got, sure = found[numbers].double(), want.view(m, -1)[numbers]
+            assert result[~numbers][:, :vocab].isnan().all(), f"{name} of a row that has none is a number"
+            got, sure = result[numbers].double(), want.view(m, -1)[numbers]
             rounding = 2.0**-8 if buffer.dtype == torch.bfloat16 else 0.0
             tolerance = rounding * sure.abs() * 1.001 + 4e-6 * (sure.abs() + sure[sure.isfinite()].abs().max())
             excess = ((got - sure).abs() / tolerance).max()
@@ -251,11 +257,13 @@ def test_the_kernel_on_the_cpu_gives_the_reference(case: Case, tmp_path: Path) -
 @pytest.mark.nvcc
 @pytest.mark.parametrize("reduction", BOTH)
 @pytest.mark.parametrize(
-    ("f", "dtype", "target"),
-    [(CAP, "bf16", "sm90"), (CAP, "f32", "sm90"), ("z", "bf16", "sm86")],
+    ("f", "dtype", "target", "terms"),
+    [(CAP, "bf16", "sm90", ""), (CAP, "f32", "sm90", ""), ("z", "bf16", "sm86", ""), (CAP, "bf16", "sm90", "all")],
 )
-def test_kernels_compile_without_spills(f: str, dtype: str, target: str, reduction: str, tmp_path: Path) -> None:
-    site = loss_site(*GPT2, f, reduction, target, dtype)
+def test_kernels_compile_without_spills(
+    f: str, dtype: str, target: str, terms: str, reduction: str, tmp_path: Path
+) -> None:
+    site = loss_site(*GPT2, f, reduction, target, dtype, terms=terms)
     source, _ = written(SOFTMAX_LOSS_CUDA, site, tmp_path)
     compiled = compile_only(source)  # raises where ptxas spills
     assert b".nv_fatbin" in compiled.read_bytes() and compile_only(source) == compiled

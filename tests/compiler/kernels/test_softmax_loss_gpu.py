@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 from kernel_sites import check_guards, imported, inside, rms
-from loss_sites import CAP, buffers, columns, eager, expected, loss_inputs, loss_site, op_of
+from loss_sites import CAP, TERMS, buffers, columns, eager, expected, loss_inputs, loss_site, op_of
 from torch import Tensor
 
 from specc.compiler.kernels.kernel import Site, symbol
@@ -32,12 +32,13 @@ Way = tuple[str, str, str, str]
 ALL: list[Way] = [
     (shape, f, reduction, "bf16") for shape in SHAPES for f in FUNCTIONS for reduction in ("mean", "none")
 ] + [(shape, "capped", "mean", "f32") for shape in ("golf", "gpt2", "odd")]
+ALL += [(shape, terms, "mean", "bf16") for shape in ("bytes", "gpt2", "chunks") for terms in ("weighted", "all")]
 
 
 def load(way: Way, folder: Path) -> tuple[Site, ModuleType]:
     """The site of a kernel, and its generated module."""
     shape, f, reduction, dtype = way
-    site = loss_site(*SHAPES[shape], FUNCTIONS[f], reduction, "sm80", dtype)
+    site = loss_site(*SHAPES[shape], FUNCTIONS.get(f, CAP), reduction, "sm80", dtype, terms=f if f in TERMS else "")
     major, minor = torch.cuda.get_device_capability()
     assert runs_on(site.target, major * 10 + minor)
     return site, imported(SOFTMAX_LOSS_TRITON, site, folder / "_".join(way))
@@ -45,10 +46,10 @@ def load(way: Way, folder: Path) -> tuple[Site, ModuleType]:
 
 def launched(module: ModuleType, site: Site, inputs: list[Tensor]) -> list[Tensor]:
     """Nats and gradient, taken from poisoned buffers whose guards are checked."""
-    made = buffers(site, inputs[1].numel(), "cuda")
-    results = [inside(buffer, width) for buffer, width in zip(made, columns(site), strict=True)]
+    out = buffers(site, inputs[1].numel(), "cuda")
+    results = [inside(buffer, width) for buffer, width in zip(out, columns(site), strict=True)]
     module.launch(*inputs, *results)
-    for name, buffer in zip(("nats", "grad"), made, strict=False):
+    for name, buffer in zip(("nats", "grad"), out, strict=False):
         check_guards(buffer, name)
     return [results[0].view(-1), *results[1:]]
 
@@ -61,14 +62,14 @@ def test_outputs_are_at_least_as_exact_as_plain_torch(way: Way, folder: Path) ->
         for spread in (0.1, 3.0, 30.0):
             inputs = loss_inputs(site, m, m, "cuda", spread)
             before = [value.clone() for value in inputs]
-            found = launched(module, site, inputs)
+            result = launched(module, site, inputs)
             assert all(map(torch.equal, before, inputs)), "an input was written"
-            if len(found) > 1:
-                assert (found[1][:, vocab:] == 0).all(), "the gradient of the padding is not 0"
+            if len(result) > 1:
+                assert (result[1][:, vocab:] == 0).all(), "the gradient of the padding is not 0"
             # Which of two chains in f32 is nearer is chance; and as a sigmoid, tanh is exact to roundings of its cap.
             grad = 0.0 if way[3] == "bf16" else 2e-5 * rms(expected(site, inputs)[-1])
             for got, exact, plain, few in zip(
-                found, expected(site, inputs), eager(site, inputs), (1e-5, grad), strict=False
+                result, expected(site, inputs), eager(site, inputs), (1e-5, grad), strict=False
             ):
                 error, bar = got.double() - exact, plain.double() - exact
                 words = f"{m} rows of spread {spread}"
@@ -88,7 +89,7 @@ def test_ops_give_what_launches_give_eager_and_compiled(way: Way, folder: Path, 
         wanted = [nats.mean(), *grad] if grad else [nats]
         for run in (op, compiled):
             logits = inputs[0].clone()
-            outputs = run(logits, inputs[1])
+            outputs = run(logits, *inputs[1:])
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             assert all(map(torch.equal, outputs, wanted))
             assert torch.equal(logits, wanted[1] if grad else inputs[0])  # the gradient overwrites the logits
@@ -98,16 +99,17 @@ def test_ops_give_what_launches_give_eager_and_compiled(way: Way, folder: Path, 
 def test_leading_dims_strides_of_targets_and_no_rows(way: Way, folder: Path, poison: None) -> None:
     site, module = load(way, folder)
     op = getattr(module, symbol(site)[0])
-    logits, targets = loss_inputs(site, 6 * 35, 2, "cuda")
-    flat = op(logits.clone(), targets)
+    logits, targets, *others = loss_inputs(site, 6 * 35, 2, "cuda")
+    flat = op(logits.clone(), targets, *others)
     window = torch.zeros(6, 36, dtype=torch.int64, device="cuda")
     window[:, 1:] = targets.view(6, 35)
-    shaped = op(logits.view(6, 35, -1), window[:, 1:])  # a window of a longer sequence, and not contiguous
+    rows = [value.view(6, 35) if value.dim() else value for value in others]
+    shaped = op(logits.view(6, 35, -1), window[:, 1:], *rows)  # a window of a longer sequence, and not contiguous
     if isinstance(flat, tuple):
         assert torch.equal(shaped[0], flat[0]) and torch.equal(shaped[1].view_as(flat[1]), flat[1])
     else:
         assert torch.equal(shaped.view(-1), flat) and shaped.shape == (6, 35)
-    none = op(logits[:0], targets[:0])
+    none = op(logits[:0], targets[:0], *(value[:0] if value.dim() else value for value in others))
     loss = none[0] if isinstance(none, tuple) else none
     assert loss.isnan().all() if loss.dim() == 0 else loss.shape == (0,)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from specc.compiler import ops
 from specc.compiler.catalog import classes
-from specc.compiler.ir.graph import Op, Scaled, Tape, TensorType
+from specc.compiler.ir.op import Op, Scaled, Tape
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.ops.norm_rope import NormRope

@@ -3,7 +3,7 @@
 import pytest
 from test_ops import Sample, graph_of
 
-from specc.compiler.ir.graph import TypeRuleError
+from specc.compiler.ir.types import TypeRuleError
 
 ERRORS = [
     ("linear f32[B,T,8] f32[6,7]", "n takes 7 features but v0 gives 8"),
@@ -11,9 +11,9 @@ ERRORS = [
     ("linear{weights=2} f32[B,T,8] f32[6,8] f32[5,8]", "n needs weights of equal shape, not (6, 8) and (5, 8)"),
     ("linear{weights=2} f32[B,T,8] f32[6,8]", "n takes 3 inputs but is given 2"),
     ("dgrad f32[T,8] f32[6,8]", "n takes 6 features but v0 gives 8"),
-    ("wgrad f32[T,8] f32[B,8]", "n needs inputs with equal rows, not ('T',) and ('B',)"),
-    ("rms_norm{affine=True} f32[B,T,8] f32[7]", "n has a weight (7,) but v0 gives 8 features"),
-    ("layer_norm f32[B,T,8] f32[8] f32[9]", "n has a weight (9,) but v0 gives 8 features"),
+    ("wgrad f32[T,8] f32[B,8]", "n needs inputs with equal numbers of rows, not ('T',) and ('B',)"),
+    ("rms_norm{affine=True} f32[B,T,8] f32[7]", "n has a weight of shape (7,), but v0 gives 8 features"),
+    ("layer_norm f32[B,T,8] f32[8] f32[9]", "n has a weight of shape (9,), but v0 gives 8 features"),
     ("sdpa_seen f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] bool[B,S]", "n masks keys f32[B,T,4,6] by bool[B,S]"),
     ("additive{form='relu'} f32[B,T,2] f32[B,S,2] f32[B,S,8] bool[B,S]", "n needs queries of 1 feature, not 2"),
     (
@@ -40,7 +40,7 @@ ERRORS = [
     ("state_write f32[B,8] f32[B,7]", "n needs a value like its state f32[B,8], not f32[B,7]"),
     ("concat f32[B,T,8] f32[B,S,8]", "n concatenates the features of f32[B,T,8] and f32[B,S,8], which differ in rows"),
     ("sdpa f32[B,T,4,6] f32[B,T,3,6] f32[B,T,3,6]", "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
-    ("sdpa f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,7]", "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,4,7]"),
+    ("sdpa f32[B,T,4,6] f32[B,T,4,6] f32[B,T,2,6]", "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,2,6]"),
     ("seen_attention f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] bool[B,S]", "n masks keys f32[B,T,4,6] by bool[B,S]"),
     ("seen_attention f32[B,T,4,6] f32[B,T,4,6] f32[B,T,4,6] i64[B,T]", "n masks keys f32[B,T,4,6] by i64[B,T]"),
     (
@@ -62,7 +62,7 @@ ERRORS = [
     ("exclusive f32[B,T,4,6] f32[B,T,3,6]", "n removes values f32[B,T,3,6] from outputs f32[B,T,4,6]"),
     ("exclusive f32[B,T,4,6] f32[B,T,2,5]", "n removes values f32[B,T,2,5] from outputs f32[B,T,4,6]"),
     ("previous f32[B]", "n takes [B, T, ...], not f32[B]"),
-    ("previous_kept f32[B,T,8] f32[B,1,7] i64[]", "n needs a state of one row like f32[B,T,8], not f32[B,1,7]"),
+    ("previous_cached f32[B,T,8] f32[B,1,7] i64[]", "n needs a state of one row like f32[B,T,8], not f32[B,1,7]"),
     ("keep_last f32[B,2,8] f32[B,T,8]", "n needs a state of one row like f32[B,T,8], not f32[B,2,8]"),
     ("reset{token=1} f32[B,T,8] i64[B]", "n needs one id per row of f32[B,T,8], not i64[B]"),
     ("bigram_hash{buckets=7} i64[B,T] i64[B,S]", "n needs previous ids of the type of i64[B,T], not i64[B,S]"),
@@ -71,6 +71,11 @@ ERRORS = [
         "softmax_loss{vocab=7, reduction='mean'} f32[B,T,8] i64[B]",
         "n needs one target per row of f32[B,T,8], not i64[B]",
     ),
+    (
+        "cross_entropy{reduction='mean', per_token='nats + nats_2', further=('2',)} f32[B,T,7] i64[B,T] i64[B]",
+        "n needs one target per row of f32[B,T,7], not i64[B]",
+    ),
+    ("later_targets{distance=1} i64[B]", "n takes targets [B, T], not i64[B]"),
     ("softmax_loss{vocab=9, reduction='none'} f32[B,T,8] i64[B,T]", "n takes 9 logits but v0 gives 8"),
     ("norm_rope f32[4,6] f32[T,3] f32[T,3]", "n takes heads [..., T, H, C] but v0 gives f32[4,6]"),
     (

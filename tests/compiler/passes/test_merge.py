@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
-from specc.compiler.ir.graph import Builder, Graph, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
@@ -123,11 +125,11 @@ def test_random_variants_compute_what_each_computed(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, z = (torch.randn(2, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     for on, graph in zip(variants, graphs, strict=True):
-        found = run(lines, {"x": x, "z": z, **dict(zip(flags, on, strict=True))})
+        result = run(lines, {"x": x, "z": z, **dict(zip(flags, on, strict=True))})
         held = {"x": x, "z": z}
         for node in graph.nodes:
             held |= zip(node.outputs, reference.node_value(node, [held[ref] for ref in node.inputs]), strict=True)
-        torch.testing.assert_close(found, held[dict(graph.outputs)["y"]], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result, held[dict(graph.outputs)["y"]], rtol=1e-12, atol=1e-12)
 
 
 def _variant(

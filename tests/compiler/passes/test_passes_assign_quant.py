@@ -39,8 +39,8 @@ def test_a_rule_holds_before_the_default() -> None:
         {"match": "*.{up,down}", "scheme": "gptq", "bits": 6},
         {"match": "blocks.1.attention.q", "scheme": "none", "dtype": "f16"},
     ]
-    found = quantized({"default": {"scheme": "gptq", "bits": 5}, "rules": rules})
-    assert found == {
+    result = quantized({"default": {"scheme": "gptq", "bits": 5}, "rules": rules})
+    assert result == {
         "embed.token": "int8",
         "blocks.0.attention.q": "int5",
         "blocks.0.attention.k": "int5",
@@ -99,8 +99,8 @@ def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
     (problem,) = refused({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
     assert problem.path == ("quant", "rules", 1)
     rules[1] = {"match": "*.table", **INT8}
-    found = quantized({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
-    assert found["embed.token"] == "int5"  # tied: the head multiplies with it
+    result = quantized({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
+    assert result["embed.token"] == "int5"  # tied: the head multiplies with it
     assert [problem.code for problem in refused({"default": {"scheme": "gptq", "bits": 5}}, head={"tied": False})] == [
         "S307"
     ]

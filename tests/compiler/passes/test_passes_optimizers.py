@@ -29,10 +29,10 @@ def problems(*optimizers: dict[str, Any]) -> list[tuple[str, tuple[Any, ...], st
 
 
 def test_the_first_pattern_that_covers_a_parameter_owns_it() -> None:
-    found = owned({**MUON, "match": "blocks.0.*.{q,up}"}, {**REST, "match": "blocks.*"}, REST)
-    assert [name for name, index in found.items() if index == 0] == ["blocks.0.attention.q", "blocks.0.mlp.up"]
-    assert [name for name, index in found.items() if index == 2] == ["embed.token"]
-    assert len(found) == 15
+    result = owned({**MUON, "match": "blocks.0.*.{q,up}"}, {**REST, "match": "blocks.*"}, REST)
+    assert [name for name, index in result.items() if index == 0] == ["blocks.0.attention.q", "blocks.0.mlp.up"]
+    assert [name for name, index in result.items() if index == 2] == ["embed.token"]
+    assert len(result) == 15
 
 
 def test_an_optimizer_that_nothing_is_left_for() -> None:
@@ -40,7 +40,7 @@ def test_an_optimizer_that_nothing_is_left_for() -> None:
         (
             "S308",
             ("train", "optimizers", 1, "match"),
-            "optimizer embed.* matches no parameter that earlier optimizers leave",
+            "optimizer embed.* matches no parameter that earlier optimizers do not match",
         )
     ]
     assert problems({**REST, "match": "nope"}, REST) == [

@@ -7,7 +7,8 @@ import pytest
 from tiny_models import ATTENTION, MLP, tiny
 
 from specc.compiler import pipeline
-from specc.compiler.ir.graph import Graph, Node, TensorType
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.verify import VerifyError, verify

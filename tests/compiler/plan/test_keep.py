@@ -29,15 +29,15 @@ def planned(act: Any, target: str, lock: Lock = NO_LOCK) -> Plan:
 
 
 def alternatives(act: Any, target: str, lock: Lock = NO_LOCK) -> SaveChoices:
-    (found,) = planned(act, target, lock).save_choices
-    return found
+    (result,) = planned(act, target, lock).save_choices
+    return result
 
 
 def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
     """A lock in which a way is the fastest."""
-    found = alternatives(act, target)
-    kept = {"key": group_key(found.sites), "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
-    return NO_LOCK.with_measured(target, MACHINE, groups={found.name: GroupEntry.model_validate(kept)})
+    result = alternatives(act, target)
+    entry = {"key": group_key(result.sites), "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
+    return NO_LOCK.with_measured(target, MACHINE, groups={result.name: GroupEntry.model_validate(entry)})
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
 )
 def test_by_rule_a_plan_moves_the_fewest_bytes(act: str, target: str, keep: str) -> None:
     plan = planned(act, target)
-    (found,) = plan.save_choices
-    assert (found.chosen.group.keep, found.measured, found.label) == (keep, None, "blocks.*.mlp")
-    assert [way.group.keep for way in found.options] == ["derivative", "input"]
-    assert plan.programs.groups == (found.chosen.group,)
-    kept = {"derivative": "slope", "input": "pre_x"}[keep]
-    assert any(name.startswith(kept) for name in found.chosen.group.saved)
+    (result,) = plan.save_choices
+    assert (result.chosen.group.keep, result.measured, result.label) == (keep, None, "blocks.*.mlp")
+    assert [way.group.keep for way in result.options] == ["derivative", "input"]
+    assert plan.programs.groups == (result.chosen.group,)
+    saved = {"derivative": "slope", "input": "pre_x"}[keep]
+    assert any(name.startswith(saved) for name in result.chosen.group.saved)
 
 
 @pytest.mark.parametrize("act", ["relu(x) ** 2", "exp(x)", "3 * x", "x * gate"])
@@ -81,23 +81,23 @@ def test_kernels_of_two_ways_have_names_of_their_own(act: Any, target: str) -> N
 @pytest.mark.parametrize("keep", ["derivative", "input"])
 def test_every_way_has_the_values_and_gradients_of_the_reference(act: str, keep: Keep, tmp_path: Path) -> None:
     with float64():
-        made = pair(spec_with(act), tmp_path, lock=locked(act, "cpu", keep))
-        assert made.programs.groups[0].keep == keep
-        ids, targets = made.batch()
-        want = made.reference("train", ids=ids, targets=targets)["loss"]
-        gradients = dict(zip(made.params, torch.autograd.grad(want, list(made.params.values())), strict=True))
-        loss = made.model(ids, targets)
+        models = pair(spec_with(act), tmp_path, lock=locked(act, "cpu", keep))
+        assert models.programs.groups[0].keep == keep
+        ids, targets = models.batch()
+        want = models.reference("train", ids=ids, targets=targets)["loss"]
+        gradients = dict(zip(models.params, torch.autograd.grad(want, list(models.params.values())), strict=True))
+        loss = models.model(ids, targets)
         loss.backward()
         torch.testing.assert_close(loss, want, rtol=1e-11, atol=1e-11)
-        for name, parameter in made.model.named_parameters():
+        for name, parameter in models.model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-10)
 
 
 def test_a_lock_chooses_and_the_page_tells() -> None:
     (usual, other), spec = alternatives(GELU, "sm90").options, spec_with(GELU, "sm90")
     built = compile_loaded(spec, None, ("sm90",), locked(GELU, "sm90", "input"))
-    (found,) = built.plans["sm90"].save_choices
-    assert found.chosen.group == other.group != usual.group
+    (result,) = built.plans["sm90"].save_choices
+    assert result.chosen.group == other.group != usual.group
     line = "- blocks.*.mlp: the input (act, pre_x); measured, 0.25 ms forward and backward; "
     assert f"\n{line}the derivative (act, slope) 0.5\n" in built.files["PLAN.md"]
     assert {name for name in built.files if name.endswith(".cu")} == {
@@ -119,8 +119,8 @@ def test_what_was_measured_for_another_group_is_not_taken() -> None:
 
 def test_variants_of_a_spec_share_a_lock() -> None:
     lock = locked(GELU, "sm90", "input")
-    other, kept = alternatives("gelu_tanh(x)", "sm90"), {"derivative": 0.25, "input": 0.5}
-    entry = GroupEntry(key=group_key(other.sites), keep="derivative", ms=kept)
+    other, times = alternatives("gelu_tanh(x)", "sm90"), {"derivative": 0.25, "input": 0.5}
+    entry = GroupEntry(key=group_key(other.sites), keep="derivative", ms=times)
     both = lock.with_measured("sm90", MACHINE, groups={other.name: entry})
     assert set(both.targets["sm90"].groups) == {"fused_mlp linear_gelu__n16_k8", "fused_mlp linear_gelu_tanh__n16_k8"}
     assert alternatives(GELU, "sm90", both).chosen.group.keep == "input"
@@ -130,18 +130,18 @@ def test_variants_of_a_spec_share_a_lock() -> None:
 def test_a_lock_has_the_time_of_what_is_kept() -> None:
     with pytest.raises(ValueError, match="keep"):
         locked(GELU, "sm90", "mask")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`keep` is input, which has no time in `ms`"):
+    with pytest.raises(ValueError, match="`ms` has no time for the choice input of `keep`"):
         locked(GELU, "sm90", "input", ms={"derivative": 1.0})
     elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
-    kept = GroupEntry(key="0" * 12, keep="input", ms={"input": 1.0})
-    moved = locked(GELU, "sm90", "input").with_measured("sm90", elsewhere, groups={"fused_other": kept})
+    entry = GroupEntry(key="0" * 12, keep="input", ms={"input": 1.0})
+    moved = locked(GELU, "sm90", "input").with_measured("sm90", elsewhere, groups={"fused_other": entry})
     assert set(moved.targets["sm90"].groups) == {"fused_other"}
 
 
-def measured(found: SaveChoices, times: dict[str, float]) -> Lock:
+def measured(result: SaveChoices, times: dict[str, float]) -> Lock:
     """A lock with times of the kernels whose names contain a word."""
     lock = NO_LOCK
-    for way in found.options:
+    for way in result.options:
         for choice in way.kernels:
             ms = next((ms for word, ms in times.items() if word in choice.rendered.module), None)
             if ms is not None:
@@ -152,17 +152,17 @@ def measured(found: SaveChoices, times: dict[str, float]) -> Lock:
 
 
 def test_the_fastest_way_is_that_of_the_least_sum() -> None:
-    found = alternatives(GELU, "sm90")
+    result = alternatives(GELU, "sm90")
     times = {"linear_gelu__": 0.75, "dgrad_mul__": 0.45, "linear_gelu_pre__": 0.5, "dgrad_gelu_pre_grad__": 0.6}
-    best = fastest(found, "sm90", measured(found, times))
-    assert best == GroupEntry(key=group_key(found.sites), keep="input", ms={"derivative": 1.2, "input": 1.1})
-    assert line(found, best) == (
+    best = fastest(result, "sm90", measured(result, times))
+    assert best == GroupEntry(key=group_key(result.sites), keep="input", ms={"derivative": 1.2, "input": 1.1})
+    assert line(result, best) == (
         "blocks.*.mlp saves the input: the derivative 1.2000 ms, the input 1.1000 ms, forward and backward"
     )
-    best = fastest(found, "sm90", measured(found, {**times, "linear_gelu_pre__": 0.7}))
+    best = fastest(result, "sm90", measured(result, {**times, "linear_gelu_pre__": 0.7}))
     assert best is not None and best.keep == "derivative"
     del times["linear_gelu_pre__"]
-    assert fastest(found, "sm90", measured(found, times)) is None
+    assert fastest(result, "sm90", measured(result, times)) is None
 
 
 def test_all_ways_are_tuned_and_those_of_the_plan_first() -> None:

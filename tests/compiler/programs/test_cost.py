@@ -6,7 +6,7 @@ import pytest
 from tiny_models import ATTENTION, MLP, tiny
 
 from specc.compiler import pipeline
-from specc.compiler.programs.cost import boundary_bytes, flops_per_token, graph_costs, node_costs
+from specc.compiler.programs.cost import boundary_bytes, flops_per_token, graph_costs, node_costs, used_parameters
 from specc.compiler.report.summary import quantity
 from specc.compiler.spec.check import load
 
@@ -90,3 +90,12 @@ def test_costs_of_a_group() -> None:
     weights, saved = 2 * 12 * 8, n * 12  # relu(x) ** 2 keeps its own output, and nothing more
     assert boundary_bytes(group.forward, sizes) == 4 * (n * 8 + weights + n * 8 + saved)
     assert boundary_bytes(group.backward, sizes) == 4 * (n * 8 + weights + saved + n * 8 + n * 8 + weights)
+
+
+def test_a_token_uses_the_experts_that_are_chosen_for_it() -> None:
+    """gpt_moe uses as many parameters as gpt2_124m, and the routers; it has six more experts in 11 layers."""
+    programs = [pipeline.lower(load(SPECS / f"{name}.yaml")[0], "cpu") for name in ("gpt2_124m", "gpt_moe")]
+    dense, sparse = (sum(param.count for param in each.params) for each in programs)
+    routers = 11 * (8 * 768 + 8)
+    assert used_parameters(programs[0]) == dense
+    assert used_parameters(programs[1]) == dense + routers == sparse - 11 * 6 * 2 * 768 * 1024

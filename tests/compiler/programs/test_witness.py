@@ -8,7 +8,9 @@ from expr_samples import expressions
 from torch.nn import functional as F
 
 from specc.compiler.expr import PRIMITIVES, Var, parse, variables
-from specc.compiler.ir.graph import Builder, Graph, TensorType
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import fx_witness as witness
 
@@ -72,10 +74,10 @@ def test_another_number_is_seen(text: str, other: str) -> None:
 
 
 def test_random_expressions_are_found() -> None:
-    found = 0
+    result = 0
     for expr in expressions(300, 7):
         if variables(expr) and not isinstance(expr, Var):
             text = str(expr)
             assert witness.compare(graph_of(text), {}, traced(text)).keys() == {"n"}, text
-            found += 1
-    assert found > 200
+            result += 1
+    assert result > 200

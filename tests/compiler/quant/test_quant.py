@@ -117,18 +117,18 @@ class TestEveryScheme:
     def test_the_estimate_is_right_for_normal_rows_and_enough_for_trained_ones(self, scheme: Scheme) -> None:
         generator = torch.Generator().manual_seed(4)
         normal, wide = torch.randn(2, 64, 512, generator=generator)
-        found = [
+        results = [
             sum(_entropy_bytes(array) for array in quantized(scheme, weight, torch.eye(512)).values())
             for weight in (normal, normal * torch.exp(0.4 * wide))  # tails about as heavy as those of trained matrices
         ]
         estimate = scheme.estimate_bytes((64, 512))
         if scheme.bits_per_value() <= 8:
             assert (
-                estimate == pytest.approx(found[0], rel=0.03 if scheme.bits_per_value() > 2 else 0.07)
-                and found[1] < estimate
+                estimate == pytest.approx(results[0], rel=0.03 if scheme.bits_per_value() > 2 else 0.07)
+                and results[1] < estimate
             )
         else:  # floats, of which the exponents have little entropy
-            assert found[0] < 1.01 * estimate < 2.5 * found[0]
+            assert results[0] < 1.01 * estimate < 2.5 * results[0]
 
     def test_nan_and_infinity_are_refused(self, scheme: Scheme) -> None:
         for bad in (math.nan, math.inf, -math.inf):
@@ -161,12 +161,28 @@ class TestEveryScheme:
         for shape in ((), (8,), (0, 4), (4, 0), (2, 3, 4)):
             reason = scheme.rejects(shape)
             if reason is None:
-                back = scheme.dequantize(quantized(scheme, torch.ones(shape), None), shape)
+                hessian = torch.eye(shape[-1]).expand(*shape[:-2], -1, -1) if len(shape) > 2 else None
+                back = scheme.dequantize(quantized(scheme, torch.ones(shape), hessian), shape)
                 assert back.shape == shape and torch.allclose(back, torch.ones(shape), rtol=2e-3)
             else:
                 with pytest.raises(SchemeError) as raised:
                     quantized(scheme, torch.ones(shape), None)
                 assert str(raised.value) == reason
+
+    def test_each_expert_is_quantized_as_its_matrix_alone(self, scheme: Scheme) -> None:
+        """Experts of different sizes and inputs; the last one saw no rows."""
+        if scheme.rejects((3, 7, 24)) is not None:
+            return
+        pairs = [example((7, 24), seed) for seed in range(3)]
+        weights = torch.stack([weight * 10**i for i, (weight, _) in enumerate(pairs)])
+        hessians = torch.stack([pairs[0][1], 100 * pairs[1][1], torch.zeros(24, 24)])
+        together = scheme.dequantize(quantized(scheme, weights, hessians), (3, 7, 24))
+        for i in range(3):
+            alone = scheme.dequantize(quantized(scheme, weights[i], hessians[i]), (7, 24))
+            assert torch.equal(together[i], alone)
+        if scheme.has_grid:
+            on_grid = scheme.on_grid(weights.unsqueeze(0))[0]
+            assert torch.equal(on_grid, torch.cat([scheme.on_grid(weight.unsqueeze(0)) for weight in weights]))
 
 
 def _entropy_bytes(array: np.ndarray[Any, Any]) -> float:
@@ -267,11 +283,11 @@ def test_round_is_the_nearest_code() -> None:
 def test_round_takes_any_number_of_axes() -> None:
     weight = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
     scheme = Round(bits=6)
-    flat = scheme.quantize(weight.reshape(5, 12), None)
+    flat = scheme.quantize(weight.reshape(15, 4), None)
     deep = scheme.quantize(weight, None)
-    assert np.array_equal(flat["codes"], deep["codes"].reshape(5, 12))
+    assert np.array_equal(flat["codes"], deep["codes"].reshape(15, 4))
     back = scheme.dequantize(deep, (5, 3, 4))
-    assert torch.equal(back.reshape(5, 12), scheme.dequantize(flat, (5, 12)))
+    assert torch.equal(back.reshape(15, 4), scheme.dequantize(flat, (15, 4)))
 
 
 def test_round_clips_at_the_quantile() -> None:
@@ -316,7 +332,7 @@ def test_bf16_rounds_to_nearest_even_as_integers_say() -> None:
 
 
 def test_a_scheme_without_a_width_has_none_to_change() -> None:
-    with pytest.raises(SchemeError, match="no width"):
+    with pytest.raises(SchemeError, match="has no setting `bits`"):
         Unquantized(dtype="bf16").with_bits(6)
 
 

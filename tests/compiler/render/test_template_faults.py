@@ -9,40 +9,39 @@ import jinja2
 import pytest
 
 from specc.cli.app import run
-from specc.compiler.build import Built, compile_spec
+from specc.compiler.build import compile_spec
 from specc.compiler.render import jinja
 from specc.compiler.render.jinja import TemplateFault
 
 ROOT = Path(__file__).parents[3]
-SPECS = {path.stem: path for path in sorted((ROOT / "specs").glob("*.yaml"))}
+GPT_MINI = ROOT / "specs/gpt_mini.yaml"
+NAMES = ("gpt2_124m", "poly_attn", "poly_transformer", "nanochat_d12")  # these use every template of a committed spec
 
 
 @cache
-def built(name: str) -> Built:
-    return compile_spec(SPECS[name])
-
-
-def users() -> Iterator[tuple[str, str]]:
-    """Each template that renders a file of a committed spec, and one such spec."""
-    seen: dict[str, str] = {}
-    for name in SPECS:
-        plans = (*built(name).plans.values(), *built(name).deployed.values())
-        for template, _ in (file for plan in plans for c in plan.choices for file in c.rendered.files.values()):
-            seen.setdefault(template, name)
-    yield from sorted((*seen.items(), ("torch/model.py.jinja", "gpt_mini")))
+def users(name: str) -> dict[str, str]:
+    """Each template that renders a file of a spec, and a target that has the file."""
+    built = compile_spec(ROOT / f"specs/{name}.yaml")
+    return {
+        template: target
+        for plans in (built.deployed, built.plans)
+        for target, plan in plans.items()
+        for choice in plan.choices
+        for template, _ in choice.rendered.files.values()
+    }
 
 
 @pytest.fixture
 def damaged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable[[str], str]], None]]:
     """Replaces the text of a template."""
-    real = jinja._Loader.get_source
+    real = jinja2.FileSystemLoader.get_source
 
     def damage(template: str, change: Callable[[str], str]) -> None:
-        def get_source(self: jinja._Loader, env: jinja2.Environment, name: str) -> tuple[str, str, None]:
+        def get_source(self: jinja2.FileSystemLoader, env: jinja2.Environment, name: str) -> tuple[str, str, object]:
             text, file, fresh = real(self, env, name)
             return (change(text) if name == template else text), file, fresh
 
-        monkeypatch.setattr(jinja._Loader, "get_source", get_source)
+        monkeypatch.setattr(jinja2.FileSystemLoader, "get_source", get_source)
         jinja.environment.cache_clear()
 
     yield damage
@@ -50,17 +49,28 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable
     jinja.environment.cache_clear()
 
 
-@pytest.mark.parametrize(("template", "name"), list(users()))
+@pytest.mark.parametrize("name", NAMES)
 def test_an_undefined_name_is_told_with_both_lines(
-    template: str, name: str, damaged: Callable[[str, Callable[[str], str]], None]
+    name: str, damaged: Callable[[str, Callable[[str], str]], None]
 ) -> None:
-    damaged(template, lambda text: text + "{{ c.nothing_is_called_so }}\n")
-    last = len((ROOT / "templates" / template).read_text().splitlines()) + 1
-    with pytest.raises(TemplateFault) as caught:
-        compile_spec(SPECS[name])
-    message = caught.value.message
-    assert message.startswith(f"templates/{template}:{last}: ") and "nothing_is_called_so" in message
-    assert re.search(rf" rendered for .* on \w+, {re.escape(str(SPECS[name]))}:\d+$", message)
+    spec, earlier = ROOT / f"specs/{name}.yaml", {"torch/model.py.jinja": "cpu"} if name == NAMES[0] else {}
+    templates = users(name).keys() - {template for other in NAMES[: NAMES.index(name)] for template in users(other)}
+    assert templates
+    for template in sorted({*templates, *earlier}):
+        damaged(template, lambda text: text + "{{ c.nothing_is_called_so }}\n")
+        last = len((ROOT / "templates" / template).read_text().splitlines()) + 1
+        with pytest.raises(TemplateFault) as caught:
+            compile_spec(spec, (), ({**users(name), **earlier}[template],))
+        message = caught.value.message
+        assert message.startswith(f"templates/{template}:{last}: ") and "nothing_is_called_so" in message
+        assert re.search(rf" rendered for .* on \w+, {re.escape(str(spec))}:\d+$", message)
+
+
+def test_no_template_of_a_committed_file_is_left_out() -> None:
+    heads = (path.read_text()[:300] for path in (ROOT / "generated").rglob("*") if path.suffix in (".py", ".cu"))
+    templates = {name for head in heads for name in re.findall(r"templates/(\S+\.jinja)", head)}
+    kernels = {name for name in templates if not name.startswith(("torch/ops/", "torch/model."))}
+    assert kernels <= {template for name in NAMES for template in users(name)}
 
 
 @pytest.mark.parametrize("text", ["def broken(:\n", "  return 1\n"])
@@ -68,13 +78,13 @@ def test_what_is_no_python_is_not_written(
     text: str, tmp_path: Path, damaged: Callable[[str, Callable[[str], str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged("torch/product.py.jinja", lambda rest: rest + text)
-    assert run(["build", str(SPECS["gpt_mini"]), "--into", str(tmp_path / "generated")]) == 2
+    assert run(["build", str(GPT_MINI), "--into", str(tmp_path / "generated")]) == 2
     error = capsys.readouterr().err
     assert "templates/torch/product.py.jinja: what it renders is no Python: line " in error
-    assert f"{SPECS['gpt_mini']}:" in error and not any((tmp_path / "generated").rglob("*.py"))
+    assert f"{GPT_MINI}:" in error and not any((tmp_path / "generated").rglob("*.py"))
 
 
 def test_a_template_that_is_no_template(damaged: Callable[[str, Callable[[str], str]], None]) -> None:
     damaged("torch/product.py.jinja", lambda text: "{% if %}\n" + text)
     with pytest.raises(TemplateFault, match=r"templates/torch/product.py.jinja:1: "):
-        compile_spec(SPECS["gpt_mini"])
+        compile_spec(GPT_MINI)

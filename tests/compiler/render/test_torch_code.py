@@ -12,7 +12,9 @@ from tiny_models import ATTENTION, MLP, tiny
 
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
-from specc.compiler.ir.graph import Builder, Graph, TensorType, output_ref
+from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.graph import Graph, output_ref
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
@@ -72,9 +74,9 @@ def test_a_value_that_its_readers_text_repeats_has_a_name() -> None:
 def test_names_are_short_until_they_meet() -> None:
     b = Builder("g")
     x = b.input("x", X)
-    one = b.add("attention.h", RmsNorm(), (x,))
+    first = b.add("attention.h", RmsNorm(), (x,))
     two = b.add("mlp.h", RmsNorm(0.5), (x,))
-    mixed = b.add("mlp.m", Pointwise(("a * b + a + b",), ("a", "b")), (one, two))
+    mixed = b.add("mlp.m", Pointwise(("a * b + a + b",), ("a", "b")), (first, two))
     assert spelled(b.build({"y": mixed})) == [
         "h = F.rms_norm(x, (8,), eps=1e-06)",
         "mlp_h = F.rms_norm(x, (8,), eps=0.5)",
@@ -140,12 +142,12 @@ def test_random_bodies_compute_their_graphs(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = {name: torch.randn(2, 3, 8, dtype=torch.float64, generator=generator) for name in names}
     holder = type("Holder", (), {"w": weight})()
-    found = space["f"](holder, **values)  # type: ignore[operator]
-    found = found if isinstance(found, tuple) else (found,)
+    result = space["f"](holder, **values)  # type: ignore[operator]
+    result = result if isinstance(result, tuple) else (result,)
     held = {**values, "@w": weight}
     for node in graph.nodes:
         held |= zip(node.outputs, reference.node_value(node, [held[ref] for ref in node.inputs]), strict=True)
-    for have, (_, ref) in zip(found, graph.outputs, strict=True):
+    for have, (_, ref) in zip(result, graph.outputs, strict=True):
         torch.testing.assert_close(have, held[ref], rtol=1e-12, atol=1e-12)
     assert_nothing_is_computed_twice(text, graph)
 
@@ -171,8 +173,8 @@ def random_graph(rng: random.Random) -> Graph:
         elif kind == 3:
             refs.append(b.add(name, MergeHeads(), (b.add(f"{name}.heads", SplitHeads(2), (ref,)),)))
         else:
-            made = b.add(name, Pointwise(("a + 1", "a * a"), ("a",), ("most", "square")), (ref,))
-            refs += [made, output_ref(made, 1)]
+            node = b.add(name, Pointwise(("a + 1", "a * a"), ("a",), ("most", "square")), (ref,))
+            refs += [node, output_ref(node, 1)]
     chosen = rng.sample(refs, min(len(refs), rng.randint(1, 3)))
     return b.build({f"y{i}": ref for i, ref in enumerate(chosen)})
 

@@ -43,10 +43,10 @@ def test_bytes_before_a_choice_are_not_told_as_those_of_the_artifact(choice: str
     """A choice of more bits takes more bytes, up to the budget."""
     other = "promote" if choice == "allocate" else "allocate"
     wish = {"allocate": "{bits: [5, 8]}", "promote": "{count: 2, bits: 8}"}
-    for sets, told in (((f"quant.{choice}={wish[choice]}",), True), ((f"quant.{choice}=null",), False)):
+    for sets, by_rules in (((f"quant.{choice}={wish[choice]}",), True), ((f"quant.{choice}=null",), False)):
         built = compile_spec(GOLF, (*SMALL, "quant.correct=null", f"quant.{other}=null", *sets))
         (line,) = (line for line in lines(Summary(built.spec, built.plans, {})) if line.startswith("artifact "))
-        assert ("with the bits of the rules" in line) == told
+        assert ("with the bits of the rules" in line) == by_rules
 
 
 @pytest.mark.parametrize("more", [(), (GATED,)])
@@ -59,9 +59,9 @@ def test_only_what_cannot_fit_at_the_fewest_bits_is_warned_of(more: tuple[str, .
 
 
 def test_what_a_rule_keeps_from_it_is_named_first() -> None:
-    kept = 'quant.rules.2.match="*.{residual,scale,q_gain,value_scale,gate,stream,embedded,project}"'
-    size = least(GATED, kept)
-    _, second = warned(GATED, kept, f"quant.budget_bytes={size - 1}")
+    override = 'quant.rules.2.match="*.{residual,scale,q_gain,value_scale,gate,stream,embedded,project}"'
+    size = least(GATED, override)
+    _, second = warned(GATED, override, f"quant.budget_bytes={size - 1}")
     bytes_ = 4 * 448 * 128 * 2
     assert second.startswith(f"  fixed by rules: blocks.*.mlp.gate {bytes_:,} (f16); ")
 

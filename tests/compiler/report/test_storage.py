@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from int8_models import MODELS, data_of, made
+from int8_models import MODELS, data_of, quantized_model
 from run_samples import random_weights, small_spec
 from tiny_models import spec_of
 
@@ -32,7 +32,7 @@ def checked(spec: Spec, resolved: Spec, model: QuantizedModel) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_artifact_of_whole_numbers_is_no_larger_than_promised(name: str) -> None:
-    sample = made(WHOLE[name])
+    sample = quantized_model(WHOLE[name])
     checked(WHOLE[name], sample.spec, sample.stored)
 
 

@@ -79,8 +79,8 @@ def test_ten_errors_in_one_run() -> None:
         ("steps: 10", "steps: 10.0"),
         ("lr: 0.001", "lr: '1e-3'"),
     )
-    found = [(one.code, one.mark) for one in errors_of(text)]
-    assert found == [
+    results = [(problem.code, problem.mark) for problem in errors_of(text)]
+    assert results == [
         ("S104", Mark(2, 7)),
         ("S104", Mark(3, 16)),
         ("S104", Mark(6, 10)),
@@ -95,37 +95,43 @@ def test_ten_errors_in_one_run() -> None:
 
 
 def test_rules_across_fields_show_beside_schema_errors_elsewhere() -> None:
-    found = errors_of(edited(("heads: 2", "heads: 3"), ("lr: 0.001", "lr: fast"), ("dims: 8", "dims: 7")))
-    assert [one.code for one in found] == ["S211", "S213", "S107"]
+    result = errors_of(edited(("heads: 2", "heads: 3"), ("lr: 0.001", "lr: fast"), ("dims: 8", "dims: 7")))
+    assert [problem.code for problem in result] == ["S211", "S213", "S107"]
 
 
 def test_a_key_from_another_level_is_sent_home() -> None:
-    (one,) = errors_of(edited(("  dim: 64", "  dim: 64\n  heads: 4")))
-    assert (one.code, one.mark) == ("S101", Mark(8, 3))
-    assert one.hint == "`heads` belongs under `model.blocks.layers.0`; or did you mean `head`?"
-    (one,) = errors_of(edited(("  steps: 10", "  steps: 10\n  fuse: []")))
-    assert one.hint == "`fuse` belongs at the top"
-    (one,) = errors_of(edited(("  steps: 10", "  steps: 10\n  warmup_steps: 1")))
-    assert one.hint == "`warmup_steps` belongs under `train.schedule`"
+    (problem,) = errors_of(edited(("  dim: 64", "  dim: 64\n  heads: 4")))
+    assert (problem.code, problem.mark) == ("S101", Mark(8, 3))
+    assert problem.hint == "`heads` belongs under `model.blocks.layers.0`; or did you mean `head`?"
+    (problem,) = errors_of(edited(("  steps: 10", "  steps: 10\n  fuse: []")))
+    assert problem.hint == "`fuse` belongs at the top"
+    (problem,) = errors_of(edited(("  steps: 10", "  steps: 10\n  warmup_steps: 1")))
+    assert problem.hint == "`warmup_steps` belongs under `train.schedule`"
 
 
 def test_a_misspelled_key_is_not_missing_as_well() -> None:
-    (one,) = errors_of(edited(("vocab: 257", "vocabb: 257")))
-    assert (one.code, one.hint) == ("S101", "did you mean `vocab`?")
+    (problem,) = errors_of(edited(("vocab: 257", "vocabb: 257")))
+    assert (problem.code, problem.hint) == ("S101", "did you mean `vocab`?")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "code", "message", "hint"),
     [
-        ("dim: 64", "dim: '64'", "S103", "`dim` takes a whole number, not the text `64`", "write 64 without quotes"),
-        ("dim: 64", "dim: 1_024", "S103", "`dim` takes a whole number, not the text `1_024`", "write 1024"),
-        ("dim: 64", "dim: 64.0", "S103", "`dim` takes a whole number, not 64.0", "write 64"),
-        ("dim: 64", "dim: true", "S103", "`dim` takes a whole number, not true", "write a whole number"),
-        ("dim: 64", "dim:", "S103", "`dim` takes a whole number, not nothing", "write a value, or remove the key"),
-        ("dim: 64", "dim: [64]", "S103", "`dim` takes a whole number, not a list of length 1", "write a whole number"),
-        ("name: tiny", "name: 7", "S103", "`name` takes text, not 7", 'put it in quotes: "7"'),
-        ("[cpu]", "cpu", "S103", "`targets` takes a list, not the text `cpu`", "put it in brackets: [cpu]"),
-        ("{dims: 8}", "8", "S103", "`rope` takes a mapping, not 8", "write a mapping"),
+        ("dim: 64", "dim: '64'", "S103", "`dim` must be a whole number, not the text `64`", "write 64 without quotes"),
+        ("dim: 64", "dim: 1_024", "S103", "`dim` must be a whole number, not the text `1_024`", "write 1024"),
+        ("dim: 64", "dim: 64.0", "S103", "`dim` must be a whole number, not 64.0", "write 64"),
+        ("dim: 64", "dim: true", "S103", "`dim` must be a whole number, not true", "write a whole number"),
+        ("dim: 64", "dim:", "S103", "`dim` must be a whole number, not nothing", "write a value, or remove the key"),
+        (
+            "dim: 64",
+            "dim: [64]",
+            "S103",
+            "`dim` must be a whole number, not a list of length 1",
+            "write a whole number",
+        ),
+        ("name: tiny", "name: 7", "S103", "`name` must be text, not 7", 'put it in quotes: "7"'),
+        ("[cpu]", "cpu", "S103", "`targets` must be a list, not the text `cpu`", "put it in brackets: [cpu]"),
+        ("{dims: 8}", "8", "S103", "`rope` must be a mapping, not 8", "write a mapping"),
         ("[cpu]", "[]", "S104", "`targets` must be a list of length at least 1, not a list of length 0", "add an item"),
         (
             "dim: 64",
@@ -142,16 +148,16 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
             "",
             "S102",
             "`model.blocks.layers.1` needs the key `kind`",
-            "add `kind:` and `attention` or `mlp`",
+            "add `kind:` and `attention`, `latent`, `mlp` or `moe`",
         ),
         ("relu(x)", "relux(x)", "S107", "`act`: unknown function relux", "did you mean relu?"),
         ("relu(x) ** 2", "'1'", "S106", "`act`: an activation must read x", "correct the value"),
     ],
 )
 def test_words(old: str, new: str, code: str, message: str, hint: str) -> None:
-    (one,) = errors_of(edited((old, new)))
-    assert (one.code, one.message) == (code, message)
-    assert hint in one.hint
+    (problem,) = errors_of(edited((old, new)))
+    assert (problem.code, problem.message) == (code, message)
+    assert hint in problem.hint
 
 
 def test_a_union_is_judged_by_what_the_value_looks_like() -> None:
@@ -159,14 +165,14 @@ def test_a_union_is_judged_by_what_the_value_looks_like() -> None:
 
     def say(momentum: str) -> list[str]:
         text = edited(('{kind: adamw, match: "*", lr: 0.001}', muon.replace("MOMENTUM", momentum)))
-        return [f"{one.code} {one.message}" for one in errors_of(text)]
+        return [f"{problem.code} {problem.message}" for problem in errors_of(text)]
 
     assert say("fast") == ["S107 `momentum`: unknown variable fast"]
     assert say("'0.9'") == ["S107 `momentum`: 0.9 does not read t"]
     assert say("1 + t") == ["S107 `momentum`: the value is 1.01 at t = 0.01"]
     assert say("2") == ["S104 `momentum` must be at most 1, not 2"]
     assert say("{at: [[0, 1]], step: 3}") == ["S101 `step` is not a valid key of `train.optimizers.0.momentum`"]
-    assert say("{at: [[0, x]]}") == ["S103 `at.0.1` takes a number, not the text `x`"]
+    assert say("{at: [[0, x]]}") == ["S103 `at.0.1` must be a number, not the text `x`"]
 
 
 def test_problems_become_diagnostics_at_their_paths() -> None:
@@ -178,9 +184,9 @@ def test_problems_become_diagnostics_at_their_paths() -> None:
         Problem(("train", "optimizers", 0), "S207", "m", "h"),
         Problem((), "S207", "m", "h"),
     )
-    found = to_diagnostics(problems, source)
-    assert [one.mark for one in found] == [Mark(7, 8), Mark(10, 3), Mark(10, 3), Mark(21, 16), Mark(1, 1)]
-    assert found[0] == Diagnostic("S210", "m", "h", "tiny.yaml", Mark(7, 8), (("here", Mark(20, 10)),))
+    result = to_diagnostics(problems, source)
+    assert [problem.mark for problem in result] == [Mark(7, 8), Mark(10, 3), Mark(10, 3), Mark(21, 16), Mark(1, 1)]
+    assert result[0] == Diagnostic("S210", "m", "h", "tiny.yaml", Mark(7, 8), (("here", Mark(20, 10)),))
 
 
 def test_codes_are_those_that_the_compiler_gives() -> None:
@@ -216,13 +222,13 @@ def test_data_of_any_shape_is_checked_without_a_crash() -> None:
 
     for _ in range(400):
         data = {"spec_version": 2, "model": junk(4), "quant": junk(4), "train": junk(4), "fuse": junk(3)}
-        for one in errors_of(json.dumps(data, indent=1)):
-            assert one.code in CODES and one.message and one.hint
+        for problem in errors_of(json.dumps(data, indent=1)):
+            assert problem.code in CODES and problem.message and problem.hint
 
 
 def test_check_reports_in_the_order_of_the_file() -> None:
-    found = errors_of(edited(("steps: 10", "steps: x"), ("name: tiny", "name: 1"), ("dim: 64", "dim: x")))
-    assert [one.mark.line for one in found] == [2, 7, 20]
+    result = errors_of(edited(("steps: 10", "steps: x"), ("name: tiny", "name: 1"), ("dim: 64", "dim: x")))
+    assert [problem.mark.line for problem in result] == [2, 7, 20]
     assert check(read(BASE)).name == "tiny"
     assert models_in(Spec) == [Spec]
 

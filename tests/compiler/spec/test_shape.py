@@ -9,9 +9,9 @@ import pytest
 from specc.compiler.architectures.blocks import Change
 from specc.compiler.errors import Diagnostic, SpecError
 from specc.compiler.spec.check import load
-from specc.compiler.spec.messages.expected import Model, alternatives, keys_of, nearest, tag_of
+from specc.compiler.spec.messages.expected import Model, alternatives, nearest
 from specc.compiler.spec.spec import Spec
-from specc.compiler.strict import StrictModel
+from specc.compiler.strict import StrictModel, keys_of, tag_of
 
 
 def errors_of(text: str) -> tuple[Diagnostic, ...]:
@@ -23,23 +23,23 @@ def errors_of(text: str) -> tuple[Diagnostic, ...]:
 def reachable(annotation: Any = Spec, seen: dict[Model, None] | None = None) -> dict[Model, None]:
     """All models that a spec can hold."""
     seen = {} if seen is None else seen
-    for one in alternatives(annotation):
-        if isinstance(one, type) and issubclass(one, StrictModel):
-            if one not in seen:
-                seen[one] = None
-                for info in one.model_fields.values():
+    for alternative in alternatives(annotation):
+        if isinstance(alternative, type) and issubclass(alternative, StrictModel):
+            if alternative not in seen:
+                seen[alternative] = None
+                for info in alternative.model_fields.values():
                     reachable(info.annotation, seen)
-        elif get_origin(one) in (tuple, dict):
-            for inner in get_args(one):
+        elif get_origin(alternative) in (tuple, dict):
+            for inner in get_args(alternative):
                 if inner is not Ellipsis:
                     reachable(inner, seen)
     return seen
 
 
 def test_every_model_is_strict_frozen_and_closed() -> None:
-    found = reachable()
-    assert len(found) > 25
-    for model in found:
+    result = reachable()
+    assert len(result) > 25
+    for model in result:
         config = model.model_config
         strict = (config.get("extra"), config.get("frozen"), config.get("strict"), config.get("allow_inf_nan"))
         # the further keys of a change are the names of layers
@@ -49,39 +49,39 @@ def test_every_model_is_strict_frozen_and_closed() -> None:
 
 def example(annotation: Any, key: str = "") -> Any:
     """A value of a type, as JSON has it, of the smallest models."""
-    one = next(one for one in alternatives(annotation) if one is not type(None))
-    if get_origin(one) is Literal:
-        return get_args(one)[0]
-    if get_origin(one) is tuple:
-        return [example(inner, key) for inner in get_args(one) if inner is not Ellipsis]
-    if get_origin(one) is dict:
-        return {"blocks.*.mlp": example(get_args(one)[1])}
-    if one in (int, float, str, bool):
-        return {int: 4, float: 0.5, str: "x", bool: True}[one]
-    needed = (name for name, info in keys_of(one).items() if info.is_required() or tag_of(one, name))
-    return {name: example(keys_of(one)[name].annotation, name) for name in needed}
+    alternative = next(alternative for alternative in alternatives(annotation) if alternative is not type(None))
+    if get_origin(alternative) is Literal:
+        return get_args(alternative)[0]
+    if get_origin(alternative) is tuple:
+        return [example(inner, key) for inner in get_args(alternative) if inner is not Ellipsis]
+    if get_origin(alternative) is dict:
+        return {"blocks.*.mlp": example(get_args(alternative)[1])}
+    if alternative in (int, float, str, bool):
+        return {int: 4, float: 0.5, str: "x", bool: True}[alternative]
+    needed = (name for name, info in keys_of(alternative).items() if info.is_required() or tag_of(alternative, name))
+    return {name: example(keys_of(alternative)[name].annotation, name) for name in needed}
 
 
 def holders(annotation: Any, goal: Model, depth: int = 7) -> Any | None:
     """The smallest data of `annotation` that holds `goal`, with the string "GOAL" for it."""
     if depth == 0:
         return None
-    for one in alternatives(annotation):
-        if one is goal:
+    for alternative in alternatives(annotation):
+        if alternative is goal:
             return "GOAL"
-        if get_origin(one) is tuple:
-            inner = holders(get_args(one)[0], goal, depth - 1)
+        if get_origin(alternative) is tuple:
+            inner = holders(get_args(alternative)[0], goal, depth - 1)
             if inner is not None:
                 return [inner]
-        elif get_origin(one) is dict:
-            inner = holders(get_args(one)[1], goal, depth - 1)
+        elif get_origin(alternative) is dict:
+            inner = holders(get_args(alternative)[1], goal, depth - 1)
             if inner is not None:
                 return {"gain": inner}
-        elif isinstance(one, type) and issubclass(one, StrictModel):
-            for name, info in keys_of(one).items():
+        elif isinstance(alternative, type) and issubclass(alternative, StrictModel):
+            for name, info in keys_of(alternative).items():
                 inner = holders(info.annotation, goal, depth - 1)
                 if inner is not None:
-                    return {**example(one), name: inner}
+                    return {**example(alternative), name: inner}
     return None
 
 
@@ -108,20 +108,20 @@ def test_three_typos_of_every_key_are_errors_with_the_right_suggestion() -> None
                 body[typo] = example(info.annotation) if value is None else value
                 text = frame.replace('"GOAL"', json.dumps(body, indent=1))
                 line = next(i for i, row in enumerate(text.split("\n"), 1) if row.strip().startswith(f'"{typo}":'))
-                found = errors_of(text)
+                result = errors_of(text)
                 tagged = tag_of(model, key) is not None
                 # Without its tag nobody can know which member of a union this is: then the tag is missing.
-                mine = [
-                    one
-                    for one in found
-                    if one.code in (("S101", "S102") if tagged else ("S101",)) and one.mark.line <= line
+                matching = [
+                    problem
+                    for problem in result
+                    if problem.code in (("S101", "S102") if tagged else ("S101",)) and problem.mark.line <= line
                 ]
-                assert mine, (model.__name__, key, typo, [one.message for one in found])
+                assert matching, (model.__name__, key, typo, [problem.message for problem in result])
                 asked += 1
-                if any(f"`{key}`" in one.hint or f"`{key}:`" in one.hint for one in mine):
+                if any(f"`{key}`" in problem.hint or f"`{key}:`" in problem.hint for problem in matching):
                     right += 1
                 else:
-                    wrong.append(f"{model.__name__}.{key}: {typo}: {mine[0].hint}")
+                    wrong.append(f"{model.__name__}.{key}: {typo}: {matching[0].hint}")
     assert asked > 300
     assert right / asked >= 0.95, wrong
 

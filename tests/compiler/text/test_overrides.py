@@ -32,11 +32,11 @@ def test_overrides_change_add_and_replace() -> None:
 def test_an_item_behind_the_last_is_appended() -> None:
     changes = "model.blocks.changes"
     first = [f"{changes}.0.where=layer == 1", f"{changes}.0.mlp.hidden=64", f"{changes}.0.mlp.ratio="]
-    spec, _ = load(BASE, [*first, f"{changes}.1={{where: layer >= 2, mlp: {{act: gelu(x)}}}}"])
+    spec, _ = load(BASE, [*first, f"{changes}.+={{where: layer >= 2, mlp: {{act: gelu(x)}}}}"])
     assert [change.where for change in spec.model.blocks.changes] == ["layer == 1", "layer >= 2"]
     assert spec.model.blocks.block(1).layers[1].hidden == 64 and spec.model.blocks.block(2).layers[1].act == "gelu(x)"
     (error,) = errors_of(f"{changes}.1.where=layer == 1")
-    assert error.code == "S014" and "it has 0 items" in error.hint and "item 0 is appended" in error.hint
+    assert error.code == "S014" and "it has 0 items" in error.hint and "`+` appends" in error.hint
 
 
 def test_a_key_with_dots_can_be_overridden() -> None:
@@ -70,10 +70,10 @@ def test_what_is_overridden_is_unchanged_elsewhere() -> None:
     ],
 )
 def test_a_wrong_override_is_named(override: str, code: str, column: int, hint: str) -> None:
-    one = errors_of(override)[0]
-    assert one.file.startswith("--set")
-    assert (one.code, one.mark.line, one.mark.column) == (code, 1, column)
-    assert hint in one.hint
+    problem = errors_of(override)[0]
+    assert problem.file.startswith("--set")
+    assert (problem.code, problem.mark.line, problem.mark.column) == (code, 1, column)
+    assert hint in problem.hint
     with pytest.raises(SpecError) as caught:
         load(BASE, [override])
     assert override in render(caught.value), "the snippet shows the override itself"

@@ -88,11 +88,27 @@ def test_marks_of_keys_and_values() -> None:
         ("k: 'a''c + d'", 6, 12),
         ('k: "a\\u0041c + d"', 6, 16),
         ("k: abc", 99, 6),
-        ("k: abc\n  def", 5, 4),
+        ("k: abc\n  def", 2, 6),
     ],
 )
 def test_a_place_inside_a_text(text: str, offset: int, column: int) -> None:
     assert read(text).inside(("k",), offset).mark == Mark(1, column)
+
+
+@pytest.mark.parametrize(
+    "text", ["k: abc\n  + de", "k: 'abc\n  + de'", 'k: "abc \n  + de"', "k:\n  abc\n  + de", "k: abc\n\n  + de"]
+)
+def test_a_place_inside_a_text_over_lines(text: str) -> None:
+    source = read(text)
+    assert isinstance(source.data, dict)
+    lines = text.split("\n")
+    at = source.data["k"].index("d")
+    assert source.inside(("k",), at).mark == Mark(len(lines), lines[-1].index("d") + 1)
+    assert source.inside(("k",), 99).mark == Mark(len(lines), lines[-1].index("e") + 1)
+
+
+def test_a_place_inside_a_block_scalar_is_its_start() -> None:
+    assert read("k: >\n  abc\n  + de").inside(("k",), 5).mark == Mark(1, 4)
 
 
 def test_windows_line_ends() -> None:
@@ -105,9 +121,9 @@ def test_a_missing_file_suggests_a_near_one(tmp_path: Path) -> None:
     (tmp_path / "golf.yaml").write_text("a: 1\n")
     with pytest.raises(SpecError) as caught:
         read(tmp_path / "gofl.yaml")
-    (one,) = caught.value.diagnostics
-    assert (one.code, one.message) == ("S001", "the file does not exist")
-    assert "golf.yaml" in one.hint
+    (problem,) = caught.value.diagnostics
+    assert (problem.code, problem.message) == ("S001", "the file does not exist")
+    assert "golf.yaml" in problem.hint
 
 
 def test_a_directory_and_a_file_name_that_cannot_be(tmp_path: Path) -> None:
@@ -120,7 +136,7 @@ def test_a_directory_and_a_file_name_that_cannot_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n", "~\n"])
 def test_an_empty_file(text: str, tmp_path: Path) -> None:
-    assert [one.code for one in refused(text, tmp_path)] == ["S002"]
+    assert [problem.code for problem in refused(text, tmp_path)] == ["S002"]
 
 
 BOMBS: dict[str, tuple[str | bytes, str, int]] = {
@@ -191,8 +207,8 @@ def test_too_many_values_that_no_search_foresees() -> None:
 def test_duplicate_keys_name_both_lines_and_all_are_found() -> None:
     with pytest.raises(SpecError) as caught:
         read("a: 1\nb: {c: 1, c: 2}\na: 3\na: 4\n")
-    found = [(one.code, one.mark, one.related[0][1]) for one in caught.value.diagnostics]
-    assert found == [
+    results = [(problem.code, problem.mark, problem.related[0][1]) for problem in caught.value.diagnostics]
+    assert results == [
         ("S008", Mark(2, 11), Mark(2, 5)),
         ("S008", Mark(3, 1), Mark(1, 1)),
         ("S008", Mark(4, 1), Mark(1, 1)),

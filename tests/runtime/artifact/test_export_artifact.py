@@ -112,19 +112,19 @@ def test_full_quality_and_the_sizes_that_are_told(tmp_path: Path) -> None:
     layout = list(model.layout())
     spec = spec_of(layout)
     path = tmp_path / "m.specc"
-    told = write_artifact(
+    sizes = write_artifact(
         path, ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=model.tensors)
     )
-    assert told == artifact_size(path)
-    assert told.total == path.stat().st_size == told.header + sum(row.compressed for row in told.sections)
-    assert told.total == measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors))
-    assert [row.kind for row in told.sections] == ["spec", "codes", "scales", "bf16"]
-    assert [row.raw for row in told.sections] == [len(spec), 64 * 96 + 31 * 17, 2 * (64 + 31), 200]
+    assert sizes == artifact_size(path)
+    assert sizes.total == path.stat().st_size == sizes.header + sum(row.compressed for row in sizes.sections)
+    assert sizes.total == measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors))
+    assert [row.kind for row in sizes.sections] == ["spec", "codes", "scales", "bf16"]
+    assert [row.raw for row in sizes.sections] == [len(spec), 64 * 96 + 31 * 17, 2 * (64 + 31), 200]
     # int5 and int6 codes near their entropy: less than packed bits would take.
-    assert told.sections[1].compressed < (64 * 96 * 5 + 31 * 17 * 6) / 8
+    assert sizes.sections[1].compressed < (64 * 96 * 5 + 31 * 17 * 6) / 8
     for quality in (0, 5):
         measured = measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors), quality=quality)
-        assert measured != told.total
+        assert measured != sizes.total
 
 
 @pytest.mark.parametrize("table", [b"", b"a table"])

@@ -72,19 +72,19 @@ def test_splices_and_swaps_are_noticed(tmp_path: Path) -> None:
     layout: Layout = [*SMALL, ("e", Stored("codes", "i8", (3 * sections.CHUNK_BYTES,)))]
     write(tmp_path / "a", layout, 0, note="a")
     write(tmp_path / "b", layout, 1, note="b")
-    one, two = (parts_of((tmp_path / name).read_bytes()) for name in "ab")
-    assert len(one) == len(two)
+    first, second = (parts_of((tmp_path / name).read_bytes()) for name in "ab")
+    assert len(first) == len(second)
     rng = random.Random(2)
     tried = 0
     while tried < 200:
-        mixed = list(one)
+        mixed = list(first)
         if rng.random() < 0.5:
-            for i in rng.sample(range(len(one)), rng.randint(1, 3)):
-                mixed[i] = two[i]
+            for i in rng.sample(range(len(first)), rng.randint(1, 3)):
+                mixed[i] = second[i]
         else:
-            i, j = rng.sample(range(len(one)), 2)
+            i, j = rng.sample(range(len(first)), 2)
             mixed[i], mixed[j] = mixed[j], mixed[i]
-        if b"".join(mixed) not in (b"".join(one), b"".join(two)):
+        if b"".join(mixed) not in (b"".join(first), b"".join(second)):
             assert_refused(tmp_path / "bad", b"".join(mixed))
             tried += 1
 
@@ -156,8 +156,8 @@ def test_lies_are_named(tmp_path: Path) -> None:
         (forged_model(codes, 12, [3, 4], interface=bytes(32)), "differ from those that this version of specc derives"),
         (forged_model(codes, 12, [3, 4], compressed=2**32 - 1), "its sections end at byte"),
         (forged_model(codes, 12, [3, 5]), "sizes that its spec requires"),
-        (forged_model(codes, 11, [1, 11]), "holds 12 bytes and declares 11"),
-        (forged_model(codes, 13, [13]), "holds 12 bytes and declares 13"),
+        (forged_model(codes, 11, [1, 11]), "has 12 bytes, but the header declares 11"),
+        (forged_model(codes, 13, [13]), "has 12 bytes, but the header declares 13"),
         (forged_model(codes + b"\0", 12, [3, 4]), "section 1"),
         (forged_model(codes * 2, 12, [3, 4]), "section 1"),
         (forged_model(codes[:-1], 12, [3, 4]), "section 1"),

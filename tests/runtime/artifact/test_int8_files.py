@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from int8_models import LSTM, Made, data_of, made
+from int8_models import LSTM, Int8Models, data_of, quantized_model
 from tiny_models import spec_of
 
 from specc.compiler.build import canonical
@@ -27,15 +27,15 @@ SQUARE = "decoder.cross.q"  # [16, 16]
 
 
 @cache
-def model() -> Made:
-    return made(spec_of(data_of(LSTM)))
+def model() -> Int8Models:
+    return quantized_model(spec_of(data_of(LSTM)))
 
 
-def sealed(path: Path, tensors: Arrays, told: bytes | None = None) -> Path:
+def sealed(path: Path, tensors: Arrays, array_table: bytes | None = None) -> Path:
     """An artifact of these arrays, with digests that fit them: sections, header and, unless it is `told`, table of
     arrays."""
-    one = model()
-    deployment = Deployment.of(one.spec)
+    models = model()
+    deployment = Deployment.of(models.spec)
     dtypes = {stored.numpy_dtype(): stored.dtype for _, stored in deployment.layout}
     layout = [
         (name, Stored(suffix, dtypes.get(array.dtype, "f16"), array.shape))
@@ -45,12 +45,12 @@ def sealed(path: Path, tensors: Arrays, told: bytes | None = None) -> Path:
     write_artifact(
         path,
         ArtifactContents(
-            spec=canonical(one.spec).encode(),
+            spec=canonical(models.spec).encode(),
             interface=deployment.interface,
             code=deployment.code,
             layout=layout,
             tensors=tensors,
-            table=table.packed(table.entries(tensors).values()) if told is None else told,
+            table=table.packed(table.entries(tensors).values()) if array_table is None else array_table,
         ),
         quality=5,
     )
@@ -58,7 +58,7 @@ def sealed(path: Path, tensors: Arrays, told: bytes | None = None) -> Path:
 
 
 def arrays() -> Arrays:
-    return {name: dict(found) for name, found in model().stored.tensors.items()}
+    return {name: dict(results) for name, results in model().stored.tensors.items()}
 
 
 def test_what_is_sound_is_read(tmp_path: Path) -> None:
@@ -68,27 +68,27 @@ def test_what_is_sound_is_read(tmp_path: Path) -> None:
     assert 0 < sizes["table"].compressed < sizes["table"].raw and artifact_size(path).total == path.stat().st_size
 
 
-def transposed(found: Arrays) -> None:
-    found[WEIGHT]["codes"] = np.ascontiguousarray(found[WEIGHT]["codes"].T)
+def transposed(tensors: Arrays) -> None:
+    tensors[WEIGHT]["codes"] = np.ascontiguousarray(tensors[WEIGHT]["codes"].T)
 
 
 def set_number(name: str, suffix: str, value: float, at: int = 0) -> Callable[[Arrays], None]:
-    def change(found: Arrays) -> None:
-        found[name][suffix] = found[name][suffix].copy()
-        found[name][suffix][at] = value
+    def change(tensors: Arrays) -> None:
+        tensors[name][suffix] = tensors[name][suffix].copy()
+        tensors[name][suffix][at] = value
 
     return change
 
 
 def put(name: str, suffix: str, make: Callable[[Any], Any]) -> Callable[[Arrays], None]:
-    def change(found: Arrays) -> None:
-        found[name][suffix] = make(found[name][suffix])
+    def change(tensors: Arrays) -> None:
+        tensors[name][suffix] = make(tensors[name][suffix])
 
     return change
 
 
 def drop(name: str, suffix: str) -> Callable[[Arrays], None]:
-    return lambda found: found[name].pop(suffix)
+    return lambda tensors: tensors[name].pop(suffix)
 
 
 DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
@@ -129,7 +129,7 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
     ),
     "weight in floats": (
         put(WEIGHT, "codes", lambda a: a.astype(np.float32)),
-        r"head\.logits: the weight is stored as f32, and its product reads i8",
+        r"head\.logits: the weight is stored as f32, but its product reads i8",
     ),
     "bias in floats": (
         put(BIAS, "codes", lambda a: a.astype(np.float32)),
@@ -142,11 +142,11 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
     "no weight": (drop(WEIGHT, "codes"), r"head\.logits: head\.logits, codes is not in the file"),
     "no scale": (drop(BIAS, "scale"), r"head\.logits: head\.logits_bias, scale is not in the file"),
     "no embedding": (
-        lambda found: found.pop("encoder.embed.token"),
+        lambda tensors: tensors.pop("encoder.embed.token"),
         r"encoder\.embed\.token, value is not in the file",
     ),
     "one more": (
-        lambda found: found.update({"head.more": {"codes": np.zeros((4, 4), np.int8)}}),
+        lambda tensors: tensors.update({"head.more": {"codes": np.zeros((4, 4), np.int8)}}),
         r"head\.more, codes is in the file, and its spec has no such array",
     ),
 }
@@ -180,9 +180,9 @@ DAMAGE["another scale of a shared input"] = (
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_file_that_was_changed_and_sealed_anew_is_refused(what: str, tmp_path: Path) -> None:
     change, message = DAMAGE[what]
-    found = arrays()
-    change(found)
-    path = sealed(tmp_path / "m.specc", found)
+    result = arrays()
+    change(result)
+    path = sealed(tmp_path / "m.specc", result)
     with pytest.raises(IntegrityError, match=message) as raised:
         open_model(path, "cpu", "cpu")
     assert raised.value.message.startswith(f"{path}: ") and raised.value.exit_code == 5
@@ -240,9 +240,9 @@ def test_a_table_that_says_nothing_is_refused(text: bytes) -> None:
 
 
 def test_a_table_says_what_was_put_in() -> None:
-    found = table.entries({"a": {"codes": np.arange(6, dtype=np.int8).reshape(2, 3).T}})
-    assert table.unpacked(table.packed(found.values())) == found
-    assert found["a", "codes"].form == "i8[3,2]" and found["a", "codes"] == Entry(
+    result = table.entries({"a": {"codes": np.arange(6, dtype=np.int8).reshape(2, 3).T}})
+    assert table.unpacked(table.packed(result.values())) == result
+    assert result["a", "codes"].form == "i8[3,2]" and result["a", "codes"] == Entry(
         "a",
         "codes",
         "i8",

@@ -46,18 +46,21 @@ def test_a_part_of_the_model_alone_and_figures_as_they_come(
     monkeypatch.setattr("specc.runtime.bench.variants.MODES", {})  # nothing that compiles
     command = ["bench", str(SPEC), "--target", "cpu", *SETS, "--only", "kernels", "--only", "groups", "--json"]
     assert run([*command, "--at", "head.l"]) == 0
-    out, told = capsys.readouterr()
-    found = json.loads(out)
-    assert [row["name"] for row in found["kernels"]] == ["head.logits", "head.loss + softcap", "head.logits.dgrad"]
-    assert not found["groups"] and found["command"].endswith("--only groups --json --at head.l")
-    for row in found["kernels"]:
+    out, errors = capsys.readouterr()
+    result = json.loads(out)
+    assert [row["name"] for row in result["kernels"]] == ["head.logits", "head.loss + softcap", "head.logits.dgrad"]
+    assert not result["groups"] and result["command"].endswith("--only groups --json --at head.l")
+    for row in result["kernels"]:
         ours = row["times"].get("generated") or row["times"]["library"]
-        assert f"  {row['name']}: {ours['ms']:.4g} ms" in told
+        assert f"  {row['name']}: {ours['ms']:.4g} ms" in errors
     assert run([*command, "--at", "hed"]) == 4
-    assert "no kernel and no group is at hed\n" in (said := capsys.readouterr().err) and "head.logits" in said
+    assert (
+        "no node of a kernel or group has hed in its name\n" in (said := capsys.readouterr().err)
+        and "head.logits" in said
+    )
     assert "ceilings" not in said, "a typo is found before anything is measured"
     assert run([*command[:-5], "--only", "groups", "--at", "head.l"]) == 4
-    assert "there are: blocks.*" in capsys.readouterr().err
+    assert "the names are: blocks.*" in capsys.readouterr().err
     assert run([*command[:-5], "--set", "fuse=[]", "--only", "groups"]) == 0, "nothing was asked for by name"
     capsys.readouterr()
     assert run([*command, "--at", "head.l", "--picture", str(tmp_path)]) == 2
@@ -93,7 +96,7 @@ def test_kernels_and_groups(whole: tuple[dict[str, Any], Path]) -> None:
     assert list(groups) == ["blocks.*.mlp, forward", "blocks.*.mlp, forward + backward"]
     assert [row["flops"] for row in groups.values()] == [2 * up["flops"], 6 * up["flops"]]
     for row in (*rows.values(), *groups.values()):
-        ceilings, times = data["ceilings"], {name: one["ms"] for name, one in row["times"].items()}
+        ceilings, times = data["ceilings"], {name: figures["ms"] for name, figures in row["times"].items()}
         assert row["bytes_written"] > row["bytes"] / 16  # else it would be held to reading
         floors = row["flops"] / ceilings["flops_per_second"], row["bytes"] / ceilings["bytes_per_second"]
         assert row["floor_ms"] == pytest.approx(1e3 * max(floors))
@@ -177,20 +180,20 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 def spoiled(change: Callable[[Any], Any]) -> Callable[..., Loaded]:
     """`instantiate`, with the outputs of one kernel of the fused build changed."""
 
-    def made(*args: Any, **words: Any) -> Loaded:
+    def instance(*args: Any, **words: Any) -> Loaded:
         loaded = instantiate(*args, **words)
         module = vars(suite.source_of(loaded))
         if (right := module.get("dgrad_mul")) is not None:
             module["dgrad_mul"] = lambda *given: change(right(*given))
         return loaded
 
-    return made
+    return instance
 
 
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
-        ("kernels", torch.empty_like, "output 0 has another shape, or holds NaN or infinity: it is not all written"),
+        ("kernels", torch.empty_like, "output 0 has a wrong shape, NaN or infinity: it is incomplete or wrong"),
         ("groups", lambda dx: 1.001 * dx, "error: group blocks.*.mlp: output 1 is off by"),
     ],
 )
@@ -246,8 +249,8 @@ def test_all_of_it_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(arguments) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["left_out"] == {} and data["machine"]["driver"] not in ("none", "unknown")
-    own = [row for row in data["kernels"] if row["kernel"] != "library"]
-    for row in (*own, *data["groups"]):
+    generated = [row for row in data["kernels"] if row["kernel"] != "library"]
+    for row in (*generated, *data["groups"]):
         assert {"generated", "eager", "compile", "max_autotune"} <= set(row["times"]) and row["failed"] == {}
         assert row["accuracy"]["generated"] < 0.01 and row["share_of_floor"] > 0
     for name, build in data["step"].items():
@@ -255,9 +258,9 @@ def test_all_of_it_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert set(seen["classes"]) <= set(ORDER)
         assert {"GEMM", "attention", "pointwise", "optimizer"} <= set(seen["classes"])
         assert ("fused" in seen["classes"]) == (name == "fused")
-        busy = sum(one["ms"] for one in seen["classes"].values())
+        busy = sum(kernel["ms"] for kernel in seen["classes"].values())
         assert busy >= seen["wall_ms"] - seen["idle_ms"] - 1e-6 and 0 <= seen["idle_ms"] < seen["wall_ms"]
         # Newton-Schulz: bf16 products that the optimizer launched
-        assert any(one["kind"] == "optimizer" and "multi_tensor" not in one["name"] for one in seen["kernels"])
+        assert any(kernel["kind"] == "optimizer" and "multi_tensor" not in kernel["name"] for kernel in seen["kernels"])
         assert build["peak_bytes"] > 0 and build["compile_seconds"] < build["start_seconds"]
     assert picture.read_bytes().startswith(b"\x89PNG")

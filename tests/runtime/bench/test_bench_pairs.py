@@ -80,18 +80,18 @@ def test_without_a_cache_the_lines_are_the_same(name: str, beam: int, tmp_path: 
         5,
         beam,
     )
-    found = translator(loaded.model, spec, CharTokenizer(CHARS), CPU, batch=5, beam=beam).translate(LINES)
-    assert slow.translate(LINES) == found
-    assert name == "repeat" or len({len(line) for line in found}) > 1  # rows end at different steps, and leave
+    result = translator(loaded.model, spec, CharTokenizer(CHARS), CPU, batch=5, beam=beam).translate(LINES)
+    assert slow.translate(LINES) == result
+    assert name == "repeat" or len({len(line) for line in result}) > 1  # rows end at different steps, and leave
 
 
 def test_the_weights_are_shared_as_they_lie(tmp_path: Path) -> None:
     loaded = instantiate(pairs_spec(**MODELS["attention"]), "cpu", tmp_path / "cached")
     initialize(loaded, 1)
     model = rerun_model(loaded, tmp_path / "rerun")
-    mine = dict(loaded.model.named_parameters())
-    assert dict(model.named_parameters()).keys() == mine.keys()
-    assert all(value.data_ptr() == mine[name].data_ptr() for name, value in model.named_parameters())
+    parameters = dict(loaded.model.named_parameters())
+    assert dict(model.named_parameters()).keys() == parameters.keys()
+    assert all(value.data_ptr() == parameters[name].data_ptr() for name, value in model.named_parameters())
 
 
 def test_a_source_is_read_once_and_keys_of_it_are_made_again() -> None:
@@ -192,7 +192,7 @@ def test_tables_say_what_they_show(
     parts = [word for part in ("table", "int8") for word in ("--only", part)]
     assert run(["bench", str(spec_file), "--target", "cpu", "--steps", "1", *parts, "--at", "head.logits"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines[1:])) <= 120
+    assert max(map(len, lines[2:])) <= 120  # the command and the names of the machine have any length
     assert "torch._int_mm refuses M = 16: self.size(0) needs to be greater than 16" in lines
     ratio = next(line for line in lines if line.startswith("  ratio")).split()
     assert ratio[1] == "-" and float(ratio[2]) > 0
@@ -215,10 +215,10 @@ def test_an_int8_kernel_with_wrong_values_gets_no_time() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--only", "table"], 4, "table validates by decoding lines, and this model reads one stream of tokens"),
-        (["--only", "int8"], 4, "int8 times products in int8, and this spec stores none"),
-        (["--only", "step", "--gpus", "2"], 2, "--gpus is for table, and --only leaves that out"),
-        (["--only", "step", "--weights", "."], 2, "--weights is for decode, and --only leaves that out"),
+        (["--only", "table"], 4, "table needs a model of lines, but this model reads one stream of tokens"),
+        (["--only", "int8"], 4, "int8 needs int8 products, but this spec has none"),
+        (["--only", "step", "--gpus", "2"], 2, "--gpus is for table, which --only excludes"),
+        (["--only", "step", "--weights", "."], 2, "--weights is for decode, which --only excludes"),
     ],
 )
 def test_what_it_refuses(arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,15 +232,15 @@ def test_rows_of_two_processes(spec_file: Path) -> None:
     code = "import sys; from specc.cli.app import run; sys.exit(run(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["table"]
-    rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == ["baseline", "several GPUs", "KV cache", "several + cache"] and not found["missing"]
+    result = json.loads(done.stdout)["table"]
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["baseline", "several GPUs", "KV cache", "several + cache"] and not result["missing"]
     assert [row["gpus"] for row in rows.values()] == [1, 2, 1, 2]
-    for one, two in (("baseline", "several GPUs"), ("KV cache", "several + cache")):
+    for first, second in (("baseline", "several GPUs"), ("KV cache", "several + cache")):
         for part in ("train", "validation"):  # the same samples, shared out
             for key in ("steps", "samples", "tokens"):
-                assert rows[one][part][key] == rows[two][part][key]
-        assert rows[one]["exact"] == rows[two]["exact"]
+                assert rows[first][part][key] == rows[second][part][key]
+        assert rows[first]["exact"] == rows[second]["exact"]
 
 
 @pytest.mark.gpu

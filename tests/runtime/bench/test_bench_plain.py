@@ -15,7 +15,7 @@ from specc.compiler.plan.plan import Choice
 from specc.compiler.programs import reference
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import kernels
-from specc.runtime.bench.groups import hosts, members_of
+from specc.runtime.bench.groups import members_of
 from specc.runtime.bench.kernels import work_of
 from specc.runtime.bench.plain import bare_product, plain_nodes, plain_site
 from specc.runtime.errors import RunFailure
@@ -41,8 +41,8 @@ def test_plain_sites_are_the_references(act: str) -> None:
             continue
         inputs = [abs(value) for value in Operands(spec, CPU).of(choice.site.node.inputs, choice.site.inputs)]
         exact = reference.node_value(choice.site.node, [value.double() for value in inputs])  # type: ignore[union-attr]
-        found = plain_site(choice.site)(*inputs)
-        for have, want in zip(found if isinstance(found, tuple) else (found,), exact, strict=True):
+        result = plain_site(choice.site)(*inputs)
+        for have, want in zip(result if isinstance(result, tuple) else (result,), exact, strict=True):
             assert have.shape == want.shape and (have - want).norm() / want.norm() < 1e-5
         op = choice.site.node.op
         products = op.reference(*(value.double() for value in inputs[: op.arity]))  # type: ignore[union-attr]
@@ -59,15 +59,15 @@ def test_plain_groups_are_the_unfused_model(act: str, tmp_path: Path) -> None:
     plan = pipeline.plan(spec, "cpu", "")
     plain = sys.modules[type(instantiate(spec, "cpu", tmp_path, fuse=False).model).__module__]
     (group,) = plan.programs.groups
-    assert hosts(plan.programs, group) == ("block.forward",)
+    assert plan.programs.callers[group.name] == ("block.forward",)
     members = members_of(spec, plan.programs, "cpu", group)
     assert [node.name for node in members.nodes] == list(group.members)
     inputs = Operands(spec, CPU).of(members.inputs, [type for _, type in group.forward.inputs])
     values = dict(zip(members.inputs, (value.double() for value in inputs), strict=True))  # type: ignore[union-attr]
     for node in members.nodes:
         values |= zip(node.outputs, reference.node_value(node, [values[ref] for ref in node.inputs]), strict=True)
-    found = plain_nodes(members.nodes, members.graph.types, members.inputs, members.output, plain)(*inputs)
-    assert (found - values[members.output]).norm() / values[members.output].norm() < 1e-5
+    result = plain_nodes(members.nodes, members.graph.types, members.inputs, members.output, plain)(*inputs)
+    assert (result - values[members.output]).norm() / values[members.output].norm() < 1e-5
 
 
 def test_costs_are_the_compilers() -> None:
@@ -80,7 +80,7 @@ def test_costs_are_the_compilers() -> None:
 
 
 def test_operands() -> None:
-    from specc.compiler.ir.graph import TensorType
+    from specc.compiler.ir.types import TensorType
 
     spec = spec_of("relu(x) ** 2")
     make = Operands(spec, CPU)
@@ -118,9 +118,9 @@ def changed(call: Callable[..., Any], change: Changed) -> Callable[..., Any]:
 
 
 def unwritten(y: Tensor) -> Tensor:
-    made = torch.empty_like(y)
-    made[:, :-1] = y[:, :-1]
-    return made
+    poisoned = torch.empty_like(y)
+    poisoned[:, :-1] = y[:, :-1]
+    return poisoned
 
 
 def test_correct_outputs_pass(up: tuple[Choice, list[Tensor], Callable[..., Tensor]]) -> None:
@@ -134,9 +134,9 @@ def test_correct_outputs_pass(up: tuple[Choice, list[Tensor], Callable[..., Tens
     ("wrong", "words"),
     [
         (lambda y: 1.0001 * y, r"has [0-9.e+]+x the RMS error of plain Torch"),
-        (unwritten, "has another shape, or holds NaN or infinity"),
-        (lambda y: y[1:], "has another shape, or holds NaN or infinity"),
-        (lambda y: torch.where(y == y.amax(), torch.inf, y), "has another shape, or holds NaN or infinity"),
+        (unwritten, "has a wrong shape, NaN or infinity"),
+        (lambda y: y[1:], "has a wrong shape, NaN or infinity"),
+        (lambda y: torch.where(y == y.amax(), torch.inf, y), "has a wrong shape, NaN or infinity"),
     ],
 )
 def test_wrong_outputs_are_errors(

@@ -14,8 +14,8 @@ CEILINGS = Ceilings("bfloat16", 1000, Measured(4.0, 0.01), 10**9, Measured(1.0, 
 
 
 def test_the_median_of_all_and_the_spread_of_two_passes() -> None:
-    found = Measured.of([3.0, 1.0, 2.0], [2.5, 2.2, 9.0])
-    assert found == Measured(2.35, 2.5 / 2.0 - 1)
+    result = Measured.of([3.0, 1.0, 2.0], [2.5, 2.2, 9.0])
+    assert result == Measured(2.35, 2.5 / 2.0 - 1)
     assert Measured.of([2.5], [2.0]).spread == pytest.approx(0.25)
 
 
@@ -27,9 +27,9 @@ def test_each_call_is_timed_twice_with_the_others_between() -> None:
             calls.append(name)
         return sum(range(20_000))
 
-    found = alternate({name: lambda name=name: call(name) for name in "abc"}, torch.device("cpu"), 1 << 40)
+    result = alternate({name: lambda name=name: call(name) for name in "abc"}, torch.device("cpu"), 1 << 40)
     assert "".join(calls) == "abc" * 3  # warm, then two passes
-    assert all(0 < one.ms < 100 and one.spread >= 0 for one in found.values())
+    assert all(0 < time.ms < 100 and time.spread >= 0 for time in result.values())
 
 
 def test_small_calls_find_a_cold_cache() -> None:
@@ -74,6 +74,6 @@ def test_ratios() -> None:
 
 
 def test_ceilings_of_this_machine() -> None:
-    found = measure(torch.device("cpu"), torch.float32)
-    assert found.dtype == "float32"
-    assert 1e9 < found.flops_per_second < 1e14 and 1e8 < found.bytes_per_second < 1e13
+    result = measure(torch.device("cpu"), torch.float32)
+    assert result.dtype == "float32"
+    assert 1e9 < result.flops_per_second < 1e14 and 1e8 < result.bytes_per_second < 1e13

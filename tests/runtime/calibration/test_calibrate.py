@@ -1,17 +1,19 @@
 """Calibration: what the traced model shows is what every linear is really given."""
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from run_samples import VARIANTS, model_of, small_spec
+from run_samples import EXPERTS, VARIANTS, model_of, small_spec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specc.compiler import pipeline
-from specc.compiler.passes.assign_quant import calibrated
+from specc.compiler.passes.assign_quant import observed
 from specc.compiler.spec.spec import Calibrate, Spec
-from specc.runtime.calibration.calibrate import Capture, calibration_windows, capture_hessians
+from specc.runtime.calibration.calibrate import Capture, calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.errors import QuantizeError
@@ -65,27 +67,66 @@ def test_every_hessian_is_that_of_what_the_linear_gets(
     assert seen == [4, 6]
 
 
+def test_every_expert_has_the_hessian_of_its_rows(stream: TokenStream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are found by the choice of experts, and of the activations of each row alone."""
+    spec = small_spec(*EXPERTS)
+    assert spec.quant is not None
+    model = unfused(spec)
+    batches = list(calibration_windows(stream, spec.quant.calibrate, 32, seed=1))
+    rows: dict[str, list[list[Tensor]]] = {}
+    module = sys.modules[type(model).__module__]
+    dispatch, names = vars(module)["top_experts"], {id(parameter): n for n, parameter in model.named_parameters()}
+    chosen: list[Tensor] = []
+
+    def watch(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        inputs = rows.setdefault(names[id(weight)], [[] for _ in weight])
+        owner = chosen[-1].flatten().sort(stable=True).values
+        for expert, entry in enumerate(inputs):
+            entry.append(x.detach().flatten(0, -2)[owner == expert])
+        return grouped(x, weight, ends)
+
+    grouped = vars(module)["grouped_linear"]
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(module, "grouped_linear", watch)
+        patch.setattr(module, "top_experts", lambda scores, count: chosen.append(dispatch(scores, count)) or chosen[-1])
+        for ids, targets in batches:
+            model.score(ids, targets)  # type: ignore[operator]
+    tokens = sum(ids.numel() for ids, _ in batches)
+    hessians = capture_hessians(model, iter(batches), CPU)
+    experts = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    assert rows.keys() == experts and len(experts) == 6
+    assert observed(pipeline.lower(spec, "cpu"))[0] == hessians.keys() > experts
+    for name, parts in rows.items():
+        for hessian, expert in zip(hessians[name], parts, strict=True):
+            seen = torch.cat(expert)
+            torch.testing.assert_close(hessian, seen.T @ seen / tokens, rtol=1e-9, atol=1e-12)
+    gradients = capture_gradients(model, iter(batches), CPU)
+    assert {name: tuple(gradients[name].products.shape) for name in experts} == {
+        name: tuple(model.get_parameter(name).shape[:2]) for name in experts
+    }
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_matrix_of_every_block_is_captured(variant: str) -> None:
     model = unfused(small_spec(*VARIANTS[variant]))
-    named = Capture(model, lambda name, value: None).names
+    named = Capture(model, lambda name, value, ends: None).names
     matrices = {n for n, p in model.named_parameters() if p.dim() == 2 and p.shape[1] > 1}
     assert set(named) == matrices  # the tied embedding among them, by the head
-    assert calibrated(pipeline.lower(small_spec(*VARIANTS[variant]), "cpu")) == matrices  # what a check is told
+    assert observed(pipeline.lower(small_spec(*VARIANTS[variant]), "cpu"))[0] == matrices  # what a check is told
     assert len(named) == len(set(named))
 
 
 def test_the_traced_model_computes_the_score() -> None:
     model = unfused(small_spec())
     ids, targets = torch.randint(257, (2, 3, 32), generator=torch.Generator().manual_seed(0))
-    traced = Capture(model, lambda name, value: None).run(ids, targets)
+    traced = Capture(model, lambda name, value, ends: None).run(ids, targets)
     assert torch.equal(traced, model.score(ids, targets))  # type: ignore[operator]
 
 
 def test_the_weights_are_read_when_it_runs_not_when_it_was_traced() -> None:
     model = unfused(small_spec())
     ids, targets = torch.randint(257, (2, 1, 32), generator=torch.Generator().manual_seed(0))
-    capture = Capture(model, lambda name, value: None)
+    capture = Capture(model, lambda name, value, ends: None)
     before = capture.run(ids, targets)
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.down").mul_(2)
@@ -138,8 +179,8 @@ def test_windows_see_all_parts_of_the_stream_whatever_the_seed() -> None:
 def test_the_last_window_ends_within_the_stream(sequences: int) -> None:
     for tokens in (33, 34, 60):
         for seed in range(20):
-            found = calibration_windows(Counting(tokens), Calibrate(sequences=sequences), 32, seed)  # type: ignore[arg-type]
-            assert sum(len(ids) for ids, _ in found) == sequences
+            result = calibration_windows(Counting(tokens), Calibrate(sequences=sequences), 32, seed)  # type: ignore[arg-type]
+            assert sum(len(ids) for ids, _ in result) == sequences
     with pytest.raises(DataError, match="has 32 tokens; windows of length 32 need 33"):
         next(calibration_windows(Counting(32), Calibrate(), 32, 0))  # type: ignore[arg-type]
 
@@ -155,5 +196,5 @@ def test_a_broken_model_is_named_by_its_first_bad_input(stream: TokenStream) -> 
     model = unfused(spec)
     with torch.no_grad():
         model.get_parameter("blocks.0.mlp.up").fill_(float("nan"))
-    with pytest.raises(QuantizeError, match=r"blocks\.0\.mlp\.down: its input holds NaN"):
+    with pytest.raises(QuantizeError, match=r"blocks\.0\.mlp\.down: the input contains NaN"):
         capture_hessians(model, calibration_windows(stream, spec.quant.calibrate, 32, 0), CPU)

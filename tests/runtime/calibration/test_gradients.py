@@ -86,12 +86,12 @@ def cost_of(model: nn.Module, name: str, error: Tensor, batches: list[tuple[Tens
         with torch.no_grad():
             return float(torch.cat([model.score(*batch).flatten() for batch in batches]).mean())  # type: ignore[operator]
 
-    found, kept = -loss(), param.detach().clone()
+    result, values = -loss(), param.detach().clone()
     for sign in (1, -1):
-        param.data.copy_(kept + sign * error)
-        found += loss() / 2
-    param.data.copy_(kept)
-    return found
+        param.data.copy_(values + sign * error)
+        result += loss() / 2
+    param.data.copy_(values)
+    return result
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -101,18 +101,18 @@ def test_a_table_costs_what_it_does_to_the_loss(stream: TokenStream, tied: bool)
     model, batches = trained(stream, f"model.head.tied={str(tied).lower()}")
     hessians, gradients = capture_hessians(model, iter(batches), CPU), capture_gradients(model, iter(batches), CPU)
     for name in ("embed.token", "embed.bigram.table", "attention_values.table"):
-        weight, found = model.get_parameter(name).detach(), gradients[name]
-        assert found.lookups is not None and found.lookups.shape == weight.shape
+        weight, result = model.get_parameter(name).detach(), gradients[name]
+        assert result.lookups is not None and result.lookups.shape == weight.shape
         multiplied = tied and name == "embed.token"
-        assert (found.products is not None) == multiplied == (name in hessians)
+        assert (result.products is not None) == multiplied == (name in hessians)
         schemes: list[Scheme] = [Round(bits=4), *([Gptq(bits=4), Gptq(bits=5)] if multiplied else [])]
         for scheme in schemes:
             arrays = scheme.quantize_seen(weight, Seen(hessians.get(name)))
             error = weight - scheme.dequantize(arrays, tuple(weight.shape)).double()
-            told, real = added_nats(error, hessians.get(name), found), cost_of(model, name, error, batches)
-            assert told == pytest.approx(real, rel=0.4), (name, scheme.label())
+            estimate, real = added_nats(error, hessians.get(name), result), cost_of(model, name, error, batches)
+            assert estimate == pytest.approx(real, rel=0.4), (name, scheme.label())
             if multiplied and isinstance(scheme, Gptq):
-                assert added_nats(error, hessians[name], Gradients(found.products)) < 0.6 * real
+                assert added_nats(error, hessians[name], Gradients(result.products)) < 0.6 * real
 
 
 def test_the_gradients_are_those_of_each_row(stream: TokenStream) -> None:
@@ -120,7 +120,7 @@ def test_the_gradients_are_those_of_each_row(stream: TokenStream) -> None:
     estimate of unread ones changes by a factor common to all."""
     model = model_of(small_spec(*TABLES), fuse=False).model.double()
     batches = list(calibration_windows(stream, Calibrate(sequences=12, batch=5), 32, seed=1))
-    found = capture_gradients(model, iter(batches), CPU)
+    result = capture_gradients(model, iter(batches), CPU)
     names, embedding = {id(param): name for name, param in model.named_parameters()}, F.embedding
     seen: list[tuple[str, Tensor, Tensor]] = []
 
@@ -129,7 +129,9 @@ def test_the_gradients_are_those_of_each_row(stream: TokenStream) -> None:
         seen.append((names[id(table)], ids, added))
         return embedding(ids, table) + added
 
-    sums = {name: torch.zeros_like(model.get_parameter(name)) for name, one in found.items() if one.lookups is not None}
+    sums = {
+        name: torch.zeros_like(model.get_parameter(name)) for name, rows in result.items() if rows.lookups is not None
+    }
     reads = {name: torch.zeros(len(total)) for name, total in sums.items()}
     assert sorted(sums) == ["attention_values.table", "embed.bigram.table", "embed.token"]
     for ids, targets in batches:
@@ -144,7 +146,7 @@ def test_the_gradients_are_those_of_each_row(stream: TokenStream) -> None:
                 sums[name].data[place] += row.square()
                 reads[name][place] += 1
     for name, total in sums.items():
-        lookups, read = found[name].lookups, reads[name] > 0
+        lookups, read = result[name].lookups, reads[name] > 0
         assert lookups is not None and bool((lookups[~read] > 0).all())
         torch.testing.assert_close(lookups.sum(0) * 384, total.detach().sum(0), rtol=1e-9, atol=0)
         ratio = lookups[read] * 384 / total.detach()[read]
@@ -161,19 +163,19 @@ def test_rows_that_were_not_read_cost_what_text_will_make_of_them(vocab: int, us
     odds[torch.randperm(vocab, generator=generator)[:used]] = 1 / torch.arange(1, used + 1).double()
     odds /= odds.sum()
     size = 0.1 * (odds + 1e-5) ** -0.25
-    told, real, whole = 0.0, 0.0, 3 * float((odds * size**2).sum())
+    estimate, real, whole = 0.0, 0.0, 3 * float((odds * size**2).sum())
     for _ in range(20):
         ids = torch.multinomial(odds, 6000, replacement=True, generator=generator).reshape(3, 2000)
         lookups = Lookups()
         for row in ids:
             lookups.add("t", vocab, row, torch.randn(2000, 3, generator=generator) * size[row, None])
-        (found,) = lookups.a_token(6000).values()
+        (result,) = lookups.a_token(6000).values()
         unread = torch.bincount(ids.flatten(), minlength=vocab) == 0
-        told, real = told + float(found[unread].sum()), real + 3 * float((odds * size**2)[unread].sum())
-        assert bool((found > 0).all())
-        assert float(found[unread].max()) <= float(found.max())
-        assert float(found.sum()) == pytest.approx(whole, rel=0.1)
-    assert told == pytest.approx(real, rel=0.1) if used == vocab else told < 0.001 * 20 * whole
+        estimate, real = estimate + float(result[unread].sum()), real + 3 * float((odds * size**2)[unread].sum())
+        assert bool((result > 0).all())
+        assert float(result[unread].max()) <= float(result.max())
+        assert float(result.sum()) == pytest.approx(whole, rel=0.1)
+    assert estimate == pytest.approx(real, rel=0.1) if used == vocab else estimate < 0.001 * 20 * whole
 
 
 def test_a_table_all_of_which_was_read_is_told_as_it_was() -> None:

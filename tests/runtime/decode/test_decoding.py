@@ -57,9 +57,9 @@ def uncached(model: GeneratedText, text: Tensor, vocab: int) -> Tensor:
 
 def cached(decoder: Decoder, ids: Tensor, prompt: int) -> Tensor:
     """Log-probabilities after `prompt` tokens of each text and after each of the rest, [rows, tokens, vocab]."""
-    found = [decoder.prefill(ids[:, :prompt]).clone()]
-    found += [decoder.append(ids[:, at]).clone() for at in range(prompt, ids.shape[1])]
-    return torch.stack(found, 1).log_softmax(-1)
+    results = [decoder.prefill(ids[:, :prompt]).clone()]
+    results += [decoder.append(ids[:, at]).clone() for at in range(prompt, ids.shape[1])]
+    return torch.stack(results, 1).log_softmax(-1)
 
 
 @pytest.mark.parametrize("prompt", [1, 6])
@@ -68,18 +68,18 @@ def test_each_row_is_the_uncached_text_and_reads_no_other(name: str, prompt: int
     model, vocab, window = model_named(name, tmp_path)
     ids = texts(vocab, window)
     decoder = Decoder(model, window, CPU, ROWS)
-    found = cached(decoder, ids, prompt)
+    result = cached(decoder, ids, prompt)
     for row in range(ROWS):
         expected = uncached(model, ids[row], vocab)[prompt - 1 :]
-        assert float((found[row] - expected).abs().max()) < 1e-5  # angles are f32
+        assert float((result[row] - expected).abs().max()) < 1e-5  # angles are f32
         assert float(expected.std(-1).min()) > 0.01  # the model tells tokens apart
     assert len(decoder._steps) > 3
     # Other texts in the other rows, and a decoder that has decoded before: not one bit of this row changes.
     other = texts(vocab, window, seed=1)
     other[1] = ids[1]
     changed = cached(decoder, other, prompt)
-    assert torch.equal(changed[1], found[1])
-    assert not torch.equal(changed[0], found[0]) and not torch.equal(changed[2], found[2])
+    assert torch.equal(changed[1], result[1])
+    assert not torch.equal(changed[0], result[0]) and not torch.equal(changed[2], result[2])
 
 
 def test_rows_slide_together_when_the_cache_is_full(tmp_path: Path) -> None:
@@ -115,14 +115,14 @@ def test_a_row_is_what_its_seed_gives_alone(tmp_path: Path) -> None:
 
 def test_draws_go_on_past_a_page_of_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, vocab, window = model_named("full", tmp_path)
-    found = []
+    results = []
     for page in (1024, 7):
         monkeypatch.setattr(decoding, "PAGE", page)
         steps = sample_tokens(
             Decoder(model, window, CPU), torch.ones(1, 1, dtype=torch.int64), vocab, Sampling(), (3,), 25
         )
-        found.append(torch.cat(list(steps)).tolist())
-    assert found[0] == found[1] and len(set(found[0])) > 5
+        results.append(torch.cat(list(steps)).tolist())
+    assert results[0] == results[1] and len(set(results[0])) > 5
 
 
 def on_gpu(spec: Spec) -> GeneratedText:
@@ -140,13 +140,13 @@ def test_a_captured_step_is_the_eager_one(name: str) -> None:
     ids = texts(p.vocab, p.context).to(device)
     decoder = Decoder(model, p.context, device, ROWS)
     for _ in range(2):  # the second time every step is replayed
-        found = cached(decoder, ids, 1).cpu()
+        result = cached(decoder, ids, 1).cpu()
     assert all(step._captured._graph is not None for step in decoder._steps.values()) and len(decoder._steps) > 3
     for row in range(ROWS):
         with torch.no_grad():
             targets = torch.arange(p.vocab, device=device)[:, None].expand(-1, p.context)
             expected = -model.score(ids[row].expand(p.vocab, -1), targets).T.cpu()
-        assert float((found[row] - expected).abs().max()) < 1e-4
+        assert float((result[row] - expected).abs().max()) < 1e-4
 
 
 @pytest.mark.gpu

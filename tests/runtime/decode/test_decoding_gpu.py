@@ -33,7 +33,7 @@ def test_the_whole_model_is_no_worse_cached_than_uncached(capsys: pytest.Capture
     weights = {name: value.bfloat16().float() for name, value in params.items()}
     model = cast(GeneratedText, realize(SPEC, "sm90", "cuda", weights, fuse=False).model)
     start = torch.ones(ROWS, 1, dtype=torch.int64, device=device)
-    found, lines = [], []
+    result, lines = [], []
     for seeds in (range(ROWS), range(ROWS)):
         torch.cuda.synchronize()
         began, decoder = time.monotonic(), Decoder(model, WINDOW, device, ROWS)
@@ -41,11 +41,11 @@ def test_the_whole_model_is_no_worse_cached_than_uncached(capsys: pytest.Capture
         torch.cuda.synchronize()
         seconds = time.monotonic() - began
         lines.append(f"{ROWS} x {WINDOW} tokens in {seconds:.2f} s, {decoder.preparing:.2f} s of them preparing")
-        found.append(ids)
+        result.append(ids)
     with capsys.disabled():
         print("\n" + "\n".join(lines))
-    ids = found[0]
-    assert torch.equal(ids, found[1]) and int(ids.min()) >= 0 and len({tuple(row) for row in ids.tolist()}) == ROWS
+    ids = result[0]
+    assert torch.equal(ids, result[1]) and int(ids.min()) >= 0 and len({tuple(row) for row in ids.tolist()}) == ROWS
 
     decoder = Decoder(model, WINDOW, device, ROWS)
     cached = [decoder.prefill(ids[:, :1]).log_softmax(-1).gather(1, ids[:, 1:2])]

@@ -103,9 +103,9 @@ def scripted(script: list[int], tokenizer: Tokenizer | None = None) -> tuple[Ope
 
 
 def run_scripted(opened: OpenedModel, prompt: bytes, count: int) -> tuple[bytes, Told]:
-    told = Told()
-    out = generate(opened, prompt, count, Sampling(0.0), say=told.lines.append, stream=told.texts.append)
-    return out, told
+    reports = Told()
+    out = generate(opened, prompt, count, Sampling(0.0), say=reports.lines.append, stream=reports.texts.append)
+    return out, reports
 
 
 def test_the_text_starts_with_the_mark_and_the_prompt() -> None:
@@ -128,8 +128,8 @@ def test_a_broken_model_is_a_failed_run() -> None:
 
 def test_it_ends_at_the_mark_between_documents() -> None:
     opened, model = scripted([*b"hi", 256, *b"never"])
-    out, told = run_scripted(opened, b"", 100)
-    assert out == b"hi" and "".join(told.texts) == "hi"
+    out, reports = run_scripted(opened, b"", 100)
+    assert out == b"hi" and "".join(reports.texts) == "hi"
     assert len(model.calls) == 3
 
 
@@ -143,9 +143,9 @@ def test_no_tokens_is_no_work_and_fewer_is_an_error() -> None:
 def test_of_a_long_prompt_the_end_is_read_with_a_word_about_it() -> None:
     opened, model = scripted([*b"z"])
     prompt = bytes(range(65, 65 + 40))
-    out, told = run_scripted(opened, prompt, 1)
+    out, reports = run_scripted(opened, prompt, 1)
     assert out == b"z" and model.calls == [(0, [*prompt[-CONTEXT:]])]
-    assert told.lines == ["the prompt has 40 tokens and the context 32: only its end is read"]
+    assert reports.lines == ["the prompt has 40 tokens and the context 32: only its end is read"]
     fits, model = scripted([*b"z"])
     assert run_scripted(fits, prompt[: CONTEXT - 1], 1)[1].lines == []
 
@@ -169,15 +169,15 @@ def test_any_number_of_tokens_can_be_generated() -> None:
 def test_characters_are_streamed_whole() -> None:
     text = "aé→😀ß"
     opened, _ = scripted([*text.encode(), 256])
-    out, told = run_scripted(opened, b"", 100)
-    assert out == text.encode() and told.texts == list(text)
+    out, reports = run_scripted(opened, b"", 100)
+    assert out == text.encode() and reports.texts == list(text)
 
 
 def test_bytes_that_are_no_text_are_returned_as_they_are_and_shown_as_replacements() -> None:
     raw = b"a\xff\xe2\x82b\xe2\x82"
     opened, _ = scripted([*raw, 256])
-    out, told = run_scripted(opened, b"", 100)
-    assert out == raw and "".join(told.texts) == raw.decode(errors="replace")
+    out, reports = run_scripted(opened, b"", 100)
+    assert out == raw and "".join(reports.texts) == raw.decode(errors="replace")
 
 
 def test_a_tokenizer_with_fewer_ids_than_the_model_limits_the_draw() -> None:

@@ -16,14 +16,14 @@ def reference(logits: list[float], temperature: float, top_k: int | None, top_p:
         return [1.0 if i == order[0] else 0.0 for i in range(len(logits))]
     order = order[:top_k]
     weights = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
-    total, kept, mass = sum(weights.values()), [], 0.0
+    total, candidates, mass = sum(weights.values()), [], 0.0
     for i in order:
-        kept.append(i)
+        candidates.append(i)
         mass += weights[i] / total
         if mass >= top_p:
             break
-    whole = sum(weights[i] for i in kept)
-    return [weights[i] / whole if i in kept else 0.0 for i in range(len(logits))]
+    whole = sum(weights[i] for i in candidates)
+    return [weights[i] / whole if i in candidates else 0.0 for i in range(len(logits))]
 
 
 @pytest.mark.parametrize(

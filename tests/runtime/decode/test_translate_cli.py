@@ -35,17 +35,17 @@ def test_lines_come_out_in_order_from_run_and_file(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lines.txt").write_text("".join(f"{line}\n" for line in LINES))
-    told = []
+    translations = []
     for model in trained:
         for beam in ((), ("--beam", "2")):
             capsys.readouterr()
             assert run(["generate", str(model), "--lines", str(tmp_path / "lines.txt"), *beam]) == 0
-            told.append(capsys.readouterr().out.splitlines())
-    assert told[0] == told[2] and told[1] == told[3]
-    assert all(len(lines) == len(LINES) for lines in told)
+            translations.append(capsys.readouterr().out.splitlines())
+    assert translations[0] == translations[2] and translations[1] == translations[3]
+    assert all(len(lines) == len(LINES) for lines in translations)
     model = specc.runtime.load(trained[1])
-    assert model.translate(LINES) == told[0]  # type: ignore[operator]
-    assert model.translate(LINES[::-1]) == told[0][::-1]  # type: ignore[operator]
+    assert model.translate(LINES) == translations[0]  # type: ignore[operator]
+    assert model.translate(LINES[::-1]) == translations[0][::-1]  # type: ignore[operator]
 
 
 def test_a_bad_line_is_an_error_and_gives_nothing(
@@ -64,8 +64,8 @@ def test_a_bad_line_is_an_error_and_gives_nothing(
     ):
         path.write_text(text)
         assert run(["generate", str(trained[1]), "--lines", str(path)]) != 0
-        told = capsys.readouterr()
-        assert told.out == "" and message in told.err.replace("\n", "")
+        output = capsys.readouterr()
+        assert output.out == "" and message in output.err.replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -93,8 +93,8 @@ def test_a_beam_is_refused_beside_a_prompt(trained: tuple[Path, Path], capsys: p
 
 def test_a_model_of_lines_continues_no_text(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", str(trained[1]), "--prompt", "x"]) == 2
-    told = capsys.readouterr()
-    assert "turns lines into lines: give it --lines FILE" in told.err and not told.out
+    output = capsys.readouterr()
+    assert "is a model of lines: use --lines FILE" in output.err and not output.out
 
 
 def test_a_mark_of_byte_order_is_no_character(

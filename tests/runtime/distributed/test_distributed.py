@@ -58,19 +58,19 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in records]
 
 
-def assert_same_end(one: Path, other: Path) -> None:
+def assert_same_end(first: Path, other: Path) -> None:
     """Curves, validation, weights, average and optimizer agree to f32 rounding."""
-    assert losses(other) == pytest.approx(losses(one), rel=LOSS)
-    found, wanted = (
+    assert losses(other) == pytest.approx(losses(first), rel=LOSS)
+    result, wanted = (
         {(r["step"], r["weights"], r["tokens"]): r["nats"] for r in read_log(path / "log.jsonl") if "nats" in r}
-        for path in (other, one)
+        for path in (other, first)
     )
     assert len(wanted) == 4  # at 5, 10 and twice at the end; a run that was ended early has more
-    assert {key: found.get(key) for key in wanted} == pytest.approx(wanted, rel=LOSS)
+    assert {key: result.get(key) for key in wanted} == pytest.approx(wanted, rel=LOSS)
     for file in ("model", "ema", "optimizer"):
-        mine, yours = (load_file(path / f"checkpoints/step_00000012/{file}.safetensors") for path in (one, other))
-        assert mine.keys() == yours.keys()
-        for name, tensor in mine.items():
+        ours, yours = (load_file(path / f"checkpoints/step_00000012/{file}.safetensors") for path in (first, other))
+        assert ours.keys() == yours.keys()
+        for name, tensor in ours.items():
             assert float((tensor - yours[name]).norm()) <= WEIGHT * float(tensor.norm()), (file, name)
 
 
@@ -147,8 +147,8 @@ def test_signals_save_on_all_and_the_run_goes_on(
     """SIGTERM comes to rank 1 alone; Ctrl-C to the command."""
     with started(tmp_path) as (process, ranks):
         os.kill(process.pid if to_launcher else ranks[1], number)
-        found, shown = ended(process, ranks)
-    assert found == code and "Traceback" not in shown and shown.count("saved as") == 1
+        result, shown = ended(process, ranks)
+    assert result == code and "Traceback" not in shown and shown.count("saved as") == 1
     newest = checkpoint.latest(tmp_path / "run" / "checkpoints", print)
     assert newest is not None and str(newest) in shown
     before = losses(tmp_path / "run")
@@ -170,14 +170,14 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
     assert newest is not None and checkpoint.read_state(newest).step >= 3  # they got SIGTERM, and saved
 
 
-@pytest.mark.parametrize("found", [0, 1])
+@pytest.mark.parametrize("gpus", [0, 1])
 def test_more_processes_than_gpus_are_an_environment_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], found: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], gpus: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert run(arguments(tmp_path, "run", "--gpus", "2")) == 3
     shown = capfd.readouterr().err
-    assert f"--gpus 2 needs 2 NVIDIA GPUs, and torch finds {found}" in shown and "--target cpu" in shown
+    assert f"--gpus 2 needs 2 NVIDIA GPUs, and torch finds {gpus}" in shown and "--target cpu" in shown
     assert run(arguments(tmp_path, "run", "--gpus", "2", "--target", "sm80")) == 2
     assert not (tmp_path / "run").exists()
 
@@ -251,70 +251,70 @@ Seen = tuple[Path, list[Scenes], list[tuple[int, str]]]
 
 
 def test_calls_give_all_ranks_the_same(scenes: Seen) -> None:
-    zero, one = (seen["calls"] for seen in scenes[1])
-    assert (zero.pop("went_second"), one.pop("went_second")) == (False, True)
-    assert zero == one == {"add": [1, 3, 5], "totals": [2, 2], "most": [1, 0, 0.25], "first": "by 0"}
+    rank_0, rank_1 = (seen["calls"] for seen in scenes[1])
+    assert (rank_0.pop("went_second"), rank_1.pop("went_second")) == (False, True)
+    assert rank_0 == rank_1 == {"add": [1, 3, 5], "totals": [2, 2], "most": [1, 0, 0.25], "first": "by 0"}
 
 
 def test_a_step_is_that_of_one_process(scenes: Seen) -> None:
-    zero, one = (seen["gradients"] for seen in scenes[1])
+    rank_0, rank_1 = (seen["gradients"] for seen in scenes[1])
     alone = world_scenes.gradients(scenes[0], World.alone())
-    assert zero == one and (alone.pop("micro_batches"), zero.pop("micro_batches")) == (4, 2)
-    assert zero["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-    assert zero["norms"] == pytest.approx(alone["norms"], rel=1e-5)
-    assert zero["sums"].keys() == alone["sums"].keys()
+    assert rank_0 == rank_1 and (alone.pop("micro_batches"), rank_0.pop("micro_batches")) == (4, 2)
+    assert rank_0["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert rank_0["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    assert rank_0["sums"].keys() == alone["sums"].keys()
     for name, wanted in alone["sums"].items():
-        assert zero["sums"][name] == pytest.approx(wanted, rel=1e-4, abs=1e-4), name
+        assert rank_0["sums"][name] == pytest.approx(wanted, rel=1e-4, abs=1e-4), name
 
 
 def test_validation_is_that_of_one_process(scenes: Seen) -> None:
-    zero, one = (seen["scores"]["scores"] for seen in scenes[1])
+    rank_0, rank_1 = (seen["scores"]["scores"] for seen in scenes[1])
     alone = world_scenes.scores(scenes[0], World.alone())["scores"]
-    assert zero == one
-    for mine, wanted in zip(zero, alone, strict=True):
-        assert mine[1:] == wanted[1:] and mine[0] == pytest.approx(wanted[0], rel=1e-6)
+    assert rank_0 == rank_1
+    for score, wanted in zip(rank_0, alone, strict=True):
+        assert score[1:] == wanted[1:] and score[0] == pytest.approx(wanted[0], rel=1e-6)
 
 
 def test_the_clock_is_that_of_rank_0(scenes: Seen) -> None:
-    zero, one = (seen["clocks"] for seen in scenes[1])
-    assert zero["step"] == one["step"] == 30
+    rank_0, rank_1 = (seen["clocks"] for seen in scenes[1])
+    assert rank_0["step"] == rank_1["step"] == 30
     wanted = [1.0] * 20 + [max((0.295 - 0.01 * step) / 0.1, 0.0) for step in range(20, 30)]
-    assert zero["multipliers"] == one["multipliers"] == pytest.approx(wanted)
+    assert rank_0["multipliers"] == rank_1["multipliers"] == pytest.approx(wanted)
 
 
 def test_all_end_at_the_same_step(scenes: Seen) -> None:
-    zero, one = (seen["ends"] for seen in scenes[1])
-    assert zero == one and 1 <= zero["step"] < 2000 and not zero["complete"]
+    rank_0, rank_1 = (seen["ends"] for seen in scenes[1])
+    assert rank_0 == rank_1 and 1 <= rank_0["step"] < 2000 and not rank_0["complete"]
 
 
 def test_a_signal_to_one_stops_all_with_a_checkpoint(scenes: Seen) -> None:
     """Within validation too, where each rank has its own part to score."""
-    zero, one = (seen["stops"]["stops"] for seen in scenes[1])
-    assert zero == one and [name for name, _ in zero] == ["step_00000005", "step_00000007"]
-    assert all(name in hint for name, hint in zero)
+    rank_0, rank_1 = (seen["stops"]["stops"] for seen in scenes[1])
+    assert rank_0 == rank_1 and [name for name, _ in rank_0] == ["step_00000005", "step_00000007"]
+    assert all(name in hint for name, hint in rank_0)
 
 
 def test_what_is_not_finite_on_one_rank_stops_all(scenes: Seen) -> None:
-    zero, one = (seen["reports"]["failure"] for seen in scenes[1])
-    assert zero == one and zero.startswith("step 4: the loss is nan")
+    rank_0, rank_1 = (seen["reports"]["failure"] for seen in scenes[1])
+    assert rank_0 == rank_1 and rank_0.startswith("step 4: the loss is nan")
 
 
 def test_ranks_that_differ_are_an_error(scenes: Seen) -> None:
-    zero, one = (seen["differs"] for seen in scenes[1])
-    assert not zero and one["differs"] == "rank 1 has another weight than rank 0: blocks.up"
+    rank_0, rank_1 = (seen["differs"] for seen in scenes[1])
+    assert not rank_0 and rank_1["differs"] == "the weight of rank 1 differs from that of rank 0: blocks.up"
 
 
 def test_a_failure_is_shown_by_the_rank_that_had_it(scenes: Seen) -> None:
-    (zero, nothing), (one, shown) = scenes[2]
-    assert zero == launch.PEER_LOST and nothing == ""
-    assert one == 1 and shown.count("Error: the disk of this host is damaged") == 1 and "on rank 1 of 2" in shown
+    (rank_0, nothing), (rank_1, shown) = scenes[2]
+    assert rank_0 == launch.PEER_LOST and nothing == ""
+    assert rank_1 == 1 and shown.count("Error: the disk of this host is damaged") == 1 and "on rank 1 of 2" in shown
 
 
 def test_a_failure_of_the_first_in_turn_is_all_that_is_shown(tmp_path: Path) -> None:
     """The others, which wait for it, end before what they wait with is gone; that would say so in many lines."""
-    (zero, _, shown), (one, _, nothing) = of_two(tmp_path, "turn")
-    assert zero == 1 and shown.count("Error: the disk of this host is damaged") == 1
-    assert (one, nothing) == (launch.PEER_LOST, "")
+    (rank_0, _, shown), (rank_1, _, nothing) = of_two(tmp_path, "turn")
+    assert rank_0 == 1 and shown.count("Error: the disk of this host is damaged") == 1
+    assert (rank_1, nothing) == (launch.PEER_LOST, "")
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

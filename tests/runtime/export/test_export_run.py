@@ -20,9 +20,9 @@ FORMATS: tuple[Format, ...] = ("artifact", "safetensors")
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("export")
-    made = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
-    quantize(made.directory, QuantizeOptions(cache=folder / "cache", max_tokens=100), lambda _: None)
-    return made
+    trained = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+    quantize(trained.directory, QuantizeOptions(cache=folder / "cache", max_tokens=100), lambda _: None)
+    return trained
 
 
 @pytest.fixture

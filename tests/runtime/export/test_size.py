@@ -21,9 +21,9 @@ from specc.runtime.submission.plain import plain_size
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("size")
     spec = small_spec("quant.budget_bytes=24000", "quant.promote={bits: 6, count: 1}")
-    made = make_run(folder / "run", spec, str(write_text(folder / "data")))
-    quantize(made.directory, QuantizeOptions(cache=folder / "cache", max_tokens=100), lambda _: None)
-    return made
+    trained = make_run(folder / "run", spec, str(write_text(folder / "data")))
+    quantize(trained.directory, QuantizeOptions(cache=folder / "cache", max_tokens=100), lambda _: None)
+    return trained
 
 
 def test_every_byte_is_accounted_for(run: Run) -> None:
@@ -53,18 +53,18 @@ def test_groups_are_the_parameters(run: Run) -> None:
 
 
 def test_the_plain_scheme_takes_more_of_the_same_arrays(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plain_size(run.directory)
-    assert found == plain_size(run.quantized / "model.specc") and found.artifact == size(run.directory).total
+    sizes = plain_size(run.directory)
+    assert sizes == plain_size(run.quantized / "model.specc") and sizes.artifact == size(run.directory).total
     arrays = read_verified(run.quantized / "model.specc").stored.tensors
     saved = io.BytesIO()
-    flat = {f"{n}.{s}": torch.from_numpy(a.copy()) for n, own in arrays.items() for s, a in own.items()}
+    flat = {f"{n}.{s}": torch.from_numpy(a.copy()) for n, stored in arrays.items() for s, a in stored.items()}
     assert all(tensor.dtype == torch.int8 for name, tensor in flat.items() if name.endswith(".codes"))
     torch.save(flat, saved)
-    assert found.plain == len(brotli.compress(saved.getvalue(), quality=11, lgwin=24))
+    assert sizes.plain == len(brotli.compress(saved.getvalue(), quality=11, lgwin=24))
     assert specc(["size", str(run.directory), "--plain"]) == 0
-    told = capsys.readouterr().out
-    assert f"plain scheme {found.plain:,} bytes" in told and f"model.specc {found.artifact:,}: " in told
-    assert ("smaller" in told) == (found.artifact < found.plain) and f"{found.artifact:,} bytes of 24,000" in told
+    output = capsys.readouterr().out
+    assert f"plain scheme {sizes.plain:,} bytes" in output and f"model.specc {sizes.artifact:,}: " in output
+    assert ("smaller" in output) == (sizes.artifact < sizes.plain) and f"{sizes.artifact:,} bytes of 24,000" in output
 
 
 def test_the_budget_is_decimal_bytes_and_may_be_met_exactly(run: Run) -> None:

@@ -76,17 +76,19 @@ def learned(model: nn.Module, ids: Tensor, targets: Tensor, autocast: bool = Fal
 
 def by_role(gradients: dict[str, Tensor], model: nn.Module, plain: bool = False) -> dict[str, Tensor]:
     """The gradients of each kind of parameter, such as `blocks.mlp.up`, over all blocks."""
-    found: dict[str, list[Tensor]] = {}
+    results: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
-        own = at(gradients, place(name, PUBLISHED.count), parameter.shape) if plain else gradients[name]
-        found.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(own.flatten())
-    return {role: torch.cat(rows) for role, rows in found.items()}
+        gradient = at(gradients, place(name, PUBLISHED.count), parameter.shape) if plain else gradients[name]
+        results.setdefault(".".join(part for part in name.split(".") if not part.isdigit()), []).append(
+            gradient.flatten()
+        )
+    return {role: torch.cat(rows) for role, rows in results.items()}
 
 
-def distances(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+def distances(result: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
     """||found - wanted|| / ||wanted||."""
-    assert found.keys() == wanted.keys() and all(float(one.norm()) > 0 for one in wanted.values())
-    return {role: float((found[role] - one).norm() / one.norm()) for role, one in wanted.items()}
+    assert result.keys() == wanted.keys() and all(float(want.norm()) > 0 for want in wanted.values())
+    return {role: float((result[role] - want).norm() / want.norm()) for role, want in wanted.items()}
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +113,10 @@ def in_bf16(folder: Path, fuse: bool, tokens: int, device: str) -> None:
     exact = by_role(wanted, model, plain=True)
     off = distances(by_role(gradients, model), exact)
     around = distances(by_role(learned(plain, *drawn(tokens, device), autocast=True)[1], model, plain=True), exact)
-    for role, one in off.items():
+    for role, distance in off.items():
         number = role.endswith(("q_gain", "value_scale", ".scale")) and "skip" not in role
-        assert one < (ROUNDING_OF_NUMBERS if number else ROUNDING), (role, one)
-        assert exact[role].numel() == 1 or one < OVER_AUTOCAST * around[role], (role, one, around[role])
+        assert distance < (ROUNDING_OF_NUMBERS if number else ROUNDING), (role, distance)
+        assert exact[role].numel() == 1 or distance < OVER_AUTOCAST * around[role], (role, distance, around[role])
 
 
 def test_loss_and_every_gradient_in_bf16(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_positions_beyond_the_trained_length_turn_by_the_published_base(
 ) -> None:
     """Losses of 1,056 tokens; by the base of 10,000 they are others."""
     with torch.no_grad():
-        loss, want = (float(one(*drawn(1056))) for one in exact)
+        loss, want = (float(function(*drawn(1056))) for function in exact)
         for block in exact[1].blocks:
             monkeypatch.setattr(block, "p", replace(PUBLISHED, trained=None))
         wrong = float(exact[1](*drawn(1056)))

@@ -56,8 +56,8 @@ def test_it_has_the_published_parameters() -> None:
     assert sum(math.prod(shape) for shape in table.values()) == 29_951_068
     banks = [shape for name, shape in table.items() if name.startswith("blocks.") and len(shape) == 2 and shape[1] > 1]
     assert sum(map(math.prod, banks)) == 28_835_840
-    own = {name: shape for name, shape in table.items() if not name.startswith("blocks.")}
-    assert own == {
+    shared = {name: shape for name, shape in table.items() if not name.startswith("blocks.")}
+    assert shared == {
         "embed.token": (1024, 512),
         "embed.bigram.table": (3072, 112),
         "embed.bigram.project": (512, 112),
@@ -157,10 +157,10 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_it_starts_as_published(started: Any) -> None:
-    found = {name: value.detach() for name, value in started.named_parameters()}
+    results = {name: value.detach() for name, value in started.named_parameters()}
     for name, deviation in (("embed.token", 0.005), ("attention_values.table", 0.01)):
-        assert float(found[name].std()) == pytest.approx(deviation, rel=0.01)
-        assert abs(float(found[name].mean())) < deviation / 100
+        assert float(results[name].std()) == pytest.approx(deviation, rel=0.01)
+        assert abs(float(results[name].mean())) < deviation / 100
     constants = {
         "embed.bigram.table": 0,
         "embed.bigram.scale": 0.05,
@@ -175,7 +175,7 @@ def test_it_starts_as_published(started: Any) -> None:
         "skip.scale": 1,
         "smear.gate": 0,
     }
-    for name, value in found.items():
+    for name, value in results.items():
         if (tail := next((tail for tail in constants if name.endswith(tail)), None)) is not None:
             torch.testing.assert_close(value, torch.full_like(value, constants[tail]), rtol=0, atol=0)
         elif name not in ("embed.token", "attention_values.table"):

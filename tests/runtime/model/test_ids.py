@@ -75,9 +75,9 @@ def test_steps_that_are_none(pairs: Any) -> None:
     for bad in (None, {}, [1, 2], ()):
         with pytest.raises(ValueError, match="the state must be a result of encode"):
             pairs.extend(torch.tensor([[1], [1]]), zero, bad)
-    found = pairs.extend(torch.tensor([[1], [1]]), zero, state)
+    result = pairs.extend(torch.tensor([[1], [1]]), zero, state)
     again = Unchecked(pairs).extend(torch.tensor([[1], [1]]), zero, Unchecked(pairs).encode(ROWS))
-    assert torch.equal(found, again)
+    assert torch.equal(result, again)
 
 
 @torch.no_grad()

@@ -37,13 +37,13 @@ def test_the_knapsack_is_the_best_of_all() -> None:
             for n in (draw.randint(1, 4) for _ in range(draw.randint(1, 5)))
         ]
         budget = draw.randint(0, 400)
-        found, wanted = knapsack(options, budget), best_by_trying(options, budget)
+        result, wanted = knapsack(options, budget), best_by_trying(options, budget)
         if wanted is None:
-            assert found is None
+            assert result is None
             continue
-        assert found is not None
-        assert sum(item[i][0] for item, i in zip(options, found, strict=True)) <= budget
-        assert sum(item[i][1] for item, i in zip(options, found, strict=True)) == pytest.approx(wanted, abs=1e-12)
+        assert result is not None
+        assert sum(item[i][0] for item, i in zip(options, result, strict=True)) <= budget
+        assert sum(item[i][1] for item, i in zip(options, result, strict=True)) == pytest.approx(wanted, abs=1e-12)
         some += 1
     assert some > 200
 
@@ -52,12 +52,12 @@ def test_large_budgets_are_kept_and_nearly_used() -> None:
     draw = random.Random(5)
     options = [[(n * draw.randint(9000, 40000), 4.0**-n * draw.random()) for n in range(4, 9)] for _ in range(66)]
     budget = int(1.3 * sum(item[0][0] for item in options))
-    found = knapsack(options, budget)
-    assert found is not None
-    used = sum(item[i][0] for item, i in zip(options, found, strict=True))
+    result = knapsack(options, budget)
+    assert result is not None
+    used = sum(item[i][0] for item, i in zip(options, result, strict=True))
     assert budget - 66 * (budget // CELLS + 1) - 40000 < used <= budget
     # No exchange of one width for another is better and still fits.
-    for item, i in zip(options, found, strict=True):
+    for item, i in zip(options, result, strict=True):
         for size, cost in item:
             assert used - item[i][0] + size > budget - 66 * (budget // CELLS + 1) or cost >= item[i][1]
 
@@ -89,7 +89,7 @@ def test_the_exact_size_decides(budget: int, off: int) -> None:
         dict(zip(WEIGHTS, map(BASE["a"].with_bits, bits), strict=True))
         for bits in itertools.product(range(4, 9), repeat=3)
     ]
-    fitting = [sum(cost(n, s) or 0 for n, s in one.items()) for one in every if exact(one) <= budget]
+    fitting = [sum(cost(n, s) or 0 for n, s in allotment.items()) for allotment in every if exact(allotment) <= budget]
     assert sum(cost(name, chosen[name]) or 0 for name in WEIGHTS) == pytest.approx(min(fitting))
 
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_done_is_said() -> None:
     wish = Allocate(bits=(4, 5))
     with pytest.raises(QuantizeError, match=r"takes 13,000 bytes with the fewest bits, and the budget is 12,999"):
         allocate_bits(wish, 12_999, BASE, cost, size, lambda s: 13_000, lambda _: None)
-    with pytest.raises(QuantizeError, match=r"no parameter that 'gain' covers can have several of the widths \[4, 5\]"):
+    with pytest.raises(QuantizeError, match=r"no parameter of 'gain' supports several of the bits \[4, 5\]"):
         allocate_bits(Allocate(bits=(4, 5), match="gain"), 1, BASE, cost, size, lambda s: 0, lambda _: None)
     narrow = allocate_bits(
         Allocate(bits=(2, 3, 4)), 99_999, {"t": Round(bits=8)}, lambda n, s: 1.0, size, lambda s: 0, lambda _: None
@@ -124,7 +124,7 @@ def trained(stream: TokenStream, *changes: str) -> tuple[nn.Module, list[tuple[T
 def test_gradients_are_those_of_each_output(stream: TokenStream) -> None:
     """Against the definition, by a bias of 0 added to one linear's output: d loss / d bias, row by row."""
     model, batches = trained(stream)
-    found = capture_gradients(model, iter(batches), torch.device("cpu"))
+    result = capture_gradients(model, iter(batches), torch.device("cpu"))
     linear, names = nn.functional.linear, {id(param): name for name, param in model.named_parameters()}
     biases: list[Tensor] = []
 
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_each_output(stream: TokenStream) -> None:
             (gradient,) = torch.autograd.grad(nats.sum(), biases)
             total += gradient.flatten(0, -2).square().sum(0)
             rows += gradient.flatten(0, -2).shape[0]
-        torch.testing.assert_close(found[wanted].products, total / rows, rtol=1e-8, atol=1e-14)
+        torch.testing.assert_close(result[wanted].products, total / rows, rtol=1e-8, atol=1e-14)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -179,20 +179,20 @@ def test_a_weight_that_runs_again_costs_what_all_its_calls_do(stream: TokenStrea
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(nn.functional, "linear", watch)
             nats = model.score(ids, targets)  # type: ignore[operator]
-        found = torch.autograd.grad(nats.sum(), [out for _, _, out in calls])
+        result = torch.autograd.grad(nats.sum(), [out for _, _, out in calls])
         tokens += nats.numel()
         for name in wanted:
             moved = [
                 torch.einsum("rn,snk,rk->sr", gradient.flatten(0, -2), noises[name], value)
-                for (one, value, _), gradient in zip(calls, found, strict=True)
-                if one == name
+                for (term, value, _), gradient in zip(calls, result, strict=True)
+                if term == name
             ]
             sums[name] += 0.5 * float(sum(moved).square().sum()) / len(noises[name])  # type: ignore[union-attr]
-            apart[name] += 0.5 * float(sum(one.square().sum() for one in moved)) / len(noises[name])
+            apart[name] += 0.5 * float(sum(term.square().sum() for term in moved)) / len(noises[name])
     assert [name for name, _, _ in calls].count("blocks.1.mlp.up") == passes
     for name in wanted:
-        told = sum(added_nats(noise, hessians[name], gradients[name]) for noise in noises[name]) / len(noises[name])
-        assert told == pytest.approx(sums[name] / tokens, rel=0.2), name
+        estimate = sum(added_nats(noise, hessians[name], gradients[name]) for noise in noises[name]) / len(noises[name])
+        assert estimate == pytest.approx(sums[name] / tokens, rel=0.2), name
     assert (sums["blocks.1.mlp.up"] > 1.8 * apart["blocks.1.mlp.up"]) == (passes > 1)
 
 
@@ -209,7 +209,7 @@ def test_the_estimate_ranks_errors_as_the_loss_does(stream: TokenStream) -> None
             return float(torch.stack([model.score(*batch).mean() for batch in batches]).mean())  # type: ignore[operator]
 
     start = loss()
-    told, real = [], []
+    estimate, real = [], []
     for i, (name, param) in enumerate(model.named_parameters()):
         if name not in gradients:
             continue
@@ -222,10 +222,10 @@ def test_the_estimate_ranks_errors_as_the_loss_does(stream: TokenStream) -> None
                 changes.append(loss() - start)
                 param.sub_(noise, alpha=sign)
         real.append(sum(changes) / 2)
-        told.append(added_nats(noise, hessians[name], gradients[name]))
+        estimate.append(added_nats(noise, hessians[name], gradients[name]))
     assert len(real) >= 8
-    ratios = torch.tensor(told) / torch.tensor(real).clamp_min(1e-12)
-    order = torch.corrcoef(torch.stack([torch.tensor(v).argsort().argsort().double() for v in (told, real)]))[0, 1]
+    ratios = torch.tensor(estimate) / torch.tensor(real).clamp_min(1e-12)
+    order = torch.corrcoef(torch.stack([torch.tensor(v).argsort().argsort().double() for v in (estimate, real)]))[0, 1]
     assert float(order) > 0.7
     assert 0.1 < float(ratios.median()) < 10
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from int8_models import BY_FEATURE, LSTM, data_of, lines, made
+from int8_models import BY_FEATURE, LSTM, data_of, lines, quantized_model
 from round_runs import go
 from tiny_models import spec_of
 from torch import Tensor
@@ -24,17 +24,17 @@ def scene(share: float, bits: int, by_feature: bool = True) -> tuple[InputRow, t
     what codes of this scale stand for."""
     activations = "per_channel" if by_feature else "per_tensor"
     quant = {**BY_FEATURE, "default": {"scheme": "int8", "activations": activations, "activation_bits": bits}}
-    one = made(spec_of(data_of(LSTM, quant)), uneven=1.0)
-    arrays = one.stored.tensors[NAME]
+    models = quantized_model(spec_of(data_of(LSTM, quant)), uneven=1.0)
+    arrays = models.stored.tensors[NAME]
     arrays["input_scale"] = arrays["input_scale"] * share
     scale = torch.from_numpy(arrays["input_scale"])
     batches = [dict(zip(("source", "target"), lines(100 + i), strict=True)) for i in range(8)]
-    programs = pipeline.lower(one.spec, "cpu")
-    seen = input_ranges(programs, one.sources, batches, one.weights, scales={NAME: scale})
-    x = torch.cat([one.weights["encoder.embed.token"][batch["source"]] for batch in batches]).double()
+    programs = pipeline.lower(models.spec, "cpu")
+    seen = input_ranges(programs, models.sources, batches, models.weights, scales={NAME: scale})
+    x = torch.cat([models.weights["encoder.embed.token"][batch["source"]] for batch in batches]).double()
     steps = (x / scale).clamp(-127, 127)
     fine = 1 if bits == 8 else 254
-    rows = input_report(one.sources, seen, one.stored)
+    rows = input_report(models.sources, seen, models.stored)
     return next(row for row in rows if row.weights[0] == NAME), rows, x, (steps * fine).round() / fine * scale
 
 
@@ -42,21 +42,21 @@ def scene(share: float, bits: int, by_feature: bool = True) -> tuple[InputRow, t
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("share", [0.25, 0.7])
 def test_the_error_of_an_input_counts_what_is_cut_off(share: float, bits: int, by_feature: bool) -> None:
-    row, rows, x, kept = scene(share, bits, by_feature)
-    lost = (kept - x).square().mean().sqrt() / x.square().mean().sqrt()
+    row, rows, x, rounded = scene(share, bits, by_feature)
+    lost = (rounded - x).square().mean().sqrt() / x.square().mean().sqrt()
     assert row.error == pytest.approx(float(lost), rel=0.02) and row.error > 0.02
     assert row.reach == pytest.approx(1 / share, rel=1e-5)
     assert 0 < row.clipped < 1
-    told = clipped_line(rows)
-    wanted = f"{NAME} (to {1 / share:.3g} times it, {row.clipped:.2%} of its numbers)"
-    assert told.startswith("inputs are cut off beyond the range of the scale that training measured: ")
-    assert wanted in told and told.count("times it") == 1
+    warning = clipped_line(rows)
+    wanted = f"{NAME} (to {1 / share:.3g} times the range, {row.clipped:.2%} of values)"
+    assert warning.startswith("inputs exceed the range of their trained scale and are clipped: ")
+    assert wanted in warning and warning.count("times the range") == 1
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_nothing_is_cut_off_within_the_range(bits: int) -> None:
-    row, rows, x, kept = scene(1.0, bits)
-    lost = (kept - x).square().mean().sqrt() / x.square().mean().sqrt()
+    row, rows, x, rounded = scene(1.0, bits)
+    lost = (rounded - x).square().mean().sqrt() / x.square().mean().sqrt()
     assert row.clipped == 0 and row.error == pytest.approx(float(lost), rel=0.15) and row.error < 0.02
     assert row.reach <= 1 + 1e-6 and clipped_line(rows) == ""
 
@@ -64,7 +64,7 @@ def test_nothing_is_cut_off_within_the_range(bits: int) -> None:
 def test_quantize_says_which_inputs_have_outgrown_their_scales(tmp_path: Path) -> None:
     """A run that rounds from its second step on measures them of a model that has learned nothing; what it learns is
     beyond them, and where it learns next to nothing more, nothing is."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name, rate in (("learns", 0.01), ("stays", 1e-7)):
         optimizers = f'train.optimizers=[{{match: "*", kind: adamw, lr: {rate}}}]'
         run = go(tmp_path / name, "train.qat.below=0.95", optimizers)
@@ -72,9 +72,9 @@ def test_quantize_says_which_inputs_have_outgrown_their_scales(tmp_path: Path) -
         result = quantize(run.run, QuantizeOptions(), said.append)
         inputs = json.loads((result.artifact.parent / "report.json").read_text())["inputs"]
         (hidden,) = [row for row in inputs if row["weights"] == ["decoder.lstm.hidden"]]
-        told = [line for line in said if "cut off" in line]
-        found.append({**hidden, "told": told})
-    learned, stayed = found
+        warning = [line for line in said if "are clipped" in line]
+        results.append({**hidden, "warnings": warning})
+    learned, stayed = results
     assert learned["reach"] > 1.5 and learned["clipped"] > 0.01 and learned["error"] > 0.05 > stayed["error"]
-    assert stayed["told"] == [] and stayed["clipped"] == 0
-    assert len(learned["told"]) == 1 and "decoder.lstm.hidden (to " in learned["told"][0]
+    assert stayed["warnings"] == [] and stayed["clipped"] == 0
+    assert len(learned["warnings"]) == 1 and "decoder.lstm.hidden (to " in learned["warnings"][0]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from int8_models import CHARS, LSTM, MODELS, QUANT, WIDE, Made, data_of, lines, made
+from int8_models import CHARS, LSTM, MODELS, QUANT, WIDE, Int8Models, data_of, lines, quantized_model
 from pydantic import ValidationError
 from tiny_models import spec_of
 
@@ -35,20 +35,20 @@ HIDDEN = ("hidden", "back_hidden")
 
 
 @cache
-def model(name: str, bits: int = 8) -> Made:
-    return made(spec_of(data_of(MODELS[name], QUANT if bits == 8 else WIDE)))
+def model(name: str, bits: int = 8) -> Int8Models:
+    return quantized_model(spec_of(data_of(MODELS[name], QUANT if bits == 8 else WIDE)))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_int8_is_near_the_floats_and_is_not_the_floats(name: str) -> None:
     """The inputs in int8 cost about as much as the weights in int8 do."""
-    one = model(name)
+    models = model(name)
     source, target = lines(1, 64)
     with torch.no_grad():
-        exact, rounded, whole = (m.score(source, target) for m in (one.floats, one.rounded, one.whole))  # type: ignore[operator]
+        exact, rounded, whole = (m.score(source, target) for m in (models.floats, models.rounded, models.whole))  # type: ignore[operator]
     mask = target != 0
     assert torch.equal(whole == 0, ~mask)
-    weights_cost, cost = ((found - exact)[mask].square().mean().sqrt() for found in (rounded, whole))
+    weights_cost, cost = ((result - exact)[mask].square().mean().sqrt() for result in (rounded, whole))
     assert 0 < float(cost) < 6 * float(weights_cost) + 1e-3
     assert float(cost) < 0.05 * float(exact[mask].std())
     assert not torch.equal(whole, rounded)
@@ -58,13 +58,13 @@ def test_int8_is_near_the_floats_and_is_not_the_floats(name: str) -> None:
 def test_inputs_of_16_bits_cost_next_to_nothing(name: str) -> None:
     """Of what those of 8 do; what is left is clipped, beyond what calibration saw."""
     source, target = lines(1, 64)
-    found = []
+    results = []
     for bits in (8, 16):
-        one = model(name, bits)
+        models = model(name, bits)
         with torch.no_grad():
-            rounded, whole = (m.score(source, target) for m in (one.rounded, one.whole))  # type: ignore[operator]
-        found.append(float((whole - rounded)[target != 0].abs().median()))
-    assert 0 < 50 * found[1] < found[0]
+            rounded, whole = (m.score(source, target) for m in (models.rounded, models.whole))  # type: ignore[operator]
+        results.append(float((whole - rounded)[target != 0].abs().median()))
+    assert 0 < 50 * results[1] < results[0]
 
 
 def test_inputs_of_16_bits_are_chosen_by_rule() -> None:
@@ -81,7 +81,7 @@ def test_inputs_of_16_bits_are_chosen_by_rule() -> None:
     with pytest.raises(LoweringError) as raised:
         pipeline.deployed(spec_of(data_of(LSTM, quant)), "cpu")
     (problem,) = raised.value.problems
-    wanted = "decoder.cross.k and others that share its input or its code must agree: 8 bits, or 16 bits"
+    wanted = "decoder.cross.k and others with the same input or code must all have 8 bits, or all 16 bits"
     assert (problem.code, problem.message) == ("S312", wanted) and problem.hint.startswith("give them the same scheme")
 
 
@@ -111,20 +111,19 @@ def test_what_rounding_adds_to_an_input_is_of_the_step_it_has() -> None:
     assert errors[1] < errors[0]
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "bits"), [*((name, 8) for name in MODELS), ("lstm", 16), ("blocks", 16)])
 def test_step_by_step_is_the_whole(name: str, bits: int) -> None:
-    one: Any = model(name, bits).whole
+    models: Any = model(name, bits).whole
     source, target = lines(2, 16)
     with torch.no_grad():
-        wanted = one.score(source, target)
-        state = one.encode(source)
-        fed, found = torch.ones(16, 1, dtype=torch.int64), []
+        wanted = models.score(source, target)
+        state = models.encode(source)
+        fed, result = torch.ones(16, 1, dtype=torch.int64), []
         for t in range(target.shape[1]):
-            logits = one.extend(fed, torch.tensor(t), state)
-            found.append(-logits.log_softmax(-1).gather(1, target[:, t : t + 1]))
+            logits = models.extend(fed, torch.tensor(t), state)
+            result.append(-logits.log_softmax(-1).gather(1, target[:, t : t + 1]))
             fed = target[:, t : t + 1]
-    difference = (torch.cat(found, 1) - wanted)[target != 0].abs()
+    difference = (torch.cat(result, 1) - wanted)[target != 0].abs()
     # A float that differs in its last bit can fall to the code beside it; that is one step of one input.
     assert float(difference.median()) < 1e-5 and float(difference.max()) < (0.05 if bits == 8 else 5e-4)
 
@@ -147,68 +146,68 @@ def test_every_product_is_calibrated_and_inputs_are_shared() -> None:
 
 def test_ranges_are_those_of_the_inputs() -> None:
     """The scale of a product's input is the largest magnitude that calibration gave it, divided by 127."""
-    one = model("lstm")
-    embed = one.weights["encoder.embed.token"]
+    models = model("lstm")
+    embed = models.weights["encoder.embed.token"]
     seen = torch.cat([lines(100 + i)[0].flatten() for i in range(8)]).unique()
-    (scale,) = one.stored.tensors["encoder.lstm.input"]["input_scale"]
+    (scale,) = models.stored.tensors["encoder.lstm.input"]["input_scale"]
     assert scale == np.float32(float(embed[seen].abs().max()) / 127)
-    bias, weight = one.stored.tensors["head.logits_bias"], one.stored.tensors["head.logits"]
+    bias, weight = models.stored.tensors["head.logits_bias"], models.stored.tensors["head.logits"]
     step = np.float32(weight["input_scale"][0]) * weight["scale"].astype(np.float32)
-    exact = one.weights["head.logits_bias"].double().numpy() / step.astype(np.float64)
+    exact = models.weights["head.logits_bias"].double().numpy() / step.astype(np.float64)
     assert np.array_equal(bias["codes"], np.round(exact).astype(np.int32))
 
 
-def by_feature(name: str, uneven: float = 1.5) -> Made:
+def by_feature(name: str, uneven: float = 1.5) -> Int8Models:
     quant = {**QUANT, "default": {"scheme": "int8", "activations": "per_channel"}}
-    return made(spec_of(data_of(MODELS[name], quant)), uneven=uneven)
+    return quantized_model(spec_of(data_of(MODELS[name], quant)), uneven=uneven)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_scale_for_each_feature_costs_less_where_features_differ(name: str) -> None:
-    shared, own = made(spec_of(data_of(MODELS[name])), uneven=1.5), by_feature(name)
+    shared, per_feature = quantized_model(spec_of(data_of(MODELS[name])), uneven=1.5), by_feature(name)
     source, target = lines(1, 64)
     mask = target != 0
     costs = []
-    for one in (shared, own):
+    for models in (shared, per_feature):
         with torch.no_grad():
-            exact, whole = (m.score(source, target) for m in (one.floats, one.whole))  # type: ignore[operator]
+            exact, whole = (m.score(source, target) for m in (models.floats, models.whole))  # type: ignore[operator]
         costs.append(float((whole - exact)[mask].square().mean()))
     assert 0 < costs[1] < costs[0]
     if name == "lstm":
-        assert own.stored.tensors["encoder.lstm.input"]["input_scale"].shape == (12,)
-        assert own.stored.tensors["encoder.lstm.back_hidden"]["input_scale"].shape == (8,)
-        assert len(np.unique(own.stored.tensors["encoder.lstm.input"]["input_scale"])) > 1
+        assert per_feature.stored.tensors["encoder.lstm.input"]["input_scale"].shape == (12,)
+        assert per_feature.stored.tensors["encoder.lstm.back_hidden"]["input_scale"].shape == (8,)
+        assert len(np.unique(per_feature.stored.tensors["encoder.lstm.input"]["input_scale"])) > 1
 
 
 def test_directions_have_ranges_of_their_own() -> None:
     sources = {source.weight: source for source in model("lstm").sources}
     parts = {name: (sources[f"encoder.lstm.{name}"].part, sources[f"encoder.lstm.{name}"].parts) for name in HIDDEN}
     assert parts == {"hidden": (0, 2), "back_hidden": (1, 2)} and sources["decoder.lstm.hidden"].parts == 1
-    one = model("lstm")
-    programs = pipeline.lower(one.spec, "cpu")
+    models = model("lstm")
+    programs = pipeline.lower(models.spec, "cpu")
     batch = dict(zip(("source", "target"), lines(3), strict=True))
-    seen = input_ranges(programs, one.sources, [batch], one.weights)
+    seen = input_ranges(programs, models.sources, [batch], models.weights)
     ahead, back = (seen[f"encoder.lstm.{name}"] for name in HIDDEN)
     both: list[torch.Tensor] = []
     reference.run(
         programs,
         "score",
         batch,
-        one.weights,
-        lambda node, _, made: both.append(made[0]) if node.op.name == "lstm" else None,
+        models.weights,
+        lambda node, _, outputs: both.append(outputs[0]) if node.op.name == "lstm" else None,
     )
     torch.testing.assert_close(torch.cat((ahead.largest, back.largest)), both[0].abs().amax((0, 1)).double())
 
 
 def test_what_one_scale_a_feature_stands_for_is_the_weight() -> None:
-    one = by_feature("blocks")
-    for name, scheme in one.stored.schemes.items():
-        if scheme.integer and one.weights[name].dim() == 2:
-            share = torch.from_numpy(one.stored.tensors[name]["input_scale"])
-            arrays = scheme.quantize_seen(one.weights[name], Seen(None, share))
-            found, wanted = scheme.dequantize(arrays, tuple(one.weights[name].shape)), one.weights[name]
+    models = by_feature("blocks")
+    for name, scheme in models.stored.schemes.items():
+        if scheme.integer and models.weights[name].dim() == 2:
+            share = torch.from_numpy(models.stored.tensors[name]["input_scale"])
+            arrays = scheme.quantize_seen(models.weights[name], Seen(None, share))
+            result, wanted = scheme.dequantize(arrays, tuple(models.weights[name].shape)), models.weights[name]
             step = torch.from_numpy(arrays["scale"])[:, None] / (share / share.max())
-            assert bool(((found - wanted).abs() <= 0.5001 * step).all()), name
+            assert bool(((result - wanted).abs() <= 0.5001 * step).all()), name
 
 
 def test_weights_are_rounded_for_the_inputs_that_they_meet() -> None:
@@ -224,53 +223,52 @@ def test_weights_are_rounded_for_the_inputs_that_they_meet() -> None:
     errors = []
     for hessian in (None, seen.products):
         arrays = scheme.quantize_seen(weight, Seen(hessian, scale))
-        found = x @ scheme.dequantize(arrays, (48, 64)).double().T
-        errors.append((found - exact).square().mean(0))
+        result = x @ scheme.dequantize(arrays, (48, 64)).double().T
+        errors.append((result - exact).square().mean(0))
     assert bool((errors[1] <= errors[0] * 1.0001).all()) and float(errors[1].mean()) < 0.25 * float(errors[0].mean())
     apart = [scheme.quantize_seen(weight, Seen(hessian, scale))["codes"] for hessian in (None, torch.eye(64).double())]
     assert np.array_equal(*apart)
 
 
 def test_an_input_that_is_no_number_is_refused() -> None:
-    one = model("blocks")
-    programs = pipeline.lower(one.spec, "cpu")
-    weights = {**one.weights, "encoder.blocks.1.mlp.norm_bias": torch.full((16,), float("nan"))}
+    models = model("blocks")
+    programs = pipeline.lower(models.spec, "cpu")
+    weights = {**models.weights, "encoder.blocks.1.mlp.norm_bias": torch.full((16,), float("nan"))}
     batch = dict(zip(("source", "target"), lines(3), strict=True))
-    with pytest.raises(QuantizeError, match=r"encoder\.blocks\.1\.mlp\.up: its input holds NaN"):
-        input_ranges(programs, one.sources, [batch], weights)
-    with pytest.raises(QuantizeError, match="gave its input no rows"):
-        input_ranges(programs, one.sources, [], one.weights)
+    with pytest.raises(QuantizeError, match=r"encoder\.blocks\.1\.mlp\.up: the input contains NaN"):
+        input_ranges(programs, models.sources, [batch], weights)
+    with pytest.raises(QuantizeError, match="no input reached it"):
+        input_ranges(programs, models.sources, [], models.weights)
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "bits"), [*((name, 8) for name in MODELS), ("lstm", 16), ("blocks", 16)])
 def test_an_artifact_is_the_model(name: str, bits: int, tmp_path: Path) -> None:
     """Encoder, decoder and the decode loop run from one file."""
-    one = model(name, bits)
-    path, deployment = tmp_path / "model.specc", Deployment.of(one.spec)
+    models = model(name, bits)
+    path, deployment = tmp_path / "model.specc", Deployment.of(models.spec)
     write_artifact(
         path,
         ArtifactContents(
-            spec=canonical(one.spec).encode(),
+            spec=canonical(models.spec).encode(),
             interface=deployment.interface,
             code=deployment.code,
             layout=deployment.layout,
-            tensors=one.stored.tensors,
-            table=described(one.stored.schemes, one.stored.tensors),
+            tensors=models.stored.tensors,
+            table=described(models.stored.schemes, models.stored.tensors),
         ),
         quality=5,
     )
-    found = read_verified(path)
-    assert found.same_code and found.spec == one.spec
+    result = read_verified(path)
+    assert result.same_code and result.spec == models.spec
     opened = open_model(path, "cpu", "cpu")
     source, target = lines(4)
     with torch.no_grad():
-        assert torch.equal(opened.line_model.score(source, target), one.whole.score(source, target))  # type: ignore[operator]
+        assert torch.equal(opened.line_model.score(source, target), models.whole.score(source, target))  # type: ignore[operator]
     tokenizer = CharTokenizer(CHARS)
     texts = ["(7-z)", "x*2"]
     answers = [
-        translator(m, one.spec, tokenizer, torch.device("cpu"), batch=2).translate(texts)
-        for m in (opened.model, one.whole)
+        translator(m, models.spec, tokenizer, torch.device("cpu"), batch=2).translate(texts)
+        for m in (opened.model, models.whole)
     ]
     assert answers[0] == answers[1] and len(answers[0]) == 2
 
@@ -297,16 +295,16 @@ def test_a_model_without_int8_has_no_deployed_code() -> None:
     assert integer_products(pipeline.lower(spec, "cpu"), schemes) == ()
 
 
-def stored_with(one: Made, name: str, **arrays: Any) -> Any:
-    tensors = {**one.stored.tensors, name: {**one.stored.tensors[name], **arrays}}
-    return replace(one.stored, tensors=tensors)
+def stored_with(models: Int8Models, name: str, **arrays: Any) -> Any:
+    tensors = {**models.stored.tensors, name: {**models.stored.tensors[name], **arrays}}
+    return replace(models.stored, tensors=tensors)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_arrays_that_do_not_fit_are_refused_with_what_was_expected(bits: int) -> None:
     """Each of these was computed with, silently, where pointers carry no shapes."""
-    one = model("lstm", bits)
-    weight, bias = one.stored.tensors["head.logits"], one.stored.tensors["head.logits_bias"]
+    models = model("lstm", bits)
+    weight, bias = models.stored.tensors["head.logits"], models.stored.tensors["head.logits_bias"]
     wide = np.zeros((31, 32), np.int8)
     for name, arrays, message in (
         (
@@ -328,33 +326,33 @@ def test_arrays_that_do_not_fit_are_refused_with_what_was_expected(bits: int) ->
         ("decoder.attention.v", {"input_scale": weight["input_scale"] * 3}, "share an input, but scale it by"),
     ):
         with pytest.raises(IntegrityError, match=message):
-            constants(one.sources, stored_with(one, name, **arrays))
-    assert constants(one.sources, one.stored)
+            constants(models.sources, stored_with(models, name, **arrays))
+    assert constants(models.sources, models.stored)
 
 
 def test_the_report_tells_of_every_input() -> None:
-    one = by_feature("lstm")
-    programs = pipeline.lower(one.spec, "cpu")
+    models = by_feature("lstm")
+    programs = pipeline.lower(models.spec, "cpu")
     batch = dict(zip(("source", "target"), lines(100), strict=True))
-    seen = input_ranges(programs, one.sources, [batch], one.weights)
-    rows = {row.weights[0]: row for row in input_report(one.sources, seen, one.stored)}
-    assert len(rows) == len({source.leader for source in one.sources})
+    seen = input_ranges(programs, models.sources, [batch], models.weights)
+    rows = {row.weights[0]: row for row in input_report(models.sources, seen, models.stored)}
+    assert len(rows) == len({source.leader for source in models.sources})
     assert rows["decoder.attention.q"].weights == tuple(f"decoder.attention.{word}" for word in "qkv")
     assert rows["decoder.lstm.hidden"].maker == "decoder.lstm.lstm" and rows["decoder.lstm.hidden"].peak <= 1
     embed = rows["encoder.lstm.input"]
-    token = one.weights["encoder.embed.token"][batch["source"]]
+    token = models.weights["encoder.embed.token"][batch["source"]]
     assert embed.maker == "encoder.embed.token" and embed.features == 12
     assert embed.peak == pytest.approx(float(token.abs().max())) and embed.spread > 1
     assert embed.rms == pytest.approx(float(token.square().mean().sqrt()), rel=1e-5)
-    scale = torch.from_numpy(one.stored.tensors["encoder.lstm.input"]["input_scale"])
+    scale = torch.from_numpy(models.stored.tensors["encoder.lstm.input"]["input_scale"])
     assert embed.scale == float(scale.max())
     rounded = (token / scale).round() * scale - token
     assert embed.error == pytest.approx(float(rounded.square().mean().sqrt()) / embed.rms, rel=0.15)
     text = input_table(tuple(rows.values())).splitlines()
     assert len(text) == len(rows) + 1 and text[0].split()[-6:] == ["peak", "rms", "scale", "spread", "bits", "error"]
     assert {row.bits for row in rows.values()} == {8}
-    one = model("lstm", 16)
-    finer = input_report(one.sources, seen, one.stored)
+    models = model("lstm", 16)
+    finer = input_report(models.sources, seen, models.stored)
     assert {row.bits for row in finer} == {16} and max(row.error for row in finer) < min(
         row.error for row in rows.values()
     )

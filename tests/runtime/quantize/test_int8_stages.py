@@ -55,5 +55,5 @@ def test_a_stage_named_like_a_loop_is_no_loop(tmp_path: Path, inputs: bool) -> N
     floats: Any = open_model(run.run).model
     source, target = lines(5, 32)
     with torch.no_grad():
-        found, wanted = deployed.score(source, target), floats.score(source, target)
-    assert float((found - wanted)[target != 0].abs().mean()) < 0.1
+        output, wanted = deployed.score(source, target), floats.score(source, target)
+    assert float((output - wanted)[target != 0].abs().mean()) < 0.1

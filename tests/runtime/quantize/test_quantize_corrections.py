@@ -168,9 +168,9 @@ def test_the_clip_of_several_is_chosen_by_the_output() -> None:
         errors[k] = (delta @ hessian * delta).sum(1)
     both = Gptq(bits=4, clip_stds=(3.0, 1.0, 5.0))
     delta = weight.double() - both.dequantize(both.quantize(weight, hessian), (20, 50)).double()
-    found = (delta @ hessian * delta).sum(1)
+    result = (delta @ hessian * delta).sum(1)
     least = torch.stack(list(errors.values())).amin(0)
-    assert bool((found <= least * (1 + 1e-9) + 1e-15).all())
+    assert bool((result <= least * (1 + 1e-9) + 1e-15).all())
 
 
 def test_a_spec_that_uses_none_of_this_reads_as_before() -> None:
@@ -217,16 +217,16 @@ def test_the_largest_errors_are_corrected(tmp_path: Path) -> None:
     assert set(corrected) <= {row.name for row in norms[:6]} and len(corrected) == 3
     before = {row.name: row for row in plain.rows}
     for row in result.rows:
-        one = before[row.name]
+        earlier = before[row.name]
         if row.name in corrected:
-            assert row.bytes > one.bytes and row.compressed > one.compressed
-            if row.output_error is not None and one.output_error is not None and "gptq" in row.scheme:
-                assert row.output_error <= one.output_error * (1 + 1e-6)
+            assert row.bytes > earlier.bytes and row.compressed > earlier.compressed
+            if row.output_error is not None and earlier.output_error is not None and "gptq" in row.scheme:
+                assert row.output_error <= earlier.output_error * (1 + 1e-6)
         else:
-            assert row == one
+            assert row == earlier
     assert result.promoted == ()
-    found = read_verified(result.artifact)
-    spec, weights = found.spec, found.weights
+    output = read_verified(result.artifact)
+    spec, weights = output.spec, output.weights
     assert spec.quant is not None and spec.quant.correct is None
     again = Deployment.of(spec_of(canonical(spec))).schemes
     assert sorted(n for n, s in again.items() if isinstance(s, PerRow) and s.correction_rank == 4) == sorted(corrected)
@@ -244,13 +244,13 @@ def test_a_matrix_with_fewer_ranks_is_passed_over(tmp_path: Path) -> None:
 def test_a_tied_embedding_can_be_quantized_by_gptq(tmp_path: Path) -> None:
     """Its Hessian is that of what goes into the head; with it the output is nearer than by rounding."""
     rules = '[{match: embed.token, scheme: %s}, {match: "*.{residual,q_gain}", scheme: none, dtype: f16}]'
-    found = {}
+    results = {}
     for name, scheme in (("round", "round, bits: 4"), ("gptq", "gptq, bits: 4")):
         result = quantized(tmp_path / name, "quant.promote=null", f"quant.rules={rules % scheme}")[1]
         (row,) = (row for row in result.rows if row.name == "embed.token")
         assert row.output_error is not None and row.scheme.startswith(f"int4 {name}")
-        found[name] = row.output_error
-    assert found["gptq"] < 0.95 * found["round"]
+        results[name] = row.output_error
+    assert results["gptq"] < 0.95 * results["round"]
 
 
 def test_corrections_are_for_the_largest_errors_at_the_bits_that_are_chosen(tmp_path: Path) -> None:
@@ -265,6 +265,6 @@ def test_corrections_are_for_the_largest_errors_at_the_bits_that_are_chosen(tmp_
     assert f"correct: {', '.join(wanted)}" in said and both.size.total <= 24_000
     base = quantized(tmp_path / "base", "quant.promote=null", "quant.correct={rank: 2, count: 2, match: blocks.*}")[1]
     assert sorted(wanted) != sorted(r.name for r in base.rows if "rank 2 correction" in r.scheme)
-    with pytest.raises(QuantizeError, match=r"^with corrections of rank 32, for .*: the artifact takes") as told:
+    with pytest.raises(QuantizeError, match=r"^with corrections of rank 32, for .*: the artifact takes") as caught:
         quantized(tmp_path / "over", *sets[:2], "quant.budget_bytes=20500", "quant.correct={rank: 32, count: 9}")
-    assert "without them it fits" in told.value.hint
+    assert "without corrections, the artifact fits" in caught.value.hint

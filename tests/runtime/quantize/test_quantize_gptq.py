@@ -183,13 +183,18 @@ def test_the_damping_grows_until_it_works_and_is_told() -> None:
     hessian = torch.eye(8, dtype=torch.float64)
     hessian[0, 1] = hessian[1, 0] = 1.5  # smallest eigenvalue -0.5 at a mean diagonal of 1
     weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
-    told: list[Solution] = []
-    arrays = Gptq(bits=5).quantize_seen(weight, Seen(hessian, solved=told.append))
+    solutions: list[Solution] = []
+    arrays = Gptq(bits=5).quantize_seen(weight, Seen(hessian, solved=solutions.append))
     hessian[0] = hessian[:, 0] = 0.0
-    Gptq(bits=5).quantize_seen(weight, Seen(hessian, solved=told.append))
-    assert [(one.asked, one.damping, one.dead) for one in told] == [(0.01, pytest.approx(1.0), 0), (0.01, 0.01, 1)]
+    Gptq(bits=5).quantize_seen(weight, Seen(hessian, solved=solutions.append))
+    assert [(solution.requested, solution.damping, solution.dead) for solution in solutions] == [
+        (0.01, pytest.approx(1.0), 0),
+        (0.01, 0.01, 1),
+    ]
     assert np.isfinite(arrays["scale"]).all()
-    rows = tuple(Row(f"w{i}", "int5 gptq", 5, 0.0, 0.0, 0, 0, None, one) for i, one in enumerate((*told, None)))
+    rows = tuple(
+        Row(f"w{i}", "int5 gptq", 5, 0.0, 0.0, 0, 0, None, solution) for i, solution in enumerate((*solutions, None))
+    )
     assert solution_line(rows) == (
         "2 Hessians damped by 0.01 mean diagonals; as Cholesky failed there, w0 by 1; without input, so rounded to "
         "nearest: 1 columns of w1"

@@ -32,9 +32,9 @@ def wanted(**settings: Any) -> Calibrate:
 
 def test_it_depends_on_the_seed_and_the_weights_alone() -> None:
     opened = opened_of(small_spec())
-    told: list[tuple[int, int]] = []
-    first = write_own(opened, wanted(), 32, 3, lambda done, total: told.append((done, total)))
-    assert first.tokens.shape == (6, 33) and told == [(32, 32)]
+    steps: list[tuple[int, int]] = []
+    first = write_own(opened, wanted(), 32, 3, lambda done, total: steps.append((done, total)))
+    assert first.tokens.shape == (6, 33) and steps == [(32, 32)]
     assert bool((first.tokens[:, 0] == 256).all()) and len({tuple(row) for row in first.tokens.tolist()}) == 6
     assert torch.equal(write_own(opened, wanted(), 32, 3).tokens, first.tokens)
     assert not torch.equal(write_own(opened, wanted(), 32, 4).tokens, first.tokens)
@@ -83,7 +83,7 @@ def test_what_it_cannot_begin_with_is_an_error() -> None:
 
     opened = opened_of(small_spec())
     opened.__dict__["tokenizer"] = Markless()
-    with pytest.raises(QuantizeError, match="has no separator of documents to begin a text with"):
+    with pytest.raises(QuantizeError, match="has no document separator for the start of a text"):
         write_own(opened, wanted(), 32, 0)
     even = write_own(opened, wanted(begin="uniform"), 32, 0)
     assert even.separators == 0 and int(even.tokens.max()) < 256
@@ -94,7 +94,7 @@ def test_a_broken_model_writes_nothing(spoiled: str) -> None:
     opened = opened_of(small_spec())
     with torch.no_grad():
         opened.model.get_parameter(spoiled).fill_(math.nan)
-    with pytest.raises(RunFailure, match="the logits hold NaN"):
+    with pytest.raises(RunFailure, match="the logits contain NaN"):
         write_own(opened, wanted(), 32, 0)
 
 
@@ -107,9 +107,9 @@ def seen_by_hessians(run: Path, options: QuantizeOptions) -> tuple[list[Tensor],
     real = weights.capture_hessians
 
     def capture(model: Any, windows: Any, *rest: Any) -> Any:
-        kept = list(windows)
-        rows.extend(ids for ids, _ in kept)
-        return real(model, iter(kept), *rest)
+        batches = list(windows)
+        rows.extend(ids for ids, _ in batches)
+        return real(model, iter(batches), *rest)
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -124,10 +124,10 @@ def test_quantize_calibrates_on_what_the_model_writes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", small_spec(SELF), str(data))
     (data / "train.txt").unlink()  # it needs none of it
     rows, report, said = seen_by_hessians(run.directory, options)
-    own = write_own(open_model(run.directory), run.spec.quant.calibrate, 32, run.spec.train.seed)  # type: ignore[union-attr]
-    assert torch.equal(torch.cat(rows), own.tokens[:, :-1])
+    written = write_own(open_model(run.directory), run.spec.quant.calibrate, 32, run.spec.train.seed)  # type: ignore[union-attr]
+    assert torch.equal(torch.cat(rows), written.tokens[:, :-1])
     how = {"source": "self", "sequences": 6, "seed": 1337, "length": 20, "temperature": 0.8, "begin": "bos"}
-    assert report["calibration"] == {**how, "start_tokens": own.separators}
+    assert report["calibration"] == {**how, "start_tokens": written.separators}
     assert said[1].startswith("wrote 120 tokens to calibrate on in ") and said[2].startswith("calibrated in ")
     before = (run.quantized / "model.specc").read_bytes()
     quantize(run.directory, options, lambda _: None)
@@ -153,16 +153,16 @@ def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(written_text, "Decoder", full)
+    monkeypatch.setattr(written_text, "decoder_of", full)
     with pytest.raises(RunFailure, match="out of GPU memory while writing text") as caught:
         write_own(opened_of(small_spec()), wanted(), 32, 0)
     assert "sequences" in (caught.value.hint or "")
 
 
 def test_a_spec_that_does_not_use_it_keeps_its_text() -> None:
-    plain, own = small_spec(), small_spec(SELF)
+    plain, by_itself = small_spec(), small_spec(SELF)
     assert '"source"' not in canonical(plain) and '"temperature"' not in canonical(plain)
-    assert '"source":"self"' in canonical(own).replace(" ", "")
+    assert '"source":"self"' in canonical(by_itself).replace(" ", "")
 
 
 @pytest.mark.parametrize("source", ["self", "train"])

@@ -98,7 +98,7 @@ def test_a_kill_at_each_call_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path / "counted", snapshot(step))
     total = count_of_calls(tmp_path / "counted")
-    found = []
+    results = []
     for last in range(1, total + 1):
         folder = tmp_path / f"dies_at_{last}"
         folder.mkdir()
@@ -115,11 +115,11 @@ def test_a_kill_at_each_call_leaves_the_old_or_the_new(tmp_path: Path) -> None:
         newest = checkpoint.latest(folder, no_warning)
         assert newest is not None
         loaded = checkpoint.load(newest)
-        found.append(loaded.step)
+        results.append(loaded.step)
         assert same(loaded, snapshot(loaded.step))
         sweep(folder)
         assert not list(folder.glob(".*"))
-    assert found == sorted(found) and set(found) == {2, 3}
+    assert results == sorted(results) and set(results) == {2, 3}
 
 
 def test_everything_is_synced_before_the_rename_and_the_folder_after(folder: Path) -> None:

@@ -42,11 +42,11 @@ def bits(tensors: dict[str, Tensor] | None) -> dict[str, tuple[object, ...]]:
     return {name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for name, tensor in (tensors or {}).items()}
 
 
-def same(one: Snapshot, other: Snapshot) -> bool:
+def same(first: Snapshot, other: Snapshot) -> bool:
     plain = ("step", "seconds", "loader", "spec_digest")
     tensors = ("weights", "average", "optimizer", "rng")
-    return all(getattr(one, name) == getattr(other, name) for name in plain) and all(
-        bits(getattr(one, name)) == bits(getattr(other, name)) for name in tensors
+    return all(getattr(first, name) == getattr(other, name) for name in plain) and all(
+        bits(getattr(first, name)) == bits(getattr(other, name)) for name in tensors
     )
 
 
@@ -75,10 +75,10 @@ def test_what_is_saved_comes_back_bit_for_bit(folder: Path, averaged: bool) -> N
 
 def test_strided_tensors_are_saved_by_value(folder: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
-    made = Snapshot(
+    strided = Snapshot(
         1, 0.0, {"a": base.T, "b": base[:, 1:3]}, None, {}, {"cpu": torch.zeros(1, dtype=torch.uint8)}, {}, ""
     )
-    loaded = checkpoint.load(checkpoint.save(folder, made))
+    loaded = checkpoint.load(checkpoint.save(folder, strided))
     assert torch.equal(loaded.weights["a"], base.T) and torch.equal(loaded.weights["b"], base[:, 1:3])
 
 
@@ -158,13 +158,13 @@ def test_no_bit_flip_anywhere_goes_unseen(folder: Path) -> None:
 
 
 def test_a_file_of_another_checkpoint_is_no_substitute(folder: Path) -> None:
-    one, two = (checkpoint.save(folder, snapshot(step)) for step in (1, 2))
-    shutil.copy(one / "model.safetensors", two / "model.safetensors")
+    first, two = (checkpoint.save(folder, snapshot(step)) for step in (1, 2))
+    shutil.copy(first / "model.safetensors", two / "model.safetensors")
     with pytest.raises(IntegrityError, match=r"model\.safetensors: its SHA-256"):
         checkpoint.load(two)
     shutil.rmtree(two)
-    shutil.copytree(one, two)
-    with pytest.raises(IntegrityError, match="is not that of step_00000002"):
+    shutil.copytree(first, two)
+    with pytest.raises(IntegrityError, match="not of step_00000002"):
         checkpoint.load(two)
 
 
@@ -190,7 +190,7 @@ def test_an_odd_commit_file_is_an_integrity_error(folder: Path, text: bytes) -> 
 
 def reseal(path: Path) -> None:
     """Makes COMMIT fit what is there, as an attacker would."""
-    files = [(file.name, file.read_bytes()) for file in sorted(path.iterdir()) if file.name != "COMMIT"]
+    files = [(file.name, [file.read_bytes()]) for file in sorted(path.iterdir()) if file.name != "COMMIT"]
     shutil.rmtree(path)
     committed.write(path, files)
 
@@ -219,7 +219,7 @@ def test_files_that_do_not_belong_are_refused(folder: Path) -> None:
     path = checkpoint.save(folder, snapshot(1))
     (path / "extra.pt").write_bytes(b"x")
     reseal(path)
-    with pytest.raises(IntegrityError, match="no part of a checkpoint"):
+    with pytest.raises(IntegrityError, match="do not belong to a checkpoint"):
         checkpoint.load(path)
 
 
@@ -245,10 +245,10 @@ def test_no_checkpoint_is_none(folder: Path) -> None:
 
 
 def test_a_mismatch_says_the_difference() -> None:
-    found = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1), "d": torch.zeros(1, dtype=torch.int64)}
+    results = {"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1), "d": torch.zeros(1, dtype=torch.int64)}
     wanted = {"a": torch.zeros(2), "b": torch.zeros(3, 1), "d": torch.zeros(1), "e": torch.zeros(1)}
     with pytest.raises(IntegrityError) as caught:
-        checkpoint.require_match("the model", found, wanted)
+        checkpoint.require_match("the model", results, wanted)
     assert caught.value.message == (
         "the model does not fit the model: it has no e, c is unknown, "
         "b is float32[3] and should be float32[3, 1], d is int64[1] and should be float32[1]"

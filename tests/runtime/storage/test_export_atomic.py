@@ -125,8 +125,8 @@ def test_leftovers_of_dead_writers_are_removed_and_nothing_else(tmp_path: Path) 
     with alive.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         put(tmp_path / "m", b"new")
-    kept = [alive.name, "m", ".m.aaaaaaaa.tmp", ".m.bbbbbbbb.tmp", *others]
-    assert names(tmp_path) == sorted(kept)
+    remaining = [alive.name, "m", ".m.aaaaaaaa.tmp", ".m.bbbbbbbb.tmp", *others]
+    assert names(tmp_path) == sorted(remaining)
     put(tmp_path / "m", b"newer")
     assert alive.name not in names(tmp_path)
 

@@ -10,8 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import Forked, ForkServer
 from log_lines import read_log
 from run_samples import SPEC, write_text
 
@@ -80,7 +79,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {one["step"]: one["loss"] for one in read_log(run / "log.jsonl") if one["event"] == "step"}
+    return {event["step"]: event["loss"] for event in read_log(run / "log.jsonl") if event["event"] == "step"}
 
 
 @pytest.fixture(scope="module")
@@ -110,28 +109,33 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
         yield Whole(folder, run, data, losses(run), before, content(run / "quantized"), exported, seconds)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """Imports torch, as a process of `specc` does in its first seconds; a GPU's context does not outlive a fork."""
+    server = ForkServer("from specc.cli.app import main" + ("; import torch._dynamo" if TARGET == "cpu" else ""))
+    yield server
+    server.close()
+
+
 class Victim:
     """Starts `specc` in a process of its own, and kills it."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, server: ForkServer, folder: Path, name: str) -> None:
+        self.server = server
         self.folder, self.chance = folder, random.Random(f"{SEED} {name}")
         # A cache of its own: what is made once for all runs is interrupted too.
         self.env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
         self.starting = 2.0  # seconds until it is at work: measured as it goes
 
-    def start(self, words: list[str]) -> subprocess.Popen[str]:
-        code = "from specc.cli.app import main; main()"
-        with (self.folder / "stderr").open("w") as told:
-            return subprocess.Popen(
-                [sys.executable, "-c", code, *words], env=self.env, stdout=subprocess.DEVNULL, stderr=told, text=True
-            )
+    def start(self, words: list[str]) -> Forked:
+        return self.server.start("main()", words, self.env, self.folder / "stderr")
 
-    def told(self) -> str:
+    def errors(self) -> str:
         return (self.folder / "stderr").read_text()
 
     def finish(self, words: list[str]) -> None:
         """Lets it come to its end."""
-        assert self.start(words).wait() == 0, self.told()
+        assert self.start(words).wait() == 0, self.errors()
 
     def strike(self, words: list[str], at_work: Callable[[], bool], seconds: float) -> bool:
         """Kills it while it starts, one time in five, or within `seconds` of being at work; False where it was
@@ -151,15 +155,14 @@ class Victim:
         finally:
             process.kill()
             code = process.wait()
-        assert done in (None, 0) and code in (0, -signal.SIGKILL), self.told()
+        assert done in (None, 0) and code in (0, -signal.SIGKILL), self.errors()
         return code != 0
 
     @staticmethod
-    def _sleep(process: subprocess.Popen[str], seconds: float) -> None:
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return
+    def _sleep(process: Forked, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and process.poll() is None:
+            time.sleep(0.0005)
 
 
 def newest(run: Path) -> int:
@@ -170,10 +173,10 @@ def newest(run: Path) -> int:
     return 0 if path is None else checkpoint.load(path).step
 
 
-def same_losses(found: dict[int, float], expected: dict[int, float]) -> bool:
+def same_losses(losses_by_step: dict[int, float], expected: dict[int, float]) -> bool:
     if TARGET != "cpu":
-        return found == pytest.approx({step: expected[step] for step in found}, rel=NOISE)
-    return all(found[step] == expected[step] for step in found)
+        return losses_by_step == pytest.approx({step: expected[step] for step in losses_by_step}, rel=NOISE)
+    return all(losses_by_step[step] == expected[step] for step in losses_by_step)
 
 
 def logged(run: Path) -> Iterator[tuple[int, float]]:
@@ -187,8 +190,8 @@ def logged(run: Path) -> Iterator[tuple[int, float]]:
             yield record["step"], record["loss"]
 
 
-def test_training_goes_on_from_the_newest_checkpoint(whole: Whole, tmp_path: Path) -> None:
-    victim, kills, number = Victim(tmp_path, "train"), 0, 0
+def test_training_goes_on_from_the_newest_checkpoint(whole: Whole, server: ForkServer, tmp_path: Path) -> None:
+    victim, kills, number = Victim(server, tmp_path, "train"), 0, 0
     while kills < SHARE["train"]:
         number += 1
         assert number < 3 * KILLS, "it is faster than it can be killed"
@@ -203,8 +206,8 @@ def test_training_goes_on_from_the_newest_checkpoint(whole: Whole, tmp_path: Pat
             if not victim.strike(words, at_work, whole.seconds["train"] * (1 - committed / STEPS)):
                 break
             kills += 1
-            if "resuming after" in (told := victim.told()):
-                assert f"resuming after step {committed} " in told
+            if "resuming after" in (stderr := victim.errors()):
+                assert f"resuming after step {committed} " in stderr
             assert is_run(run) or committed == 0
             if is_run(run):
                 assert Run.open(run).target == TARGET
@@ -213,10 +216,10 @@ def test_training_goes_on_from_the_newest_checkpoint(whole: Whole, tmp_path: Pat
         finished = committed == STEPS  # killed while it scored what it had already committed
         victim.finish(words)
         if committed and not finished:
-            assert f"resuming after step {committed} " in victim.told()
-        assert "damaged" not in victim.told()
-        found = losses(run)
-        assert list(found) == list(range(1, STEPS + 1)) and same_losses(found, whole.losses)
+            assert f"resuming after step {committed} " in victim.errors()
+        assert "damaged" not in victim.errors()
+        result = losses(run)
+        assert list(result) == list(range(1, STEPS + 1)) and same_losses(result, whole.losses)
         assert all(same_losses({step: loss}, whole.losses) for step, loss in logged(run))
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000057", "step_00000060"]
         if TARGET == "cpu":
@@ -227,19 +230,19 @@ def test_training_goes_on_from_the_newest_checkpoint(whole: Whole, tmp_path: Pat
 
 def quantized_whole(run: Path, whole: Whole) -> bool:
     """Whether the run has what it was quantized to at last, else what it was before: each of them whole."""
-    found = content(run / "quantized")
+    result = content(run / "quantized")
     if TARGET != "cpu":
-        assert found.keys() == whole.after.keys()
+        assert result.keys() == whole.after.keys()
     else:
-        assert found in (whole.before, whole.after)
+        assert result in (whole.before, whole.after)
     folder = Committed.open(run / "quantized")
     assert all(folder.read(name) for name in folder.members)
     read_verified(run / "quantized" / "model.specc")
-    return found != whole.before
+    return result != whole.before
 
 
-def test_quantizing_leaves_the_old_or_the_new(whole: Whole, tmp_path: Path) -> None:
-    victim, kills, seconds = Victim(tmp_path, "quantize"), 0, whole.seconds["quantize"]
+def test_quantizing_leaves_the_old_or_the_new(whole: Whole, server: ForkServer, tmp_path: Path) -> None:
+    victim, kills, seconds = Victim(server, tmp_path, "quantize"), 0, whole.seconds["quantize"]
     run = tmp_path / "run"
     shutil.copytree(whole.run, run)
     words = ["quantize", str(run), *AFTER]
@@ -250,7 +253,7 @@ def test_quantizing_leaves_the_old_or_the_new(whole: Whole, tmp_path: Path) -> N
         (run / "quantized").mkdir()
         for name, data in whole.before.items():
             (run / "quantized" / name).write_bytes(data)
-        if victim.strike(words, lambda: bool(victim.told()), seconds):
+        if victim.strike(words, lambda: bool(victim.errors()), seconds):
             kills += 1
             quantized_whole(run, whole)
         else:
@@ -263,8 +266,8 @@ def test_quantizing_leaves_the_old_or_the_new(whole: Whole, tmp_path: Path) -> N
     assert newest(run) == STEPS
 
 
-def test_exporting_leaves_the_old_or_the_new(whole: Whole, tmp_path: Path) -> None:
-    victim, kills, seconds = Victim(tmp_path, "export"), 0, whole.seconds["export"]
+def test_exporting_leaves_the_old_or_the_new(whole: Whole, server: ForkServer, tmp_path: Path) -> None:
+    victim, kills, seconds = Victim(server, tmp_path, "export"), 0, whole.seconds["export"]
     outs = tmp_path / "outs"
     outs.mkdir()
     words: dict[str, list[str]] = {}
@@ -277,8 +280,8 @@ def test_exporting_leaves_the_old_or_the_new(whole: Whole, tmp_path: Path) -> No
         (outs / kind).write_bytes(b"what was there")
         names = set(os.listdir(outs))
         struck = victim.strike(words[kind], lambda names=names: set(os.listdir(outs)) != names, seconds)  # type: ignore[misc]
-        found = (outs / kind).read_bytes()
-        assert found in ((b"what was there", whole.exported[kind]) if struck else (whole.exported[kind],))
+        result = (outs / kind).read_bytes()
+        assert result in ((b"what was there", whole.exported[kind]) if struck else (whole.exported[kind],))
         kills, seconds = (kills + 1, seconds) if struck else (kills, 0.7 * seconds)
     assert kills == SHARE["export"]
     for kind, exported in whole.exported.items():

@@ -29,11 +29,11 @@ SPECS = Path(__file__).parents[3] / "specs"
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_run_is_read_back_as_it_was_made(tmp_path: Path, path: Path) -> None:
     overrides = ("train.seed=7", "eval.batch=3")
-    made = Run(tmp_path / "a" / "b", check.load(path, overrides)[0], "sm90", "data/text", overrides).create()
-    opened = Run.open(made.directory)
-    assert opened == made and opened.spec.train.seed == 7 and opened.overrides == overrides
-    assert opened.spec_digest == made.spec_digest
-    assert sorted(entry.name for entry in made.directory.iterdir()) == [
+    created = Run(tmp_path / "a" / "b", check.load(path, overrides)[0], "sm90", "data/text", overrides).create()
+    opened = Run.open(created.directory)
+    assert opened == created and opened.spec.train.seed == 7 and opened.overrides == overrides
+    assert opened.spec_digest == created.spec_digest
+    assert sorted(entry.name for entry in created.directory.iterdir()) == [
         "checkpoints", "generated", "quantized", "run.json", "spec.json",
     ]  # fmt: skip
 

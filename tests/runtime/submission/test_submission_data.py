@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_samples import SMALL, SPEC, write_text
-from test_submission import Made, alone, made
+from test_submission import Submission, alone, submission
 
 from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
@@ -19,7 +19,7 @@ from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.submission.export import export_submission
 from specc.runtime.submission.names import CODE, WEIGHTS
 
-__all__ = ["made"]  # the fixture of all tests here
+__all__ = ["submission"]  # the fixture of all tests here
 
 
 def packed(folder: Path, **changes: object) -> Path:
@@ -30,31 +30,31 @@ def packed(folder: Path, **changes: object) -> Path:
     return folder / "packed"
 
 
-def test_shards_that_are_not_those_of_their_record_are_refused(made: Made, tmp_path: Path) -> None:
+def test_shards_that_are_not_those_of_their_record_are_refused(submission: Submission, tmp_path: Path) -> None:
     """Of another tokenizer, whose bytes would be counted by the wrong table; and with shards missing, or no record."""
-    code = shutil.copytree(made.folder, tmp_path / "out")
+    code = shutil.copytree(submission.folder, tmp_path / "out")
     other = packed(tmp_path / "other", tokenizer="else.model", tokenizer_digest="0" * 64, vocab=300)
     cut, none = packed(tmp_path / "cut"), packed(tmp_path / "none")
-    (cut / "train_000001.bin").unlink()
+    (cut / "tokens_train_000001.bin").unlink()
     (none / RECORD).write_text('{"format": 1, "splits": {"train": 5}}')
     for command, data, status, words in (
         ("train", other, 2, "has tokens of else.model (300 ids), not of bytes (257 ids)"),
         ("score", other, 2, "has tokens of else.model (300 ids), not of bytes (257 ids)"),
-        ("train", cut, 5, f"lacks train_000001.bin, which {RECORD} lists"),
-        ("train", none, 5, f"{none / RECORD}: unreadable"),
+        ("train", cut, 5, f"has no tokens_train_000001.bin, which {RECORD} lists"),
+        ("train", none, 5, f"{none / RECORD}: the text: unreadable"),
     ):
-        done = alone(made, code, command, "--data", str(data))
+        done = alone(submission, code, command, "--data", str(data))
         assert done.returncode == status and words in done.stderr, (command, data, done.stderr)
         assert not done.stdout and "Traceback" not in done.stderr
 
 
-def test_without_data_it_takes_the_folder_of_its_vocabulary(made: Made, tmp_path: Path) -> None:
+def test_without_data_it_takes_the_folder_of_its_vocabulary(submission: Submission, tmp_path: Path) -> None:
     """Where the challenge has it; what the record there tells of the documents counts as for specc."""
-    code = shutil.copytree(made.folder, tmp_path / "out")
+    code = shutil.copytree(submission.folder, tmp_path / "out")
     for vocab in (257, 1024):
         shutil.copytree(packed(tmp_path / str(vocab)), code / f"data/datasets/fineweb10B_sp{vocab}")
     (code / f"data/datasets/fineweb10B_sp1024/{RECORD}").write_text("another set")
-    done = alone(made, code, "score")
+    done = alone(submission, code, "score")
     assert done.returncode == 0, done.stderr
     facts = evaluate(code / WEIGHTS, EvaluateOptions(str(tmp_path / "257/packed"))).facts()
     assert json.loads(done.stdout) == facts and json.loads(done.stdout)["document_bytes"]
@@ -68,12 +68,12 @@ def test_without_data_it_takes_the_folder_of_its_vocabulary(made: Made, tmp_path
     ],
 )
 def test_a_val_that_cannot_be_scored_is_told_before_training(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: list[int], words: str
+    submission: Submission, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: list[int], words: str
 ) -> None:
     for name, values in (("train", [256, *b"text" * 999]), ("val", tokens)):
         with ShardWriter(tmp_path / f"{name}.bin") as writer:
             writer.write(np.array(values))
-    done = alone(made, made.folder, "--data", str(tmp_path))
+    done = alone(submission, submission.folder, "--data", str(tmp_path))
     assert done.returncode == 2 and words in done.stderr and not done.stdout
     sets = [word for text in SMALL for word in ("--set", text)]
     assert specc(["train", str(SPEC), "--data", str(tmp_path), "--run", str(tmp_path / "run"), *sets]) == 2
@@ -82,22 +82,22 @@ def test_a_val_that_cannot_be_scored_is_told_before_training(
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
-def test_brotli_is_missed_before_training(made: Made, tmp_path: Path) -> None:
-    export_submission(made.run.directory, tmp_path / "out", codec=Codec.BROTLI)
-    done = alone(made, tmp_path / "out", "--data", str(made.shards))
+def test_brotli_is_missed_before_training(submission: Submission, tmp_path: Path) -> None:
+    export_submission(submission.run.directory, tmp_path / "out", codec=Codec.BROTLI)
+    done = alone(submission, tmp_path / "out", "--data", str(submission.shards))
     assert done.returncode == 3 and "brotli, which is not installed" in done.stderr and not done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [WEIGHTS, CODE]
 
 
-def test_earlier_weights_are_not_taken_for_those_of_a_run_that_failed(made: Made, tmp_path: Path) -> None:
+def test_earlier_weights_are_not_taken_for_those_of_a_run_that_failed(submission: Submission, tmp_path: Path) -> None:
     """They are kept beside it, until there are new ones."""
-    out, data = shutil.copytree(made.folder, tmp_path / "out"), ("--data", str(made.shards))
+    out, data = shutil.copytree(submission.folder, tmp_path / "out"), ("--data", str(submission.shards))
     good = (out / WEIGHTS).read_bytes()
-    done = alone(made, out, *data, "--budget", "1000")
-    assert done.returncode == 4 and f"{WEIGHTS} is {WEIGHTS}.before until" in done.stderr
+    done = alone(submission, out, *data, "--budget", "1000")
+    assert done.returncode == 4 and f"{WEIGHTS} is renamed to {WEIGHTS}.before until" in done.stderr
     assert (out / f"{WEIGHTS}.before").read_bytes() == good and not (out / WEIGHTS).exists()
-    done = alone(made, out, "score", *data)
+    done = alone(submission, out, "score", *data)
     assert done.returncode == 5 and WEIGHTS in done.stderr and "Traceback" not in done.stderr
-    done = alone(made, out, "quantize", *data)
+    done = alone(submission, out, "quantize", *data)
     assert done.returncode == 0 and (out / WEIGHTS).read_bytes() == good
     assert sorted(path.name for path in out.iterdir()) == [WEIGHTS, CODE]

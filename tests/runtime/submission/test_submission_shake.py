@@ -17,7 +17,6 @@ from specc.runtime.submission.shake import ShakeError, Shaker
 SOURCES = {
     "p": '"""The package."""\nfrom p.deep import inner\n__all__ = ["inner"]\n',
     "p.deep": (
-        "from __future__ import annotations\n"
         "from typing import TYPE_CHECKING\n"
         "import os.path\n"
         "import dead\n"
@@ -108,17 +107,19 @@ class Tagged(Ranged):
 
 
 def test_the_stand_in_holds_to_ranges_and_names() -> None:
-    one = Tagged(bits=5)
-    assert (one.bits, one.share, one.later, one.tag) == (5, 0.5, 0, "t")
-    assert one == Tagged(bits=5) != Tagged(bits=6) and hash(one) == hash(Tagged(bits=5))
-    assert one != Ranged(bits=5) and one.model_dump() == {"bits": 5, "share": 0.5, "tag": "t"}
-    assert one.model_copy(update={"later": 2}).model_dump() == {"bits": 5, "share": 0.5, "later": 2, "tag": "t"}
+    tagged = Tagged(bits=5)
+    assert (tagged.bits, tagged.share, tagged.later, tagged.tag) == (5, 0.5, 0, "t")
+    assert tagged == Tagged(bits=5) != Tagged(bits=6) and hash(tagged) == hash(Tagged(bits=5))
+    assert tagged != Ranged(bits=5) and tagged.model_dump() == {"bits": 5, "share": 0.5, "tag": "t"}
+    assert tagged.model_copy(update={"later": 2}).model_dump() == {"bits": 5, "share": 0.5, "later": 2, "tag": "t"}
     assert [*Tagged.model_fields] == ["bits", "share", "later", "tag"]
     bad: list[dict[str, Any]] = [{}, {"bits": 3}, {"bits": 9}, {"bits": "5"}, {"bits": 5.0}, {"bits": True}]
     for given in (*bad, {"bits": 5, "share": 1.0}, {"bits": 5, "share": float("nan")}, {"bits": 5, "odd": 1}):
         with pytest.raises(ValidationError):
             Tagged(**given)
+    with pytest.raises(ValidationError, match="bits is 3, which is not >= 4"):
+        Tagged(bits=3)
     with pytest.raises(AttributeError, match="frozen"):
-        one.bits = 6
+        tagged.bits = 6
     with pytest.raises(ValidationError):
-        one.model_copy(update={"bits": 2})
+        tagged.model_copy(update={"bits": 2})

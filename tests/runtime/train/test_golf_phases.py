@@ -69,16 +69,16 @@ def test_both_programs_equal_their_plain_models(skips: str, fuse: bool, tmp_path
         (p, model, model.score, ()),
     ):
         model.zero_grad()
-        own = {name: value for name, value in model.named_parameters() if name not in rests}
+        learned = {name: value for name, value in model.named_parameters() if name not in rests}
         with float64():
-            plain = copied(plan, own)
+            plain = copied(plan, learned)
             loss, want = run(ids, targets), plain(ids, targets)
             torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6, check_dtype=False)
             torch.testing.assert_close(score(ids, targets).mean(), want, rtol=1e-5, atol=1e-6, check_dtype=False)
             loss.backward()
             want.backward()
         gradients = {key: value.grad for key, value in plain.named_parameters()}
-        for key, parameter in own.items():
+        for key, parameter in learned.items():
             gradient = at(gradients, place(key, p.count), parameter.shape)  # type: ignore[arg-type]
             scale = float(gradient.abs().max())
             assert scale > 0, key
@@ -105,10 +105,10 @@ def test_a_run_resumed_on_either_side_of_the_switch_ends_the_same(tmp_path: Path
         early = trained(folder, spec, data, stop)
         assert saved(early).done == (stop - 1) / 6
         assert trained(folder, spec, data, resume=True).raw.record() == whole.raw.record()
-        found = saved(trained(folder, spec, data, resume=True))
-        assert (found.step, found.done) == (6, 5 / 6)
+        output = saved(trained(folder, spec, data, resume=True))
+        assert (output.step, output.done) == (6, 5 / 6)
         for name, tensor in (*want.weights.items(), *want.optimizer.items()):
-            assert torch.equal({**found.weights, **found.optimizer}[name], tensor), (stop, name)
+            assert torch.equal({**output.weights, **output.optimizer}[name], tensor), (stop, name)
 
 
 def test_the_switch_changes_what_is_trained_and_parameters_rest_before_it(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_gradients_are_those_of_the_weighted_sum(fuse: bool, tmp_path: Path, mon
     ids, targets = torch.randint(257, (2, 3, 32), generator=torch.Generator().manual_seed(1))
     weights = [torch.tensor(value, dtype=torch.float64) for value in (0.5, 0.01, 0.1, 0.2)]
     model(ids, targets, *weights).backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    results = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
 
     stated: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -49,7 +49,7 @@ def test_gradients_are_those_of_the_weighted_sum(fuse: bool, tmp_path: Path, mon
     total.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 0
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(results[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_scores_have_no_terms(tmp_path: Path) -> None:
@@ -80,6 +80,50 @@ def test_a_weight_that_falls_to_zero_leaves_the_plain_run(tmp_path: Path) -> Non
 
 
 def test_a_layer_states_only_losses_that_have_a_weight() -> None:
-    plain = small_spec().model.lower("m", "f32")
+    plain = small_spec().model.lower("m")
     ops = {node.op.name for graph in plain.graphs for node in graph.nodes}
     assert "linear" in ops and not {"attach_loss", "mean_square"} & ops
+
+
+LATER = (
+    "train.losses=[{kind: next_token}, {kind: later_token, ahead: 2, weight: 0.5, bos: 256}, "
+    "{kind: later_token, ahead: 4, weight: 0.25}]"
+)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+def test_later_tokens_are_targets_of_the_same_logits(fuse: bool, tmp_path: Path) -> None:
+    """Against cross-entropies that are summed token by token, in float64. Rows end, and so do documents."""
+    loaded = instantiate(small_spec(LATER), "cpu", tmp_path, fuse)
+    model = filled(loaded)
+    names = [name for name, _ in loaded.programs.program("train").inputs]
+    assert names[2:] == ["later_token_2_weight", "later_token_4_weight"]
+    ids, targets = torch.randint(256, (2, 3, 32), generator=torch.Generator().manual_seed(1))
+    targets[1, 10] = targets[2, 0] = targets[2, 31] = 256
+    loss = model(ids, targets, *(torch.tensor(value, dtype=torch.float64) for value in (0.5, 0.25)))
+    loss.backward()
+    results = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    logits = 30 * torch.tanh(model.features(ids) @ model.embed.token.T / 30)
+    log_p, total = logits.log_softmax(-1), torch.zeros((), dtype=torch.float64)
+    for b in range(3):
+        for t in range(32):
+            for weight, ahead, bos in ((1.0, 1, -1), (0.5, 2, 256), (0.25, 4, -1)):
+                if t + ahead <= 32 and bos not in targets[b, t : t + ahead - 1]:
+                    total = total - weight * log_p[b, t, targets[b, t + ahead - 1]] / 96
+    torch.testing.assert_close(loss, total, rtol=1e-12, atol=0)
+    total.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(results[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_later_tokens_of_weight_zero_leave_the_plain_gradients_and_scores(tmp_path: Path) -> None:
+    gradients = []
+    ids, targets = torch.randint(257, (2, 3, 32), generator=torch.Generator().manual_seed(1))
+    for i, terms in enumerate(((), (LATER,))):
+        model = filled(instantiate(small_spec(*terms), "cpu", tmp_path / str(i))).float()
+        model(ids, targets, *[torch.zeros(())] * 2 * len(terms)).backward()
+        gradients.append([*(parameter.grad for parameter in model.parameters()), model.score(ids, targets)])
+    for plain, weighted in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, weighted, rtol=2e-5, atol=1e-8)
+    assert torch.equal(gradients[0][-1], gradients[1][-1])

@@ -77,14 +77,14 @@ def test_a_run_with_swa_resumes_exactly(tmp_path: Path, stop: int) -> None:
 def test_a_mean_that_never_began_is_not_called_one(tmp_path: Path) -> None:
     """A run that ends before its warm-down ends with the weights as they are, and says so."""
     wishes = "train.average={kind: swa, every: 1, below: 0.8}", "train.schedule={warmdown_steps: 2}"
-    data, found = str(write_text(tmp_path / "data")), {}
+    data, output = str(write_text(tmp_path / "data")), {}
     for count in (1, 3):
         said: list[str] = []
         options = TrainOptions(small_spec(*wishes), "cpu", data, tmp_path / str(count), stop_after_steps=count)
         result = whole_run(options, said.append)
         end = [record for record in read_log(result.run / "log.jsonl") if record["event"] == "end"]
-        found[count] = (result.averaged is not None, end[-1]["weights"], any("never began" in line for line in said))
-    assert found == {1: (False, "raw", True), 3: (True, "average", False)}
+        output[count] = (result.averaged is not None, end[-1]["weights"], any("never began" in line for line in said))
+    assert output == {1: (False, "raw", True), 3: (True, "average", False)}
 
 
 # Rounding
@@ -171,8 +171,8 @@ def run(folder: Path, below: float = 0.55, **more: Any) -> Any:
     return trainer(folder, train_spec(qat={"below": below}, schedule=SCHEDULE), Toy(noise=0.0), grids=SCHEMES, **more)
 
 
-def shown(one: Any) -> Mapping[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in one.masters.model_parameters.items()}
+def shown(run_trainer: Any) -> Mapping[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in run_trainer.masters.model_parameters.items()}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -186,8 +186,8 @@ def test_a_run_begins_to_round_when_its_spec_says(tmp_path: Path, dtype: str) ->
     assert late_loss != plain_loss
     for _ in range(4):
         up = late.masters.tensors["blocks.up"]
-        found = shown(late)["blocks.up"]
-        assert torch.equal(found, stored("blocks.up", up).to(found.dtype)) and not torch.equal(found.float(), up)
+        result = shown(late)["blocks.up"]
+        assert torch.equal(result, stored("blocks.up", up).to(result.dtype)) and not torch.equal(result.float(), up)
         steps(late, 1)
 
 
@@ -208,18 +208,20 @@ def test_a_run_that_rounds_resumes_exactly(tmp_path: Path, stop: int, dtype: str
 def test_rounding_in_training_lessens_what_rounding_costs(tmp_path: Path) -> None:
     """At 4 bits, after the same steps, both rounded: the run that knew of it is better."""
     coarse = {name: Gptq(bits=4) if name != "blocks.gain" else Unquantized(dtype="f32") for name in SHAPES}
-    found = {}
+    results = {}
     for below in (0.9, 1e-9):
         train = train_spec(qat={"below": below}, steps=150, schedule={"warmdown_steps": 140})
-        one = trainer(tmp_path, train, Toy(noise=0.0), grids=coarse)
-        steps(one, 150)
-        one.masters.fake_quantize(coarse)
+        coarse_run = trainer(tmp_path, train, Toy(noise=0.0), grids=coarse)
+        steps(coarse_run, 150)
+        coarse_run.masters.fake_quantize(coarse)
         with torch.no_grad():
-            found[below] = sum(float(one._functions["score"](*one.loader.next()).mean()) for _ in range(64)) / 64
-    assert found[0.9] < found[1e-9]
+            results[below] = (
+                sum(float(coarse_run._functions["score"](*coarse_run.loader.next()).mean()) for _ in range(64)) / 64
+            )
+    assert results[0.9] < results[1e-9]
 
 
 def test_a_parameter_that_is_its_own_master_cannot_be_rounded() -> None:
     masters = Masters(Toy(), dict.fromkeys(SHAPES, torch.float32))
-    with pytest.raises(ValueError, match=r"blocks\.down is its own master"):
+    with pytest.raises(ValueError, match=r"blocks\.down is the same tensor as its master"):
         masters.fake_quantize(SCHEMES)

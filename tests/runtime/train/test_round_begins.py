@@ -44,8 +44,10 @@ def test_what_cannot_be_measured_loses_nothing(
     assert begun in (6, 7)
     go(tmp_path / "run", *alone, resume="auto")
     whole = go(tmp_path / "whole", *alone)
-    mine, other = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", whole.run))
-    assert all(torch.equal(mine.weights[name], other.weights[name]) for name in other.weights)
+    resumed, other = (
+        checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", whole.run)
+    )
+    assert all(torch.equal(resumed.weights[name], other.weights[name]) for name in other.weights)
     assert committed(whole.run) == [begun, 12]
 
 

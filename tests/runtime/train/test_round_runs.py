@@ -49,8 +49,8 @@ def test_resuming_is_exact(run: TrainResult, tmp_path: Path, stop: int) -> None:
     assert len(scales) == 11 and all(bool((scale == 1).all()) == (stop <= 6) for scale in scales)
     go(tmp_path / "run", resume="auto")
     assert losses(tmp_path / "run") == losses(run.run)
-    mine, whole = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", run.run))
-    for ours, theirs in ((mine.weights, whole.weights), (mine.optimizer, whole.optimizer)):
+    resumed, whole = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", run.run))
+    for ours, theirs in ((resumed.weights, whole.weights), (resumed.optimizer, whole.optimizer)):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -70,9 +70,9 @@ def test_two_processes_are_as_one(run: TrainResult, tmp_path: Path) -> None:
     ]
     assert command(words) == 0
     assert losses(tmp_path / "run") == pytest.approx(losses(run.run), rel=2e-4)
-    mine, whole = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", run.run))
+    resumed, whole = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", run.run))
     for name in (name for name in whole.optimizer if "input_scale" in name):
-        torch.testing.assert_close(mine.optimizer[name], whole.optimizer[name], rtol=1e-4, atol=0)
+        torch.testing.assert_close(resumed.optimizer[name], whole.optimizer[name], rtol=1e-4, atol=0)
 
 
 def test_the_artifact_keeps_the_scales_that_the_run_trained_with(run: TrainResult) -> None:
@@ -92,7 +92,7 @@ def test_the_artifact_keeps_the_scales_that_the_run_trained_with(run: TrainResul
     nearest = schemes[name].quantize_seen(snapshot.weights[name], Seen(input_scale=scales[name]))
     assert (nearest["codes"] == stored.tensors[name]["codes"]).all()
     opened = open_model(run.run).model
-    assert all(torch.equal(found, snapshot.weights[name]) for name, found in opened.named_parameters())
+    assert all(torch.equal(output, snapshot.weights[name]) for name, output in opened.named_parameters())
     assert not list(opened.buffers())
 
 
@@ -117,9 +117,9 @@ def test_another_scheme_than_that_of_training_is_calibrated(run: TrainResult, tm
     shutil.copytree(run.run, tmp_path / "run")
     overrides = ("quant.default.activations=per_tensor",)
     stored = read_verified(quantize(tmp_path / "run", QuantizeOptions(overrides=overrides), lambda line: None).artifact)
-    kept = checkpoint.load(run.checkpoint).optimizer["rounding.input_scale/head.logits"]
+    learned = checkpoint.load(run.checkpoint).optimizer["rounding.input_scale/head.logits"]
     (scale,) = stored.stored.tensors["head.logits"]["input_scale"]
-    assert 0.2 * float(kept.max()) < scale < 5 * float(kept.max()) and scale not in kept.tolist()[:1]
+    assert 0.2 * float(learned.max()) < scale < 5 * float(learned.max()) and scale not in learned.tolist()[:1]
 
 
 def test_what_a_decoder_is_fed_is_written_by_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

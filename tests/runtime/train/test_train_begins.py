@@ -46,7 +46,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
         path.rename(tmp_path / path.name) if gone else (path / "model.safetensors").write_bytes(b"")
     assert run(["train", "--run", str(trained.directory), "--resume", "auto"]) == 5
     said = capsys.readouterr().err
-    assert "every checkpoint of the run is damaged or gone" in said
+    assert "every checkpoint of the run is damaged or missing" in said
     assert len(read_log(trained.log)) == 2  # not a step
 
 

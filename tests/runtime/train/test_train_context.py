@@ -17,8 +17,7 @@ from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.model.load import initialize, instantiate
 from specc.runtime.train.segments import LAST, RunSegment, run_segments, segment_at
-from specc.runtime.train.trainable_model import TrainableModel
-from specc.runtime.train.trainer import Trainer
+from specc.runtime.train.trainer import TrainableModel, Trainer
 
 GROWING = ("train.steps=6", "train.context={at: [[0, 8], [0.3, 16], [0.66, 32]]}", "train.tokens_per_step=256")
 
@@ -31,7 +30,7 @@ def test_segments_are_those_of_phases_and_lengths_together() -> None:
     train["tokens_per_step"] = {"at": ((0, 64), (0.2, 128), (0.5, 192))}
     run = run_segments((early,), train_spec(**train), 32)
     wanted = ((0.0, early, 8, 1), (0.2, early, 16, 2), (0.35, LAST, 24, 2), (0.5, LAST, 24, 3), (0.7, LAST, 32, 3))
-    assert run == tuple(RunSegment(*one) for one in wanted)
+    assert run == tuple(RunSegment(*fields) for fields in wanted)
     assert [segment_at(run, done) for done in (0, 0.1999, 0.2, 0.349, 0.35, 0.69, 0.7, 1)] == [0, 0, 1, 1, 2, 3, 4, 4]
 
 
@@ -47,11 +46,11 @@ def trainer_of(spec: Spec, folder: Path, target: str = "cpu", compiled: bool = F
 
 
 def test_a_step_is_of_the_same_tokens_in_shorter_rows(tmp_path: Path) -> None:
-    one, plain = (trainer_of(small_spec(*GROWING), tmp_path / name) for name in ("one", "plain"))
+    growing, plain = (trainer_of(small_spec(*GROWING), tmp_path / name) for name in ("one", "plain"))
     shapes: list[tuple[int, ...]] = []
-    one._module.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    growing._module.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     for step in range(6):
-        plain.masters.restore(one.masters.tensors)
+        plain.masters.restore(growing.masters.tensors)
         tokens = (8, 8, 16, 16, 32, 32)[step]
         wanted = []
         for _ in range(2):  # micro-batches of 4 windows of 32
@@ -60,11 +59,11 @@ def test_a_step_is_of_the_same_tokens_in_shorter_rows(tmp_path: Path) -> None:
                 plain._module(ids[:, at : at + tokens], targets[:, at : at + tokens]) for at in range(0, 32, tokens)
             ]
             wanted.append(float(torch.stack(nats).mean().detach()))
-        (known,) = one.advance()
+        (known,) = growing.advance()
         assert known.loss == pytest.approx(sum(wanted) / 2, rel=1e-5)
         assert shapes[-2:] == [(4 * 32 // tokens, tokens)] * 2
-    assert one.feed.counted() == (None, 6 * 256)
-    for trainer in (one, plain):
+    assert growing.feed.counted() == (None, 6 * 256)
+    for trainer in (growing, plain):
         trainer.loader.close()
 
 

@@ -29,13 +29,13 @@ def test_nothing_is_compiled_at_a_switch_and_losses_are_those_of_the_cpu(tmp_pat
     device, plain = trainer_of(spec, tmp_path / "gpu", "sm90", True), trainer_of(spec, tmp_path / "cpu")
     device.warm_up(257)
     assert torch.cuda.memory_allocated() < 2**30
-    compiled, graphs = dict(counters["stats"]), [one._graph for one in device._passes]  # type: ignore[attr-defined]
+    compiled, graphs = dict(counters["stats"]), [step_pass._graph for step_pass in device._passes]  # type: ignore[attr-defined]
     assert len(graphs) == 4 and all(graph is not None for graph in graphs)
-    found = [step.loss for _ in range(12) for step in device.advance()] + [step.loss for step in device.settle()]
+    results = [step.loss for _ in range(12) for step in device.advance()] + [step.loss for step in device.settle()]
     wanted = [step.loss for _ in range(12) for step in plain.advance()]
     assert dict(counters["stats"]) == compiled
-    assert [one._graph for one in device._passes] == graphs  # type: ignore[attr-defined]
-    assert found == pytest.approx(wanted, rel=0.05)  # bf16 against f32, over 12 steps
+    assert [step_pass._graph for step_pass in device._passes] == graphs  # type: ignore[attr-defined]
+    assert results == pytest.approx(wanted, rel=0.05)  # bf16 against f32, over 12 steps
     for trainer in (device, plain):
         trainer.loader.close()
 
@@ -49,9 +49,9 @@ def test_blocks_of_documents_are_captured_and_losses_are_those_of_the_cpu(tmp_pa
     spec = small_spec("targets=[sm90, cpu]", "fuse=[]", *rows, *documents)
     device, plain = trainer_of(spec, tmp_path / "gpu", "sm90", True), trainer_of(spec, tmp_path / "cpu")
     device.warm_up(257)
-    assert all(one._graph is not None for one in device._passes)  # type: ignore[attr-defined]
-    found = [step.loss for _ in range(8) for step in device.advance()] + [step.loss for step in device.settle()]
+    assert all(step_pass._graph is not None for step_pass in device._passes)  # type: ignore[attr-defined]
+    results = [step.loss for _ in range(8) for step in device.advance()] + [step.loss for step in device.settle()]
     wanted = [step.loss for _ in range(8) for step in plain.advance()]
-    assert found == pytest.approx(wanted, rel=0.05)
+    assert results == pytest.approx(wanted, rel=0.05)
     for trainer in (device, plain):
         trainer.loader.close()

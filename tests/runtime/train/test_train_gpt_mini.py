@@ -53,8 +53,8 @@ def go(folder: Path, name: str | None, said: list[str] | None = None, **options:
         **options,
     }
     run = folder / name if name is not None else None
-    made = TrainOptions(run=run, cache=folder / "cache", **options)
-    return train(made, (said if said is not None else []).append)
+    train_options = TrainOptions(run=run, cache=folder / "cache", **options)
+    return train(train_options, (said if said is not None else []).append)
 
 
 def losses(run: Path) -> list[float]:

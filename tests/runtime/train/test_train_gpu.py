@@ -46,11 +46,11 @@ def gpu_trainer(
 def test_numbers_come_a_step_late_and_are_those_of_the_cpu(tmp_path: Path) -> None:
     device, plain = gpu_trainer(tmp_path), trainer(tmp_path, model=Toy(noise=0.0))
     assert device.advance() == []
-    found = [step for _ in range(19) for step in device.advance()] + device.settle()
+    results = [step for _ in range(19) for step in device.advance()] + device.settle()
     wanted = [step for _ in range(20) for step in plain.advance()]
-    assert [step.step for step in found] == list(range(1, 21)) and device.settle() == []
-    assert [step.loss for step in found] == pytest.approx([step.loss for step in wanted], rel=0.03)
-    assert [step.lr for step in found] == pytest.approx([step.lr for step in wanted])
+    assert [step.step for step in results] == list(range(1, 21)) and device.settle() == []
+    assert [step.loss for step in results] == pytest.approx([step.loss for step in wanted], rel=0.03)
+    assert [step.lr for step in results] == pytest.approx([step.lr for step in wanted])
     assert all(master.is_cuda and master.dtype == torch.float32 for master in device.masters.tensors.values())
 
 
@@ -69,14 +69,14 @@ def test_resuming_goes_on(tmp_path: Path) -> None:
 
 
 def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
-    one = gpu_trainer(tmp_path)
-    before = {name: tensor.detach().clone() for name, tensor in one.masters.tensors.items()}
-    state = {name: tensor.clone() for name, tensor in one.optimizers.state().items()}
+    gpu_run = gpu_trainer(tmp_path)
+    before = {name: tensor.detach().clone() for name, tensor in gpu_run.masters.tensors.items()}
+    state = {name: tensor.clone() for name, tensor in gpu_run.optimizers.state().items()}
     rng = torch.cuda.get_rng_state()
-    one.warm_up(257)
-    assert all(torch.equal(before[name], tensor.detach()) for name, tensor in one.masters.tensors.items())
-    assert all(torch.equal(state[name], tensor) for name, tensor in one.optimizers.state().items())
-    assert torch.equal(rng, torch.cuda.get_rng_state()) and one.step == 0
+    gpu_run.warm_up(257)
+    assert all(torch.equal(before[name], tensor.detach()) for name, tensor in gpu_run.masters.tensors.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in gpu_run.optimizers.state().items())
+    assert torch.equal(rng, torch.cuda.get_rng_state()) and gpu_run.step == 0
 
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -119,14 +119,14 @@ def test_replaying_graphs_trains_as_calling_does(variant: str, tmp_path: Path, m
 
 def test_what_is_not_finite_stops_a_step_later_and_is_named(tmp_path: Path) -> None:
     model = Toy(noise=0.0)
-    one = gpu_trainer(tmp_path, model=model, compiled=False)
+    gpu_run = gpu_trainer(tmp_path, model=model, compiled=False)
     for _ in range(3):
-        one.advance()
-    one.settle()
+        gpu_run.advance()
+    gpu_run.settle()
     model.blocks.down.register_hook(lambda grad: torch.full_like(grad, math.nan))
-    assert one.advance() == []
+    assert gpu_run.advance() == []
     with pytest.raises(RunFailure, match=r"step 4: .*the first parameter hit is blocks\.down"):
-        one.advance()
+        gpu_run.advance()
 
 
 def test_a_run_on_the_clock(tmp_path: Path) -> None:
@@ -135,12 +135,12 @@ def test_a_run_on_the_clock(tmp_path: Path) -> None:
     from specc.runtime.train.loop import Limits, Loop
 
     train = train_spec(steps=None, budget_seconds=1.0, schedule={"warmdown_steps": 20}, validate_every=10)
-    one = gpu_trainer(tmp_path, train)
+    gpu_run = gpu_trainer(tmp_path, train)
     run = Run(tmp_path / "run", gpt_mini(), "sm90", "text")
     run.checkpoints.mkdir(parents=True)
     log, validation = RunLog(run.log), Validation(stream(tmp_path, "val"), ByteTokenizer(), 8, 200)
     reporter, save = Reporter(log, Watch(None), lambda text: None), partial(checkpoint.save, run.checkpoints)
-    result = Loop(run, one, validation, reporter, Limits(), save).run()
+    result = Loop(run, gpu_run, validation, reporter, Limits(), save).run()
     log.close()
     steps = [record for record in read_log(run.log) if record["event"] == "step"]
     assert result.complete and [record["step"] for record in steps] == list(range(1, result.step + 1))
@@ -150,9 +150,9 @@ def test_a_run_on_the_clock(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 96)])
 def test_muon_orthogonalizes_in_bf16(shape: tuple[int, int]) -> None:
     batch = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
-    exact, found = orthogonalize(batch, 5), orthogonalize(batch.cuda(), 5).cpu()
-    assert found.dtype == torch.float32
-    assert float((found - exact).norm() / exact.norm()) < 0.05
+    exact, result = orthogonalize(batch, 5), orthogonalize(batch.cuda(), 5).cpu()
+    assert result.dtype == torch.float32
+    assert float((result - exact).norm() / exact.norm()) < 0.05
 
 
 def test_gradients_are_collected_in_few_kernels() -> None:

@@ -82,28 +82,28 @@ def test_resuming_is_exact(run: Path, tmp_path: Path) -> None:
 
 
 def test_every_split_is_scored(run: Path) -> None:
-    found = evaluate(run, EvaluateOptions())
-    assert isinstance(found, ExactMatches)
-    assert [one.name for one in found.sets] == ["same-law", "duplicate-free", "structure-disjoint"]
-    assert [one.score.lines for one in found.sets] == [40, 40, 40]
-    seen = [one.overlap for one in found.sets]
+    result = evaluate(run, EvaluateOptions())
+    assert isinstance(result, ExactMatches)
+    assert [subset.name for subset in result.sets] == ["same-law", "duplicate-free", "structure-disjoint"]
+    assert [subset.score.lines for subset in result.sets] == [40, 40, 40]
+    seen = [subset.overlap for subset in result.sets]
     assert seen[0] is not None and seen[0].structures > 0
     assert seen[1] is not None and seen[1].lines == 0
     assert seen[2] is not None and (seen[2].lines, seen[2].structures) == (0, 0)
     (alone,) = evaluate(run, EvaluateOptions(data="polynomial:duplicate-free", batch=7)).sets  # type: ignore[union-attr]
     assert isinstance(alone.score, ExactMatch)
-    assert alone.score.nats == pytest.approx(found.sets[1].score.nats, rel=1e-5)
-    assert alone.score.tokens == found.sets[1].score.tokens
-    assert found.report()[2].endswith("0.0 % of the lines are in the training set, 0.0 % by coefficients")
-    assert found.facts()[1]["seen"] == 0
+    assert alone.score.nats == pytest.approx(result.sets[1].score.nats, rel=1e-5)
+    assert alone.score.tokens == result.sets[1].score.tokens
+    assert result.report()[2].endswith("0.0 % of the lines are in the training set, 0.0 % by coefficients")
+    assert result.facts()[1]["seen"] == 0
 
 
 def test_a_file_of_lines_is_scored(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "some.txt"
     path.write_text("\n".join(training_set(1, 20).texts()) + "\n")
-    (one,) = evaluate(run, EvaluateOptions(data=str(path))).sets  # type: ignore[union-attr]
-    assert (one.name, one.score.lines) == ("some.txt", 20)
-    assert one.overlap is not None and one.overlap.lines == 1
+    (subset,) = evaluate(run, EvaluateOptions(data=str(path))).sets  # type: ignore[union-attr]
+    assert (subset.name, subset.score.lines) == ("some.txt", 20)
+    assert subset.overlap is not None and subset.overlap.lines == 1
     (part,) = evaluate(run, EvaluateOptions(data=str(path), max_tokens=50)).sets  # type: ignore[union-attr]
     assert part.score.tokens <= 50 and 1 <= part.score.lines < 20
     path.write_text("x+1=1+x\n")  # no product, but of the same characters
@@ -126,10 +126,10 @@ def test_a_file_of_lines_is_trained_on_but_for_a_tenth(tmp_path: Path) -> None:
     lines = training_set(9, 300).texts()
     path.write_text("\n".join(lines) + "\n")
     result = go(tmp_path / "run", small("train.steps=2", "train.teacher_forcing=null"), str(path))
-    (one,) = evaluate(result.run, EvaluateOptions()).sets  # type: ignore[union-attr]
-    assert one.score.lines == sum(is_val(line.encode()) for line in lines)
-    assert one.overlap is None and one.held_out
-    with pytest.raises(DataError, match="a file has none to draw"):
+    (subset,) = evaluate(result.run, EvaluateOptions()).sets  # type: ignore[union-attr]
+    assert subset.score.lines == sum(is_val(line.encode()) for line in lines)
+    assert subset.overlap is None and subset.held_out
+    with pytest.raises(DataError, match="the data is a file"):
         go(tmp_path / "fresh", small("train.data.fresh=true"), str(path))
     path.write_text("x**2=x**2\n")
     with pytest.raises(DataError, match="too few lines to hold some out"):
@@ -152,10 +152,10 @@ def test_the_training_file_is_known_by_its_content(tmp_path: Path, monkeypatch: 
     (tmp_path / "more.txt").write_text("\n".join([*lines, "x*(x-1)=x**2-x"]) + "\n")
     monkeypatch.chdir(tmp_path)
     held_out = sum(is_val(line.encode()) for line in lines)
-    for model in (run, artifact):
-        for data in ("lines.txt", "link.txt", "copy.txt", "away/../lines.txt"):
-            (one,) = evaluate(model, EvaluateOptions(data=data, hopeless=1)).sets  # type: ignore[union-attr]
-            assert (one.score.lines + one.untried, one.held_out, one.overlap) == (held_out, True, None)
+    for model, paths in ((run, ("lines.txt", "link.txt")), (artifact, ("copy.txt", "away/../lines.txt"))):
+        for data in paths:
+            (subset,) = evaluate(model, EvaluateOptions(data=data, hopeless=1)).sets  # type: ignore[union-attr]
+            assert (subset.score.lines + subset.untried, subset.held_out, subset.overlap) == (held_out, True, None)
         (more,) = evaluate(model, EvaluateOptions(data="more.txt", hopeless=1)).sets  # type: ignore[union-attr]
         assert (more.score.lines + more.untried, more.held_out, more.overlap) == (301, False, None)
         assert "overlap with the training data unknown" in str(more)
@@ -199,8 +199,8 @@ def test_a_missing_file_names_what_is_near(run: Path, tmp_path: Path) -> None:
 def test_fresh_samples_train_and_what_is_held_out_stays_unseen(tmp_path: Path) -> None:
     spec = small("train.steps=3", "train.teacher_forcing=null", "train.data.fresh=true", "train.data.lines=64")
     result = go(tmp_path / "run", spec)
-    found = evaluate(result.run, EvaluateOptions(max_tokens=100))
-    assert isinstance(found, ExactMatches) and [one.overlap for one in found.sets] == [None, None, None]
+    output = evaluate(result.run, EvaluateOptions(max_tokens=100))
+    assert isinstance(output, ExactMatches) and [subset.overlap for subset in output.sets] == [None, None, None]
 
 
 def test_the_command_line_selects_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +226,7 @@ def test_the_command_line_selects_the_data(tmp_path: Path, capsys: pytest.Captur
         assert json.loads((run / "run.json").read_text())["data"] == "polynomial"
     capsys.readouterr()
     assert command(["eval", str(run), "--json"]) == 0
-    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [
+    assert [subset["name"] for subset in json.loads(capsys.readouterr().out)] == [
         "same-law", "duplicate-free", "structure-disjoint"
     ]  # fmt: skip
     gpt = SPEC.with_name("gpt_mini.yaml")

@@ -39,20 +39,20 @@ def go(
     """Starts or resumes the run `name`."""
     run = Run(folder / name, gpt_mini(), "cpu", "text")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
-    one = trainer(folder, train, model)
+    run_trainer = trainer(folder, train, model)
     newest = checkpoint.latest(run.checkpoints, lambda text: None)
     if newest is not None:
         torch.manual_seed(12345)
-        one.restore(checkpoint.load(newest))
+        run_trainer.restore(checkpoint.load(newest))
     log = RunLog(run.log)
     validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 200)
     say = (said if said is not None else []).append
     try:
         save = partial(checkpoint.save, run.checkpoints)
-        return Loop(run, one, validation, Reporter(log, Watch(hook), say), limits or Limits(), save).run()
+        return Loop(run, run_trainer, validation, Reporter(log, Watch(hook), say), limits or Limits(), save).run()
     finally:
         log.close()
-        one.loader.close()
+        run_trainer.loader.close()
 
 
 def losses(folder: Path, name: str) -> list[float]:
@@ -95,8 +95,8 @@ def test_the_final_checkpoint_holds_what_was_scored_last(tmp_path: Path) -> None
         result = go(tmp_path, name, train)
         model = Toy()
         model.load_state_dict(checkpoint.weights(result.checkpoint))
-        one = trainer(tmp_path, train, model)
-        again = one.evaluate(Validation(stream(tmp_path, "val"), ByteTokenizer(), 8, 200))
+        final = trainer(tmp_path, train, model)
+        again = final.evaluate(Validation(stream(tmp_path, "val"), ByteTokenizer(), 8, 200))
         assert again.nats == result.final.nats
         assert (result.averaged is None) == (name == "plain")
 
@@ -321,9 +321,9 @@ def test_a_run_ends_at_the_loss_that_it_should_reach(stop: int | None, tmp_path:
     go(tmp_path, "plain", plain)
     records = read_log(tmp_path / "plain" / "log.jsonl")
     validations = [record for record in records if record["event"] == "validation"]
-    found = {record["step"]: record["nats"] for record in validations}
-    assert found[6] < found[3]
-    train = train_spec(validate_every=3, average=None, stop_at_loss=found[6])
+    nats_by_step = {record["step"]: record["nats"] for record in validations}
+    assert nats_by_step[6] < nats_by_step[3]
+    train = train_spec(validate_every=3, average=None, stop_at_loss=nats_by_step[6])
     said: list[str] = []
     if stop is not None:
         result = go(tmp_path, "run", train, limits=Limits(stop))
@@ -332,7 +332,9 @@ def test_a_run_ends_at_the_loss_that_it_should_reach(stop: int | None, tmp_path:
     assert (result.step, result.reached, result.complete) == (6, True, True)
     records = read_log(tmp_path / "run" / "log.jsonl")
     reached = [record for record in records if record["event"] == "reached"]
-    assert {(record["step"], record["loss"], record["stop_at_loss"]) for record in reached} == {(6, found[6], found[6])}
+    assert {(record["step"], record["loss"], record["stop_at_loss"]) for record in reached} == {
+        (6, nats_by_step[6], nats_by_step[6])
+    }
     assert 0 < reached[0]["seconds"] <= reached[-1]["seconds"] <= result.seconds < reached[0]["seconds"] + 1
-    assert any(f"reached {found[6]:g} after" in line for line in said)
+    assert any(f"reached {nats_by_step[6]:g} after" in line for line in said)
     assert [record.get("reached") for record in records if record["event"] == "end"][-1] is True

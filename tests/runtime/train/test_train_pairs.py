@@ -32,54 +32,58 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return asked
 
 
-def weights(one: Any) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in one.masters.tensors.values()]).clone()
+def weights(run_trainer: Any) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in run_trainer.masters.tensors.values()]).clone()
 
 
-def steps(one: Any, count: int) -> list[Any]:
-    found = [step for _ in range(count) for step in one.advance()]
-    one.loader.close()
-    return found
+def steps(run_trainer: Any, count: int) -> list[Any]:
+    results = [step for _ in range(count) for step in run_trainer.advance()]
+    run_trainer.loader.close()
+    return results
 
 
 def test_it_learns_and_counts_samples_and_tokens() -> None:
-    one = pair_trainer(pair_spec(steps=60))
-    one.clock.start()
-    found = steps(one, 60)
-    one.clock.stop()
-    assert found[-1].loss < 0.7 * found[0].loss
+    run_trainer = pair_trainer(pair_spec(steps=60))
+    run_trainer.clock.start()
+    result = steps(run_trainer, 60)
+    run_trainer.clock.stop()
+    assert result[-1].loss < 0.7 * result[0].loss
     whole = pairs()
     per_sample = ((whole.source != 0).sum() + (whole.target != 0).sum()) / 200
-    assert one.totals()["samples"] == 60 * 24
-    assert one.totals()["tokens"] == pytest.approx(60 * 24 * per_sample, rel=0.02)
-    assert all(step.tokens_per_second / step.samples_per_second == pytest.approx(per_sample, rel=0.2) for step in found)
-    assert one.totals()["samples_per_second"] == pytest.approx(one.totals()["samples"] / one.clock.seconds)
+    assert run_trainer.totals()["samples"] == 60 * 24
+    assert run_trainer.totals()["tokens"] == pytest.approx(60 * 24 * per_sample, rel=0.02)
+    assert all(
+        step.tokens_per_second / step.samples_per_second == pytest.approx(per_sample, rel=0.2) for step in result
+    )
+    assert run_trainer.totals()["samples_per_second"] == pytest.approx(
+        run_trainer.totals()["samples"] / run_trainer.clock.seconds
+    )
 
 
 def test_the_loss_is_the_mean_over_the_targets_tokens() -> None:
-    one = pair_trainer(pair_spec(steps=1))
-    source, target, _ = one.loader.next()
-    one.loader.restore(pair_trainer().loader.state())
+    run_trainer = pair_trainer(pair_spec(steps=1))
+    source, target, _ = run_trainer.loader.next()
+    run_trainer.loader.restore(pair_trainer().loader.state())
     with torch.no_grad():
         losses = PairToy().score(source, target)
-    (step,) = steps(one, 1)
+    (step,) = steps(run_trainer, 1)
     assert step.loss == pytest.approx(float(losses.sum() / (target != 0).sum()), rel=1e-6)
 
 
 def test_micro_batches_make_the_same_step() -> None:
-    one, many = pair_trainer(), pair_trainer(pair_spec(micro_batch=4))
-    assert (one.micro_batches, many.micro_batches) == (1, 6)
-    for a, b in zip(steps(one, 5), steps(many, 5), strict=True):
+    run_trainer, many = pair_trainer(), pair_trainer(pair_spec(micro_batch=4))
+    assert (run_trainer.micro_batches, many.micro_batches) == (1, 6)
+    for a, b in zip(steps(run_trainer, 5), steps(many, 5), strict=True):
         assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-5)
-    assert torch.allclose(weights(one), weights(many), atol=1e-5)
+    assert torch.allclose(weights(run_trainer), weights(many), atol=1e-5)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     assert micro_batches(pair_spec(batch=768), 30, 2) == 1
     assert micro_batches(pair_spec(batch=768, micro_batch=96), 30, 2) == 4
-    with pytest.raises(BatchError, match=r"train.batch 768 is no multiple of micro_batch 256 x 2 processes = 512"):
+    with pytest.raises(BatchError, match=r"train.batch 768 is not a multiple of micro_batch 256 x 2 processes = 512"):
         micro_batches(pair_spec(batch=768, micro_batch=256), 30, 2)
-    with pytest.raises(BatchError, match=r"train.batch 10 is no multiple of micro_batch 3 x 3 processes = 9"):
+    with pytest.raises(BatchError, match=r"train.batch 10 is not a multiple of micro_batch 3 x 3 processes = 9"):
         micro_batches(pair_spec(batch=10), 30, 3)
 
 
@@ -97,8 +101,8 @@ def test_schedules_hold_or_go_in_a_straight_line() -> None:
 
 
 def test_forcing_follows_steps_and_epochs(drawn: list[Tensor]) -> None:
-    one = pair_trainer(pair_spec(teacher_forcing={"at": ((0, 1.0), (3, 0.5)), "by": "step"}))
-    steps(one, 6)
+    run_trainer = pair_trainer(pair_spec(teacher_forcing={"at": ((0, 1.0), (3, 0.5)), "by": "step"}))
+    steps(run_trainer, 6)
     assert len(drawn) == 3  # nothing is drawn, and no token made, while all is forced
     assert len({tuple(map(tuple, forcing.tolist())) for forcing in drawn}) == 3
     share = torch.cat(drawn).float().mean()
@@ -132,9 +136,9 @@ def test_resuming_is_exact_with_forcing(drawn: list[Tensor], tmp_path: Path) -> 
     whole = pair_trainer(train)
     expected = [step.loss for step in steps(whole, 10)]
     for stop in (2, 6):
-        one = pair_trainer(train)
-        losses = [step.loss for step in steps(one, stop)]
-        path = checkpoint.save(tmp_path / str(stop), one.snapshot())
+        run_trainer = pair_trainer(train)
+        losses = [step.loss for step in steps(run_trainer, stop)]
+        path = checkpoint.save(tmp_path / str(stop), run_trainer.snapshot())
         two = pair_trainer(train)
         two.restore(checkpoint.load(path))
         losses += [step.loss for step in steps(two, 10 - stop)]

@@ -25,16 +25,16 @@ def test_a_captured_step_is_the_eager_one(micro_batch: int, monkeypatch: pytest.
     train, forced = pair_spec(**fast, teacher_forcing=FORCING), pair_trainer(pair_spec(**fast))
     truth = [step.loss for _ in range(12) for step in forced.advance()]
     forced.loader.close()
-    found = []
+    results = []
     for device, compiled in ((CPU, False), (torch.device("cuda"), False), (torch.device("cuda"), True)):
-        one = pair_trainer(train, device=device, compiled=compiled)
+        run_trainer = pair_trainer(train, device=device, compiled=compiled)
         if compiled:
-            one.warm_up(TOKENS.vocab)
-        steps = [step for _ in range(12) for step in one.advance()] + one.settle()
-        one.loader.close()
-        found.append(([step.loss for step in steps], one.totals()["tokens"], one.totals()["samples"]))
-    assert [len(losses) for losses, _, _ in found] == [12, 12, 12]
-    for losses, tokens, samples in found[1:]:
-        assert losses == pytest.approx(found[0][0], rel=2e-3)
-        assert (tokens, samples) == found[0][1:]
-    assert found[0][0][:6] == truth[:6] and found[0][0][6:] != pytest.approx(truth[6:], rel=0.01)
+            run_trainer.warm_up(TOKENS.vocab)
+        steps = [step for _ in range(12) for step in run_trainer.advance()] + run_trainer.settle()
+        run_trainer.loader.close()
+        results.append(([step.loss for step in steps], run_trainer.totals()["tokens"], run_trainer.totals()["samples"]))
+    assert [len(losses) for losses, _, _ in results] == [12, 12, 12]
+    for losses, tokens, samples in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=2e-3)
+        assert (tokens, samples) == results[0][1:]
+    assert results[0][0][:6] == truth[:6] and results[0][0][6:] != pytest.approx(truth[6:], rel=0.01)

@@ -52,7 +52,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return trained(folder / "whole", spec_of(*SCHEDULES), str(folder / "data")), folder
 
 
-@pytest.mark.parametrize("stop", range(1, STEPS))
+@pytest.mark.parametrize("stop", range(1, STEPS, 2))
 def test_a_run_with_every_schedule_resumes_exactly(stop: int, whole: tuple[Any, Path]) -> None:
     result, folder = whole
     spec, data = spec_of(*SCHEDULES), str(folder / "data")
@@ -111,5 +111,5 @@ def test_each_phase_is_the_model_with_its_values(place: str, fuse: bool, tmp_pat
             losses[-1].backward()
         assert losses[-2].item() == losses[-1].item()
         pairs = zip(loaded.model.parameters(), other.model.parameters(), strict=True)
-        assert all(torch.equal(one.grad, two.grad) for one, two in pairs if one.grad is not None)
+        assert all(torch.equal(left.grad, two.grad) for left, two in pairs if left.grad is not None)
     assert len({loss.item() for loss in losses}) == 3

@@ -21,8 +21,8 @@ from specc.runtime.train.sources.micro_batches import BatchError, micro_batches
 from specc.runtime.train.trainer import Trainer
 
 
-def steps(one: Trainer, count: int) -> list[float]:
-    return [step.loss for _ in range(count) for step in one.advance()]
+def steps(run_trainer: Trainer, count: int) -> list[float]:
+    return [step.loss for _ in range(count) for step in run_trainer.advance()]
 
 
 def values(snapshot: Snapshot) -> dict[str, Tensor]:
@@ -35,9 +35,9 @@ def values(snapshot: Snapshot) -> dict[str, Tensor]:
     return {f"{group}/{name}": t.detach().clone() for group, tensors in groups.items() for name, t in tensors.items()}
 
 
-def equal(one: Snapshot, other: dict[str, Tensor]) -> bool:
-    mine = values(one)
-    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+def equal(snapshot: Snapshot, other: dict[str, Tensor]) -> bool:
+    tensors = values(snapshot)
+    return tensors.keys() == other.keys() and all(torch.equal(tensors[name], other[name]) for name in tensors)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 def test_updates_are_the_spec_in_float64(tmp_path: Path) -> None:
     """Accumulation, clipping, schedule, ramped Muon, AdamW, decay and average, written out once more."""
     train = train_spec(tokens_per_step=6 * WINDOW)
-    found = trainer(tmp_path, train, Toy(noise=0.0))
+    result = trainer(tmp_path, train, Toy(noise=0.0))
     model = Toy(noise=0.0).double()
     model.logits = lambda ids, noise: _logits(model, ids)  # type: ignore[method-assign]
     named = dict(model.named_parameters())
@@ -67,7 +67,7 @@ def test_updates_are_the_spec_in_float64(tmp_path: Path) -> None:
     average = {name: param.detach().clone() for name, param in named.items()}
     loader = Loader(stream(tmp_path), 2, WINDOW, "coprime_stride", train.seed)
     for step in range(8):
-        (known,) = found.advance()
+        (known,) = result.advance()
         model.zero_grad()
         losses = [model(*loader.next()) for _ in range(3)]
         loss = torch.stack(losses).mean()
@@ -94,7 +94,7 @@ def test_updates_are_the_spec_in_float64(tmp_path: Path) -> None:
         assert known.loss == pytest.approx(float(loss.detach()), rel=1e-5)
         assert known.grad_norm == pytest.approx(norm, rel=1e-4)
     loader.close()
-    snapshot = found.snapshot()
+    snapshot = result.snapshot()
     assert snapshot.average is not None
     for name, param in named.items():
         torch.testing.assert_close(snapshot.weights[name].detach().double(), param.detach(), rtol=0, atol=2e-4)
@@ -136,8 +136,8 @@ def test_each_part_of_the_state_matters(tmp_path: Path) -> None:
     fresh = trainer(tmp_path).snapshot()
     for part in ("weights", "optimizer", "rng", "loader", "step"):
         other = trainer(tmp_path)
-        kept = {name: getattr(saved, name) for name in Snapshot.__slots__}
-        other.restore(Snapshot(**{**kept, part: getattr(fresh, part)}))
+        fields = {name: getattr(saved, name) for name in Snapshot.__slots__}
+        other.restore(Snapshot(**{**fields, part: getattr(fresh, part)}))
         assert steps(other, 10) != losses[10:], part
 
 
@@ -152,18 +152,18 @@ def test_bf16_trains_on_f32_masters(tmp_path: Path) -> None:
 
 
 def test_micro_batches_make_the_same_step(tmp_path: Path) -> None:
-    many, one = (
+    many, whole = (
         trainer(tmp_path, train_spec(micro_batch=size, tokens_per_step=4 * WINDOW), Toy(noise=0.0)) for size in (1, 4)
     )
-    assert (many.micro_batches, one.micro_batches) == (4, 1)
-    assert steps(many, 10) == pytest.approx(steps(one, 10), rel=1e-4)
+    assert (many.micro_batches, whole.micro_batches) == (4, 1)
+    assert steps(many, 10) == pytest.approx(steps(whole, 10), rel=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "hint"), [(100, "64 or 128"), (63, "use 64,")])
 def test_a_batch_that_does_not_come_out_even_says_the_numbers(tokens: int, hint: str) -> None:
     with pytest.raises(BatchError) as caught:
         micro_batches(train_spec(micro_batch=2, tokens_per_step=tokens), 32)
-    assert f"tokens_per_step {tokens} is no multiple of micro_batch 2 x 32 tokens = 64" in caught.value.message
+    assert f"tokens_per_step {tokens} is not a multiple of micro_batch 2 x 32 tokens = 64" in caught.value.message
     assert hint in caught.value.hint and caught.value.exit_code == 2
     with pytest.raises(BatchError, match="x 2 processes = 128"):
         micro_batches(train_spec(micro_batch=2, tokens_per_step=64), 32, world=2)
@@ -188,16 +188,16 @@ PLACES = ["loss", "embed", "blocks.up", "blocks.down", "blocks.gain"]
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_stops_within_the_step(tmp_path: Path, place: str, value: float) -> None:
     model = Toy()
-    one = trainer(tmp_path, model=model)
-    steps(one, 4)
-    before = values(one.snapshot())
+    run_trainer = trainer(tmp_path, model=model)
+    steps(run_trainer, 4)
+    before = values(run_trainer.snapshot())
     spoiled(place, value)(model)
     with pytest.raises(RunFailure) as caught:
-        one.advance()
+        run_trainer.advance()
     assert caught.value.exit_code == 4 and "step 5: " in caught.value.message
     if place != "loss":
         assert f"the first parameter hit is {place}" in caught.value.message
-    after = values(one.snapshot())
+    after = values(run_trainer.snapshot())
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert changed == ["rng/cpu"]  # neither weights nor their average nor the optimizer were touched
 
@@ -223,10 +223,10 @@ def _at(like: Trainer, folder: Path, step: int) -> Snapshot:
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
-    one = trainer(tmp_path)
-    steps(one, 2)
-    saved = checkpoint.load(checkpoint.save(tmp_path / "c", one.snapshot()))
-    kept: dict[str, Any] = {name: getattr(saved, name) for name in Snapshot.__slots__}
+    run_trainer = trainer(tmp_path)
+    steps(run_trainer, 2)
+    saved = checkpoint.load(checkpoint.save(tmp_path / "c", run_trainer.snapshot()))
+    fields: dict[str, Any] = {name: getattr(saved, name) for name in Snapshot.__slots__}
     wrong = {
         "spec_digest": ("other", "another spec"),
         "weights": ({**saved.weights, "extra": torch.zeros(1)}, "model does not fit.*extra is unknown"),
@@ -238,31 +238,35 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     before = values(target.snapshot())
     for part, (value, message) in wrong.items():
         with pytest.raises(IntegrityError, match=message):
-            target.restore(Snapshot(**{**kept, part: value}))
+            target.restore(Snapshot(**{**fields, part: value}))
         assert equal(target.snapshot(), before) and target.step == 0
 
 
 def test_validation_scores_the_weights_that_it_is_given(tmp_path: Path) -> None:
-    one = trainer(tmp_path)
-    steps(one, 12)
+    run_trainer = trainer(tmp_path)
+    steps(run_trainer, 12)
     val = stream(tmp_path, "val")
-    assert one.average is not None
-    before = values(one.snapshot())
-    for weights in (one.masters.tensors, one.average.tensors):
+    assert run_trainer.average is not None
+    before = values(run_trainer.snapshot())
+    for weights in (run_trainer.masters.tensors, run_trainer.average.tensors):
         lone = Toy()
         lone.load_state_dict({name: tensor.detach() for name, tensor in weights.items()})
         tokens = torch.from_numpy(val.read(0, val.tokens).astype("int64"))
         with torch.no_grad():
             expected = sum(float(lone.score(tokens[i : i + 1, None], tokens[i + 1 : i + 2, None])) for i in range(400))
-        result = one.evaluate(Validation(val, ByteTokenizer(), 3, 400), weights)
+        result = run_trainer.evaluate(Validation(val, ByteTokenizer(), 3, 400), weights)
         assert result.tokens == 400 and result.nats == pytest.approx(expected, rel=1e-5)
-    raw = one.evaluate(Validation(val, ByteTokenizer(), 3, 400))
-    assert raw.nats == one.evaluate(Validation(val, ByteTokenizer(), 3, 400), one.masters.tensors).nats != result.nats
-    assert equal(one.snapshot(), before)
+    raw = run_trainer.evaluate(Validation(val, ByteTokenizer(), 3, 400))
+    assert (
+        raw.nats
+        == run_trainer.evaluate(Validation(val, ByteTokenizer(), 3, 400), run_trainer.masters.tensors).nats
+        != result.nats
+    )
+    assert equal(run_trainer.snapshot(), before)
 
 
 def test_validation_that_is_not_finite_stops(tmp_path: Path) -> None:
-    one = trainer(tmp_path)
-    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in one.masters.tensors.items()}
+    run_trainer = trainer(tmp_path)
+    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in run_trainer.masters.tensors.items()}
     with pytest.raises(RunFailure, match="validation loss is nan"):
-        one.evaluate(Validation(stream(tmp_path, "val"), ByteTokenizer(), 2, 50), broken)
+        run_trainer.evaluate(Validation(stream(tmp_path, "val"), ByteTokenizer(), 2, 50), broken)

@@ -32,12 +32,20 @@ def test_every_node_with_a_kernel_is_tuned_once_with_all_languages(plan: Plan) -
     modules = [choice.rendered.module for choice in choices]
     assert len(set(modules)) == len(modules) and {"dgrad_mul__n448_k128"} < set(modules)
     for choice in choices:
-        found = list(candidates(choice.site, plan.source))
-        assert len({one.label for one in found}) == len(found) == len({one.digest for one in found})
+        results = list(candidates(choice.site, plan.source))
+        assert (
+            len({candidate.label for candidate in results})
+            == len(results)
+            == len({candidate.digest for candidate in results})
+        )
         if "n448" in choice.rendered.module:
-            assert {one.kernel.language for one in found} == {"triton", "cutlass"}
-            assert len({one.source for one in found if one.source}) < sum(one.source is not None for one in found)
-        assert any(one.rendered.tile == choice.rendered.tile for one in found), "what the rule picks is tried too"
+            assert {candidate.kernel.language for candidate in results} == {"triton", "cutlass"}
+            assert len({candidate.source for candidate in results if candidate.source}) < sum(
+                candidate.source is not None for candidate in results
+            )
+        assert any(candidate.rendered.tile == choice.rendered.tile for candidate in results), (
+            "what the rule picks is tried too"
+        )
 
 
 def test_a_search_that_was_cut_off_goes_on(cache: Path) -> None:
@@ -145,13 +153,13 @@ def test_tune_writes_a_lock_that_build_follows(tmp_path: Path, cache: Path) -> N
     run = [sys.executable, "-c", MAIN, "tune", str(path), "--target", "sm90", "--only", "mlp.up"]
     done = subprocess.run([*run, "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = {one["symbol"].partition("__")[0]: one["candidates"] for one in json.loads(done.stdout)}
-    assert set(found) == {"linear_leaky_relu2", "linear_leaky_relu2_pre"}  # what keeps the derivative, and the input
+    results = {row["symbol"].partition("__")[0]: row["candidates"] for row in json.loads(done.stdout)}
+    assert set(results) == {"linear_leaky_relu2", "linear_leaky_relu2_pre"}  # what keeps the derivative, and the input
     lock = read_lock(tmp_path / "gpt_mini.lock.json").targets["sm90"]
     assert lock.groups == {}, "the backward of neither way was measured"
-    for name, tried in found.items():
-        times = [one["ms"] for one in tried if one["ms"] is not None]
-        assert len(times) > 10 and all(one["ms"] is not None or one["reason"] for one in tried)
+    for name, tried in results.items():
+        times = [row["ms"] for row in tried if row["ms"] is not None]
+        assert len(times) > 10 and all(row["ms"] is not None or row["reason"] for row in tried)
         entry = lock.kernels[f"{name}__n448_k128"]
         assert entry.ms == pytest.approx(min(times), rel=0.2)
     plan = compile_spec(path, (), ("sm90",)).plans["sm90"]

@@ -47,7 +47,7 @@ class Bench:
         self.timed: list[tuple[str, str]] = []
         self.meanwhile: list[Callable[[], object]] = []
 
-    def made(self, choice: Choice, *others: object) -> "Bench":
+    def started(self, choice: Choice, *others: object) -> "Bench":
         self.order = {name_of(c): i for i, c in enumerate(candidates(choice.site, "specs/gpt_mini.yaml"))}
         return self
 
@@ -69,14 +69,16 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """`tune` with a GPU of one's own making."""
-    made = Bench()
+    gpu = Bench()
     fake_nvcc(tmp_path, monkeypatch, "")
-    one = Measured(1.0, 0.0)
-    monkeypatch.setattr(search, "Measurement", made.made)
+    duration = Measured(1.0, 0.0)
+    monkeypatch.setattr(search, "Measurement", gpu.started)
     monkeypatch.setattr(search, "device_for", lambda target: "cpu")
     monkeypatch.setattr(search, "machine_of", lambda device: MACHINE)
-    monkeypatch.setattr(search.ceilings, "measure", lambda *given: Ceilings("bfloat16", 1 << 20, one, 1, one, one))
-    return made
+    monkeypatch.setattr(
+        search.ceilings, "measure", lambda *given: Ceilings("bfloat16", 1 << 20, duration, 1, duration, duration)
+    )
+    return gpu
 
 
 def searched(path: Path, lock: Lock = NO_LOCK, only: str = "mlp.up", fresh: bool = False) -> tuple[NodeResult, ...]:
@@ -111,8 +113,8 @@ def test_what_another_search_writes_meanwhile_stays(tmp_path: Path, bench: Bench
     bench.meanwhile = [
         lambda: merged(path, lambda lock: lock.with_measured("sm90", MACHINE, {"theirs": entry("theirs")}))
     ]
-    found = searched(path)
-    assert set(read_lock(path).targets["sm90"].kernels) == {"theirs", *(one.symbol for one in found)}
+    result = searched(path)
+    assert set(read_lock(path).targets["sm90"].kernels) == {"theirs", *(option.symbol for option in result)}
 
 
 def test_many_writers_of_one_lock_lose_nothing(tmp_path: Path, cache: Path) -> None:
@@ -133,8 +135,8 @@ def test_a_result_holds_for_the_compiler_and_the_package_that_made_it(
 ) -> None:
     site = next(c.site for c in plan.choices if "leaky" in c.rendered.module)
     tried = list(candidates(site, plan.source))
-    cuda = next(one for one in tried if one.source is not None)
-    triton = next(one for one in tried if one.source is None)
+    cuda = next(option for option in tried if option.source is not None)
+    triton = next(option for option in tried if option.source is None)
     fake_nvcc(tmp_path, monkeypatch, "", "nvcc 1")
     before = key(cuda), key(triton)
     assert before == (key(cuda), key(triton)) and len(set(before)) == 2
@@ -153,9 +155,9 @@ def test_times_of_flash_attn_4_hold_for_its_version(monkeypatch: pytest.MonkeyPa
     tried = {c.kernel.name: c for c in candidates(site, "specs/x.yaml")}
     installed = {"flash-attn-4": "4.0"}
     monkeypatch.setattr(journal, "version", installed.__getitem__)
-    before = {name: key(one) for name, one in tried.items()}
+    before = {name: key(option) for name, option in tried.items()}
     installed["flash-attn-4"] = "4.1"
-    assert {name for name, one in tried.items() if key(one) != before[name]} == {"flash_attention_4"}
+    assert {name for name, option in tried.items() if key(option) != before[name]} == {"flash_attention_4"}
 
 
 def test_what_a_looser_judge_let_pass_is_measured_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_a_candidate_is_compiled_judged_and_timed(tmp_path: Path, cache: Path, m
         for by in ("1.01", "(1 + (slope.shape[0] > 3))")
     )
     measurement = Measurement(choice, {"B": 2, "T": 32, "S": 32}, 1 << 30, tmp_path, torch.device("cpu"))
-    assert len({one.digest for one in (candidate, wrong, late)}) == 3, "the text has what is replaced"
+    assert len({option.digest for option in (candidate, wrong, late)}) == 3, "the text has what is replaced"
     assert dict(measurement.prepared([candidate])) == {candidate: None}
     assert isinstance(measurement.first_time(candidate), float)
     assert "RMS error" in str(measurement.first_time(wrong))

@@ -1,5 +1,6 @@
 """A measurement on the rows of training is not replaced by one on fewer rows without --fresh."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from specc.compiler.spec.check import load
 from specc.runtime.errors import RunFailure
 from specc.runtime.tune import search
 from specc.runtime.tune.candidates import tuned_choices
-from specc.runtime.tune.search import TuneOptions, tune
+from specc.runtime.tune.search import TuneError, TuneOptions, tune
 
 SPEC = Path(__file__).parents[3] / "specs/gpt_mini.yaml"
 
@@ -40,7 +41,7 @@ def options(tmp_path: Path, rows: int, machine: Machine = MACHINE, fresh: bool =
     """Options for a lock whose dgrad_mul was measured on `rows` rows."""
     spec, _ = load(SPEC)
     plan = compile_loaded(spec, None, ("sm90",)).plans["sm90"]
-    choice = next(one for one in tuned_choices(plan) if "dgrad_mul" in one.rendered.module)
+    choice = next(option for option in tuned_choices(plan) if "dgrad_mul" in option.rendered.module)
     kernel, tile = choice.kernel.name, tile_data(choice.kernel)
     entry = Entry(
         node=choice.site.label, key=choice.site.key, kernel=kernel, tile=tile, rows=rows, ms=1.0, floor_ms=0.5
@@ -76,6 +77,17 @@ def test_fewer_rows_are_refused(tmp_path: Path, machine: None) -> None:
 def test_else_it_is_searched(tmp_path: Path, machine: None, more: int, changed: dict[str, object]) -> None:
     with pytest.raises(SearchedError):
         tune(options(tmp_path, rows_of_the_spec() + more, **changed), print)  # type: ignore[arg-type]
+
+
+def test_without_a_search_only_the_rest_is_measured(
+    tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(search, "measure_rest", lambda *arguments: measured.append(arguments))
+    given = replace(options(tmp_path, rows_of_the_spec() - 1), rest=True, search=False)
+    assert tune(given, print) == () and len(measured) == 1
+    with pytest.raises(TuneError, match="cpu has no kernels with tiles"):
+        tune(replace(given, target="cpu"), print)
 
 
 def test_short_memory_does_not_ask_for_an_override(

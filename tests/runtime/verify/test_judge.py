@@ -171,17 +171,17 @@ def test_a_sample_of_attention_is_of_sequences(name: str, part: str) -> None:
 def _sampled(site: Site) -> None:
     inputs = inputs_of(site, {"B": 9, "T": 24, "S": 20}, "cpu")
     whole, some = (Judge.of(site, inputs, sample) for sample in (False, True))
-    found = reference.node_value(site.node, list(inputs))
-    for few, every, value in zip(some.exact, whole.exact, found, strict=True):
+    result = reference.node_value(site.node, list(inputs))
+    for few, every, value in zip(some.exact, whole.exact, result, strict=True):
         assert value.shape == every.shape and torch.equal(few, every[[0, 7, 8]])
-    assert all(error.ok for error in (*some.errors(found), *whole.errors(found)))
-    relative = some.relative(some.errors(found))
+    assert all(error.ok for error in (*some.errors(result), *whole.errors(result)))
+    relative = some.relative(some.errors(result))
     assert 0 < relative.generated <= relative.eager < 0.02 and relative.exact == "float64"
-    for i, value in enumerate(found):
+    for i, value in enumerate(result):
         coarse = value.to(torch.float8_e4m3fn).to(value.dtype)
         for wrong in (coarse, value[:3], value.where(torch.arange(value.numel()).view(value.shape) != 9, torch.nan)):
-            errors = some.errors([*found[:i], wrong, *found[i + 1 :]])
-            assert [error.ok for error in errors] == [k != i for k in range(len(found))]
+            errors = some.errors([*result[:i], wrong, *result[i + 1 :]])
+            assert [error.ok for error in errors] == [k != i for k in range(len(result))]
 
 
 def gain_grad(*overrides: str, target: str = "sm90") -> Site:
@@ -227,9 +227,9 @@ def test_an_op_with_tables_of_positions_is_sampled_by_sequences(plan: Plan) -> N
     site = next(c.site for c in plan.choices if c.rendered.module.startswith("norm_rotary__"))
     inputs = inputs_of(site, {"B": 8, "T": 24, "S": 24}, "cpu")
     judge = Judge.of(site, inputs, sample=True)
-    found = reference.node_value(site.node, list(inputs))
+    result = reference.node_value(site.node, list(inputs))
     assert all(len(value) == 2 for value in judge.exact if value.dim() > 1)
-    assert all(error.ok for error in judge.errors(found))
+    assert all(error.ok for error in judge.errors(result))
 
 
 def test_kernels_together_may_round_intermediate_values() -> None:
@@ -276,7 +276,7 @@ def test_a_bench_takes_the_inputs_of_the_judge(site: Site) -> None:
     node = replace(site.node, epilogue=tail, inputs=("x", "w", "s"), types=site.node.types[:1])
     site = replace(site, node=node, inputs=(*site.inputs[:2], site.node.types[0]))
     operands = Operands(spec, torch.device("cpu"), seed=3)
-    made = operands.of(site.node.inputs, site.inputs)
+    inputs = operands.of(site.node.inputs, site.inputs)
     given = inputs_of(site, sizes_of(spec), "cpu", seed=3)
-    assert all(map(torch.equal, made[:2], given[:2])) and bool((made[2] < 0).any())
-    assert torch.equal(given[2], made[2].abs()) and torch.equal(on_domain(site, made, made)[2], given[2])
+    assert all(map(torch.equal, inputs[:2], given[:2])) and bool((inputs[2] < 0).any())
+    assert torch.equal(given[2], inputs[2].abs()) and torch.equal(on_domain(site, inputs, inputs)[2], given[2])

@@ -6,8 +6,6 @@ import pytest
 from tiny_models import ATTENTION, MLP, tiny
 
 from specc.compiler.spec.spec import Spec
-from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.verify import reduced as module
 from specc.runtime.verify.reduced import reduced
 from specc.runtime.verify.verify import verify
@@ -60,9 +58,3 @@ def test_verify_loads_the_full_size_and_checks_the_values_of_the_reduced_one(mon
     assert all(check.ok for check in checks)
     assert checks[0].name == "full size" and checks[0].detail.startswith("builds and loads, 18,240 parameters in 31")
     assert {"causality", "loss against float64", "cached equals uncached"} <= {check.name for check in checks}
-
-
-def test_training_on_ids_beyond_16_bits_is_refused() -> None:
-    message = r"model\.vocab of tiny is 65,537; token shards hold ids below 65,536"
-    with pytest.raises(DataError, match=message):
-        tokenizer_of(tiny(vocab=65_537), ())

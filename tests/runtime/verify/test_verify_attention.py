@@ -33,15 +33,15 @@ def checked(layer: dict[str, Any], fuse: Any = ()) -> dict[str, checks.Check]:
 @pytest.mark.parametrize("fuse", [(), POINT], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_check_holds(name: str, fuse: Any) -> None:
-    found = checked(CASES[name], fuse)
-    assert [check for check in found.values() if not check.ok] == []
-    assert any(title.startswith("attend_") for title in found)
-    assert ("packed documents equal each alone" in found) == (name == "documents")
-    assert any(title.startswith("kernel scored_attention") for title in found) == bool(fuse)
+    result = checked(CASES[name], fuse)
+    assert [check for check in result.values() if not check.ok] == []
+    assert any(title.startswith("attend_") for title in result)
+    assert ("packed documents equal single documents" in result) == (name == "documents")
+    assert any(title.startswith("kernel scored_attention") for title in result) == bool(fuse)
 
 
 def test_documents_that_are_read_across_have_no_check() -> None:
-    assert "packed documents equal each alone" not in checked({"mask": f"j <= i and ({SAME} or j < 3)", "bos": 1})
+    assert "packed documents equal single documents" not in checked({"mask": f"j <= i and ({SAME} or j < 3)", "bos": 1})
 
 
 def test_a_wrong_mask_and_a_wrong_ring_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,19 +30,19 @@ SPECS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", SPECS)
 def test_sound_code_passes(name: str) -> None:
-    found = list(verify_deployed(SPECS[name](), ("cpu",)))
-    assert [check for check in found if not check.ok] == []
-    names = [check.name for check in found]
+    results = list(verify_deployed(SPECS[name](), ("cpu",)))
+    assert [check for check in results if not check.ok] == []
+    names = [check.name for check in results]
     assert names[:3] == ["fx score, deployed", "score against float64, deployed", "cached equals uncached, deployed"]
     assert sum(name.startswith("kernel int8_linear") for name in names) > 1
-    assert any(check.name.startswith("kernel int8_lstm_step") for check in found) is name.startswith("lstm")
+    assert any(check.name.startswith("kernel int8_lstm_step") for check in results) is name.startswith("lstm")
 
 
 @pytest.mark.parametrize(("model", "seed"), [(LSTM, 3), (BLOCKS, 3)], ids=["lstm", "blocks"])
 def test_a_tie_in_one_sample_is_no_fault(model: Any, seed: int) -> None:
     """With this seed a value of one sample is within 1e-5 of the middle of two codes and rounds differently in f32."""
-    found = list(verify_deployed(spec_of(data_of(model)), ("cpu",), seed))
-    assert [check for check in found if not check.ok] == []
+    results = list(verify_deployed(spec_of(data_of(model)), ("cpu",), seed))
+    assert [check for check in results if not check.ok] == []
 
 
 def test_tolerance() -> None:
@@ -58,9 +58,9 @@ def test_tolerance() -> None:
 
 
 def test_a_target_of_another_machine_is_traced() -> None:
-    found = list(verify_deployed(spec_of(data_of(LSTM, targets=["sm86"])), ("sm86",)))
-    assert found[0].ok is True and found[0].name == "fx score, deployed"
-    assert torch.cuda.is_available() or [check.ok for check in found[1:]] == [None]
+    results = list(verify_deployed(spec_of(data_of(LSTM, targets=["sm86"])), ("sm86",)))
+    assert results[0].ok is True and results[0].name == "fx score, deployed"
+    assert torch.cuda.is_available() or [check.ok for check in results[1:]] == [None]
 
 
 def test_a_model_that_deploys_what_it_trains_has_no_checks() -> None:
@@ -75,11 +75,15 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> dict[str,
     def values(spec: Spec, loaded: Any, weights: Any) -> Iterator[Any]:
         exact = checks.reference.run
         buffer = dict(loaded.model.named_buffers())[name]
-        kept = buffer.clone()
+        unchanged = buffer.clone()
         change(buffer)
 
         def run(programs: Any, program: str, given: Any, params: Any) -> Any:
-            whole = {**params, name: kept.double() if kept.is_floating_point() else kept} if name in params else params
+            whole = (
+                {**params, name: unchanged.double() if unchanged.is_floating_point() else unchanged}
+                if name in params
+                else params
+            )
             return exact(programs, program, given, whole)
 
         with monkeypatch.context() as patch:
@@ -100,25 +104,25 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> dict[str,
     ],
 )
 def test_a_wrong_constant_is_found(name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = broken(monkeypatch, name, change)
-    assert found["score against float64, deployed"] is False and found["cached equals uncached, deployed"] is False
+    result = broken(monkeypatch, name, change)
+    assert result["score against float64, deployed"] is False and result["cached equals uncached, deployed"] is False
 
 
 @pytest.mark.parametrize("kernel", ["int8_linear", "int8_lstm_step"])
 def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = checks.vars if hasattr(checks, "vars") else vars
 
-    def spoiled(found: Any) -> Any:
-        return tuple(map(spoiled, found)) if isinstance(found, tuple) else found * 1.01
+    def spoiled(outputs: Any) -> Any:
+        return tuple(map(spoiled, outputs)) if isinstance(outputs, tuple) else outputs * 1.01
 
     def wrong(module: Any) -> dict[str, Any]:
-        own = dict(real(module))
-        for name, function in own.items():
+        functions = dict(real(module))
+        for name, function in functions.items():
             if name.startswith(kernel) and callable(function):
-                own[name] = lambda *given, function=function: spoiled(function(*given))
-        return own
+                functions[name] = lambda *given, function=function: spoiled(function(*given))
+        return functions
 
     monkeypatch.setattr(checks, "vars", wrong, raising=False)
-    found = {check.name: check.ok for check in verify_deployed(spec_of(data_of(LSTM)), ("cpu",))}
-    assert any(ok is False for name, ok in found.items() if name.startswith(f"kernel {kernel}"))
-    assert all(ok for name, ok in found.items() if name.startswith("kernel ") and kernel not in name)
+    results = {check.name: check.ok for check in verify_deployed(spec_of(data_of(LSTM)), ("cpu",))}
+    assert any(ok is False for name, ok in results.items() if name.startswith(f"kernel {kernel}"))
+    assert all(ok for name, ok in results.items() if name.startswith("kernel ") and kernel not in name)

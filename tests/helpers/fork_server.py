@@ -1,0 +1,107 @@
+"""Processes that begin with what takes seconds to import: a Python that has imported it forks one for each command.
+
+Such a process is killed, and ends, as any other. Its environment and folder are those of the command; only variables
+that are read while modules are imported have to be set for the server.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+# In the child nothing of the server is left but its modules: `code` runs as at the start of an interpreter.
+SERVER = """
+import json, os, sys
+exec(sys.argv[1])
+for line in sys.stdin:
+    request = json.loads(line)
+    if "pid" in request:
+        pid, status = os.waitpid(request["pid"], os.WNOHANG if request["poll"] else 0)
+        print(os.waitstatus_to_exitcode(status) if pid else "null", flush=True)
+    elif pid := os.fork():
+        print(pid, flush=True)
+    else:
+        break
+else:
+    sys.exit()
+for number, path in enumerate((os.devnull, request["stdout"], request["stderr"])):
+    file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if number else 0), 0o600)
+    os.dup2(file, number)
+    os.close(file)
+sys.stdin = open(0, closefd=False)
+os.chdir(request["folder"])
+os.environ.clear()
+os.environ.update(request["environment"])
+sys.argv[:] = ["-c", *request["words"]]
+code = request["code"]
+del json, line, request, number, path, file
+exec(code)
+"""
+
+
+class Forked:
+    """A process that a server has forked, with the part of the interface of `subprocess.Popen` that tests use."""
+
+    def __init__(self, server: "ForkServer", pid: int, stdout: Path, stderr: Path) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self._server = server
+        self._code: int | None = None
+
+    def poll(self, wait: bool = False) -> int | None:
+        if self._code is None:
+            self._code = self._server.request({"pid": self.pid, "poll": not wait})
+        return self._code
+
+    def wait(self) -> int:
+        code = self.poll(wait=True)
+        assert code is not None
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkServer:
+    """A Python that has run `preload`, and forks."""
+
+    def __init__(self, preload: str, flags: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, *flags, "-c", SERVER, preload]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
+
+    def request(self, data: Mapping[str, object]) -> int | None:
+        self._process.stdin.write(json.dumps(data) + "\n")
+        self._process.stdin.flush()
+        result: int | None = json.loads(self._process.stdout.readline())
+        return result
+
+    def start(
+        self,
+        code: str,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        stderr: Path,
+        stdout: Path = Path(os.devnull),
+        folder: Path | None = None,
+    ) -> Forked:
+        """Starts a process that runs `code`.
+
+        Args:
+            code: Python source.
+            words: `sys.argv` behind its first entry.
+            environment: all environment variables of the process.
+            stderr: the file that its errors replace.
+            stdout: the file that its output replaces.
+            folder: its working directory; by default that of this process.
+        """
+        where = {"stdout": str(stdout), "stderr": str(stderr), "folder": str(folder or Path.cwd())}
+        pid = self.request({"code": code, "words": [*words], "environment": {**environment}, **where})
+        assert pid is not None
+        return Forked(self, pid, stdout, stderr)
+
+    def close(self) -> None:
+        self._process.communicate()

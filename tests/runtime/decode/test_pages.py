@@ -1,0 +1,158 @@
+"""Caches in pages: the same logits as the whole text, for texts of different lengths that join and leave."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_samples import make_run, small_spec, write_text
+from tiny_models import ATTENTION, MLP, Pair, float64, pair, tiny
+
+from specc.cli import app
+from specc.compiler import pipeline
+from specc.compiler.architectures.decoder import PagedCache
+from specc.compiler.programs import reference
+from specc.compiler.programs.cost import cached_numbers
+from specc.compiler.spec.check import load
+from specc.runtime.decode.pages import PagedDecoder, PagedTexts, in_pages, pages_for, sample_texts
+from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
+from specc.runtime.errors import RunFailure
+from specc.runtime.generate import generate, generate_many
+from specc.runtime.hugging_face.recognizing import recognized
+from specc.runtime.model.load import replace_fuse
+from specc.runtime.open_model import open_model
+from specc.runtime.verify import verify as checks
+
+CPU = torch.device("cpu")
+PAGE = 4
+CASES: dict[str, dict[str, Any]] = {
+    "grouped heads, rope, window": {
+        "layers": ({**ATTENTION, "kv_heads": 1, "rope": {}, "mask": "j <= i and i - j < 5"}, MLP)
+    },
+    "score, sinks, positions": {
+        "layers": ({**ATTENTION, "score": "s - slope(h) * (i - j)", "sinks": True, "exclude": {}}, MLP),
+        "embed": [{"kind": "token"}, {"kind": "positions"}],
+    },
+    "latent": {"layers": ({"kind": "latent", "heads": 2, "kv_rank": 5, "rope_dim": 4}, MLP)},
+}
+
+
+def sample(case: dict[str, Any], folder: Path, paged: bool = True) -> Pair:
+    spec = tiny(fuse=(), **case, **({"cache": {"page": PAGE}} if paged else {}))
+    return pair(spec, folder / ("pages" if paged else "rows"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pages_have_the_logits_of_the_whole_text(name: str, tmp_path: Path) -> None:
+    with float64(), torch.no_grad():
+        tested = sample(CASES[name], tmp_path)
+        ids, _ = tested.batch()
+        every = [tested.model.score(ids, torch.full_like(ids, token)) for token in range(11)]
+        want = -torch.stack(every, -1)
+        decoder = PagedDecoder(tested.model, 12, PAGE, 6, CPU)
+        for layer in decoder._cache:
+            for pages in layer:
+                pages.fill_(1e6)  # positions that are not written yet must not be read
+        lengths = {0: 5, 1: 2}
+        for row, length in lengths.items():
+            logits = decoder.join({row: ids[row, :length].tolist()}, 12)
+            torch.testing.assert_close(logits.log_softmax(-1)[0], want[row, length - 1], rtol=1e-10, atol=1e-10)
+        while lengths:
+            logits = decoder.append({row: int(ids[row, length]) for row, length in lengths.items()}).log_softmax(-1)
+            for (row, length), result in zip(list(lengths.items()), logits, strict=True):
+                torch.testing.assert_close(result, want[row, length], rtol=1e-10, atol=1e-10)
+                lengths[row] += 1
+                if lengths[row] == 12:
+                    decoder.leave(row)
+                    del lengths[row]
+        assert sorted(decoder._free) == list(range(6))
+
+
+def test_the_step_of_pages_equals_its_reference(tmp_path: Path) -> None:
+    with float64(), torch.no_grad():
+        tested = sample(CASES["grouped heads, rope, window"], tmp_path)
+        generator = torch.Generator().manual_seed(1)
+        cache = [tuple(torch.randn(t.shape, generator=generator) for t in layer) for layer in tested.model.new_cache(6)]
+        inputs = {"ids": torch.randint(11, (2, 3), generator=generator)}
+        inputs |= {"starts": torch.tensor([4, 0]), "table": torch.tensor([[5, 1], [3, 0]])}
+        names = [f"cache.{i}.attention.{key}" for i in range(len(cache)) for key in ("k", "v")]
+        flat = dict(zip(names, [t.clone() for layer in cache for t in layer], strict=True))
+        plain = pipeline.lower(replace_fuse(tested.spec), "cpu")
+        want = reference.run(plain, "step", {**inputs, **flat}, tested.params)
+        torch.testing.assert_close(
+            tested.model.step(*inputs.values(), cache), want.pop("logits"), rtol=1e-11, atol=1e-11
+        )
+        written = dict(zip(names, [t for layer in cache for t in layer], strict=True))
+        assert written.keys() == want.keys()
+        for name, pages in want.items():
+            torch.testing.assert_close(written[name], pages, rtol=1e-11, atol=1e-11)
+        assert cached_numbers(plain, 9) == 2 * 2 * 3 * PAGE * 4  # two layers, k and v, three pages, one head of 4
+    assert all(check.ok for check in checks._cache(tested.spec, _loaded(tested, tmp_path)))
+
+
+def _loaded(tested: Pair, folder: Path) -> Any:
+    from specc.runtime.model.load import initialize, instantiate
+
+    loaded = instantiate(tested.spec, "cpu", folder / "checked")
+    initialize(loaded, 0)
+    return loaded
+
+
+def test_texts_that_join_and_leave_are_those_decoded_alone(tmp_path: Path) -> None:
+    case, sampling, generator = CASES["score, sinks, positions"], Sampling(0.7), torch.Generator().manual_seed(3)
+    prompts = [torch.randint(11, (length,), generator=generator).tolist() for length in (1, 7, 3, 12, 2, 5, 4)]
+    with float64(), torch.no_grad():
+        pages, rows = sample(case, tmp_path), sample(case, tmp_path, paged=False)
+        count = pages_for([len(prompt) + 9 for prompt in prompts], PAGE, 12, 3)
+        decoder = PagedDecoder(pages.model, 12, PAGE, count - 1, CPU)  # one page too few: the last text waits
+        texts: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+        ended = []
+        for index, token, ends in sample_texts(decoder, prompts, 11, sampling, range(7), 9, 3, last=10):
+            texts[index].append(token)
+            ended += [index] if ends else []
+        assert sorted(ended) == list(texts) and len(decoder._free) == count - 1
+        for index, prompt in enumerate(prompts):
+            alone = [
+                int(token)
+                for token in sample_tokens(
+                    Decoder(rows.model, 12, CPU), torch.tensor([prompt]), 11, sampling, (index,), 9
+                )
+            ]
+            assert texts[index] == (alone[: alone.index(10) + 1] if 10 in alone else alone)
+        together = [
+            list(map(int, step))
+            for step in sample_tokens(
+                PagedTexts(pages.model, 12, PAGE, CPU, 2), torch.tensor([prompts[5]] * 2), 11, sampling, (5, 8), 9
+            )
+        ]
+        assert [step[0] for step in together][: len(texts[5])] == texts[5]
+        with pytest.raises(RunFailure, match="do not fit into"):
+            decoder.join(dict.fromkeys(range(9), prompts[3]), 12)
+
+
+def test_a_model_with_pages_is_still_one_of_its_family() -> None:
+    text = (Path(__file__).parents[3] / "specs/llama3_1b.yaml").read_text().replace("count: 16", "count: 1")
+    model = load(text)[0].model
+    paged = model.model_copy(update={"cache": PagedCache(page=32)})
+    assert recognized(paged) == recognized(model)
+
+
+def test_a_run_writes_many_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", small_spec(), str(write_text(tmp_path / "data")))
+    prompts = ["a", "the longer prompt", "", "b c"]
+    opened = open_model(run.directory, prepared=in_pages)
+    texts = dict(generate_many(opened, prompts, 12, Sampling(), range(4), batch=2))
+    with pytest.raises(RunFailure, match=r"different lengths: .*documents0.start is another state"):
+        in_pages(tiny(layers=({**ATTENTION, "mask": "j <= i and document(i) == document(j)", "bos": 0}, MLP)))
+    contiguous = open_model(run.directory)
+    assert [texts[i] for i in range(4)] == [
+        generate(contiguous, prompt, 12, seed=i) for i, prompt in enumerate(prompts)
+    ]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts) + "\n")
+    arguments = ["--prompts", str(file), "--max-tokens", "12", "--batch", "2"]
+    assert app.run(["generate", str(run.directory), *arguments]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    assert [line["text"] for line in lines] == [texts[i].decode(errors="replace") for i in range(4)]
