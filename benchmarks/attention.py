@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from specc.compiler.build import kernel_files
 from specc.compiler.expr.mask import bound_mask
 from specc.compiler.expr.score import bound_score
-from specc.compiler.ir.graph import Node, TensorType
+from specc.compiler.ir.graph import Node
+from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.attention.scored import SCORED, SCORED_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.ops.attention import Sdpa
@@ -48,9 +49,9 @@ class Row:
         score = bound_score(self.score, tuple(self.tables.items()), mask, HEADS, T)
         fields = (score, mask, None, tuple(self.tables), False)
         op = ScoredAttentionGrad(*fields) if backward else ScoredAttention(*fields)
-        given = (q, q, k, k, q, TensorType(("B", HEADS, "T"), "f32")) if backward else (q, k, k)
+        inputs = (q, q, k, k, q, TensorType(("B", HEADS, "T"), "f32")) if backward else (q, k, k)
         start = (TensorType(("B", "T"), "i64"),) if op.documents else ()
-        inputs = (*given, *start, *(TensorType(shape, "bf16") for shape in self.tables.values()))
+        inputs = (*inputs, *start, *(TensorType(shape, "bf16") for shape in self.tables.values()))
         node = Node("attention", op, tuple(f"v{i}" for i in range(len(inputs))), op.infer(inputs))
         return Site(node, inputs, TARGETS["sm90"], "attention", "benchmark", T)
 
@@ -116,9 +117,9 @@ def passes(row: Row, values: Sequence[Tensor], dy: Tensor, folder: Path) -> tupl
     kernels: list[Kernel] = [SCORED, SCORED_GRAD]
     attend = op_of(SCORED, sites[0], folder)
     y, lse = attend(*values)
-    given = [list(values), [dy, *values[:3], y, lse, *values[3:]]]
+    inputs = [list(values), [dy, *values[:3], y, lse, *values[3:]]]
     if TILES:
-        kernels = [fastest(*each, folder) for each in zip(kernels, sites, given, strict=True)]
+        kernels = [fastest(*each, folder) for each in zip(kernels, sites, inputs, strict=True)]
     attend, gradient = (op_of(kernel, site, folder) for kernel, site in zip(kernels, sites, strict=True))
 
     def both() -> object:

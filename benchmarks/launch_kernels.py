@@ -59,11 +59,11 @@ def launched(plan: Plan, without: str) -> tuple[Choice, ...]:
 
 def kernel_names(texts: Sequence[str]) -> tuple[str, ...]:
     """What the mangled names of the kernels contain that some sources define."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for text in texts:
-        found |= dict.fromkeys(name for pattern in NAMED for name in pattern.findall(text))
-        found |= dict.fromkeys(CUTLASS[1] if CUTLASS[0] in text else ())
-    return tuple(found)
+        names |= dict.fromkeys(name for pattern in NAMED for name in pattern.findall(text))
+        names |= dict.fromkeys(CUTLASS[1] if CUTLASS[0] in text else ())
+    return tuple(names)
 
 
 def inputs(site: Site, device: str, tiles: int) -> Iterator[list[Tensor]]:
@@ -73,10 +73,10 @@ def inputs(site: Site, device: str, tiles: int) -> Iterator[list[Tensor]]:
     large = many_sizes(site, device, tiles) if tiles else None
     for sizes in (*few, *([large] if large is not None else ())):
         if isinstance(site.node.op, Int8Linear):
-            given = int8_operands(int8_epilogue(site), sizes["B"] * sizes["T"], torch.device("cpu"))
+            values = int8_operands(int8_epilogue(site), sizes["B"] * sizes["T"], torch.device("cpu"))
         else:
-            given = inputs_of(site, sizes, "cpu")
-        yield [value.to(device) for value in given]
+            values = inputs_of(site, sizes, "cpu")
+        yield [value.to(device) for value in values]
 
 
 def command(tool: str, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -91,28 +91,28 @@ def sanitize(tools: Sequence[str], names: Sequence[str], arguments: Sequence[str
         raise SystemExit("no kernel of the plan has machine code of its own: there is nothing to look at")
     # an allocation a tensor, else memcheck does not see what lies behind one
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    told = []
+    endings = []
     for tool in tools:
         print(*command(tool, names, arguments), flush=True)
         done = subprocess.run(command(tool, names, arguments), env=environment, stdout=subprocess.PIPE, text=True)
         print(done.stdout, flush=True)
         said = SUMMARY.findall(done.stdout)
         ended = f"{said[-1] if said else 'no summary'}; the script ends with {done.returncode}"
-        told.append((tool, ended, bool(said) and bool(CLEAN.search(said[-1])) and done.returncode == 0))
-    for tool, ended, _ in told:
+        endings.append((tool, ended, bool(said) and bool(CLEAN.search(said[-1])) and done.returncode == 0))
+    for tool, ended, _ in endings:
         print(f"{tool}: {ended}")
-    return 0 if all(clean for *_, clean in told) else 1
+    return 0 if all(clean for *_, clean in endings) else 1
 
 
-def launch(spec: Spec, plan: Plan, chosen: Sequence[Choice], lock: Lock, asked: argparse.Namespace) -> None:
+def launch(spec: Spec, plan: Plan, chosen: Sequence[Choice], lock: Lock, options: argparse.Namespace) -> None:
     """One kernel after another, each awaited, so that what goes wrong does so below its name."""
     with tempfile.TemporaryDirectory() as folder:
-        loaded = instantiate(spec, asked.target, Path(folder), lock=lock, deployed=asked.deployed)
+        loaded = instantiate(spec, options.target, Path(folder), lock=lock, deployed=options.deployed)
         module, device = vars(sys.modules[type(loaded.model).__module__]), device_of(loaded.target)
         for choice in chosen:
-            for given in inputs(choice.site, device, asked.tiles):
-                print(choice.rendered.module, list(given[0].shape), flush=True)
-                module[plan.called(choice)](*given)
+            for values in inputs(choice.site, device, options.tiles):
+                print(choice.rendered.module, list(values[0].shape), flush=True)
+                module[plan.called(choice)](*values)
                 if device == "cuda":
                     torch.cuda.synchronize()
 
@@ -125,19 +125,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--deployed", action="store_true")
     parser.add_argument("--tiles", type=int, default=TILES)
     parser.add_argument("--sanitize", nargs="*", choices=TOOLS, metavar="TOOL")
-    asked = parser.parse_args(arguments)
-    spec, _ = load(asked.spec)
-    lock = read_lock(lock_path(asked.spec, spec.name))
-    plan = (pipeline.deployed_plan if asked.deployed else partial(pipeline.plan, lock=lock))(spec, asked.target, "")
+    options = parser.parse_args(arguments)
+    spec, _ = load(options.spec)
+    lock = read_lock(lock_path(options.spec, spec.name))
+    plan = (pipeline.deployed_plan if options.deployed else partial(pipeline.plan, lock=lock))(spec, options.target, "")
     if plan is None:
-        raise SystemExit(f"{asked.spec} deploys what it trains: leave --deployed out")
-    chosen = launched(plan, asked.without)
-    if asked.sanitize is None:
-        launch(spec, plan, chosen, lock, asked)
+        raise SystemExit(f"{options.spec} deploys what it trains: leave --deployed out")
+    chosen = launched(plan, options.without)
+    if options.sanitize is None:
+        launch(spec, plan, chosen, lock, options)
         return 0
     texts = [text for choice in chosen for text in kernel_files(choice.rendered, choice.key, "").values()]
-    words = [str(asked.spec), asked.target, "--without", asked.without, "--tiles", str(asked.tiles)]
-    return sanitize(asked.sanitize or TOOLS, kernel_names(texts), words + ["--deployed"] * asked.deployed)
+    words = [str(options.spec), options.target, "--without", options.without, "--tiles", str(options.tiles)]
+    return sanitize(options.sanitize or TOOLS, kernel_names(texts), words + ["--deployed"] * options.deployed)
 
 
 if __name__ == "__main__":
