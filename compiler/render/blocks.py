@@ -249,6 +249,7 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     )
     holders = {path.partition(".")[0] for graph in merged.variants for path, _ in graph.params}
     groups: dict[frozenset[int], list[str]] = {}
+    exclusive: set[tuple[frozenset[int], str]] = set()
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
         graphs = [graph for graph in merged.variants if name in graph.by_name]
         # blocks differ in the nodes that they have, and in the operation or the sizes of a node
@@ -257,14 +258,19 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
             having = uses.having(graph for graph in graphs if form in (None, forms[graph.name]))
             if having != uses.every and name not in groups.get(having, ()):
                 groups.setdefault(having, []).append(name)
+                exclusive |= {(having, name)} if form is None else set()
 
-    def shared(name: str) -> bool:
-        return name.partition(".")[0] in common
+    weighted = {node.name for graph in merged.variants for node in graph.nodes if any(r[0] == "@" for r in node.inputs)}
 
-    for having, names in sorted(groups.items(), key=lambda entry: all(map(shared, entry[1]))):
+    def rank(having: frozenset[int], name: str) -> tuple[bool, bool, bool]:
+        """Ranks names: of a layer that only some blocks have, of a node that other blocks lack, of a node with
+        weights."""
+        return name.partition(".")[0] in common, (having, name) not in exclusive, name not in weighted
+
+    for having, names in sorted(groups.items(), key=lambda entry: min(rank(entry[0], name) for name in entry[1])):
         where = frozenset(i for i, graph in enumerate(merged.variants) if uses.layers[graph.name] <= having)
         if where and where != merged.every and not known & {where, merged.every - where}:
-            path = min(names, key=shared).split(".")
+            path = min(names, key=lambda name: rank(having, name)).split(".")
             options = [path[0]] if path[0] not in common else []
             options += [path[-1], "_".join(path[-2:]), "_".join(path), f"{'_'.join(path)}_layer"]
             used = {*attribute_facts, *LOCALS, *common, *holders, *(name.removeprefix("self.") for name in taken)}
@@ -360,6 +366,8 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
     where: dict[str, str] = {}
     shapes: dict[str, str] = {}
+    # sets of layers are named by what a condition in `forward` says of them, where there is one
+    tests = {name: tables.of(uses.place, at, name.removeprefix("self.")) for name, at in attributes.items()}
     for path in dict.fromkeys(path for graph in uses.functions for path, type in graph.params if not type.storage):
         having = uses.having(graph for graph in uses.functions if path in dict(graph.params))
         if having != uses.every:
@@ -375,6 +383,4 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
             numbers = tuple_text([repr(values[layer]) for layer in sorted(values)])
             text = f"{tables.add(uses.place, f'{scalar.upper()}S', numbers, 'of each block')}[layer]"
         lines.append(f"self.{scalar} = {text}")
-    for name, layers in attributes.items():
-        lines.append(f"{name} = layer in {tables.of(uses.place, layers, name.removeprefix('self.'))}")
-    return tuple(lines)
+    return (*lines, *(f"{name} = layer in {layers}" for name, layers in tests.items()))

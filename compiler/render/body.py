@@ -6,7 +6,7 @@ Names are short, the complexity of a line is limited, and no value is computed t
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, groupby
 
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
@@ -19,7 +19,10 @@ BODY = 112  # the most columns of a line of a method's body
 THOUGHT = 5  # the highest `_cost` of a line, which has at most one product, fused group or kernel
 STATE = ("cache", "state")  # arguments that hold the state of earlier tokens
 SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})
+TEST = re.compile(r"\b(?:if|and|or)\b")  # each stands for one fact that generated code tests
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
+Guarded = tuple[Where, str]  # a line with the variants that run it
+Group = tuple[Where, Sequence[str]]  # lines that the same variants run
 
 
 class Indistinguishable(LookupError):
@@ -104,7 +107,7 @@ class Body:
     unpacks: Sequence[tuple[frozenset[str], str, Where]] = ()
     constants: Mapping[str, str] = field(default_factory=dict)
     regions: "Callable[[Body, Slot], bool]" = lambda body, slot: False
-    guarded: list[tuple[Where, str]] = field(default_factory=list)
+    guarded: list[Guarded] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=lambda: {NONE: NONE})
     held: dict[str, list[str]] = field(default_factory=dict)
     pending: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # text, cost, whether a node is heavy
@@ -129,7 +132,7 @@ class Body:
                 self._add(slot)
         self.position, self.guard = len(self.merged.slots), self.merged.every
         self._unpack([operand for _, operand in self.merged.outputs])
-        self.lines = tuple(self._lines())
+        self.lines = tuple(self._block(self.guarded, self.merged.every))
 
     # Lines
 
@@ -150,26 +153,78 @@ class Body:
             at = at if at == 0 or self.guarded[at - 1][0] == guard else len(self.guarded)
         self.guarded.insert(at, (guard, text))
 
-    def _lines(self) -> Iterator[str]:
-        every = self.merged.every
-        groups = _grouped(self.guarded)
-        while groups:
-            where, group = groups.pop(0)
-            if where == every:
-                yield from group
-                continue
-            other = groups.pop(0)[1] if groups and groups[0][0] == every - where else []
-            condition = self.condition(where)
-            if (joined := self._joined(where, condition, group, other)) is not None:
-                yield from joined
-                continue
-            yield from (f"if {condition}:", *(f"    {text}" for text in group))
-            if other:
-                yield from ("else:", *(f"    {text}" for text in other))
+    def _block(self, lines: Sequence[Guarded], every: Where) -> Iterator[str]:
+        """Yields the text of lines that only the variants `every` reach. Lines of fewer variants are inside `if`
+        statements."""
+        for common, group in groupby(lines, lambda line: line[0] == every):
+            run = list(group)
+            yield from (text for _, text in run) if common else self._branches(run, every)
 
-    def _joined(self, where: Where, condition: str, group: Sequence[str], other: Sequence[str]) -> Sequence[str] | None:
+    def _branches(self, lines: Sequence[Guarded], every: Where) -> Sequence[str]:
+        """Returns the text of guarded lines that tests the fewest facts.
+
+        Lines of equal variants form a group. One statement contains a group, two groups with opposite conditions, or
+        several groups inside the branches of one fact. `best` has the choice for each number of first groups.
+        """
+        groups = _grouped(lines)
+        best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), self.conditions)]
+        for end in range(1, len(groups) + 1):
+            options = []
+            for start in range(end):
+                cost, before, conditions = best[start]
+                for statement in self._statements(groups[start:end], every):
+                    self.conditions = set()
+                    text = tuple(statement)
+                    tests = sum(len(TEST.findall(line)) for line in text)
+                    options.append((cost + tests, (*before, *text), conditions | self.conditions))
+            best.append(min(options, key=lambda option: option[0]))
+        _, text, self.conditions = best[-1]
+        return text
+
+    def _statements(self, groups: Sequence[Group], every: Where) -> Iterator[Iterator[str]]:
+        """Yields the lines of each single statement that contains the groups."""
+        (where, lines), *others = groups
+        if not others:
+            yield self._opposite(where, every, lines, ())
+        elif len(others) == 1 and others[0][0] == every - where:
+            yield self._opposite(where, every, lines, others[0][1])
+        for fact in self.facts if others else ():
+            side = fact.where & every
+            if side and side != every and all(guard <= side or not guard & side for guard, _ in groups):
+                first = every - side if fact.optional and not where <= side else side  # the order of the groups
+                yield self._nested(groups, every, first)
+
+    def _opposite(self, where: Where, every: Where, lines: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+        """Yields a statement of two branches without branches inside."""
+        condition = self.condition(where, every)
+        if others and condition.startswith("not ") and " " not in condition.removeprefix("not "):
+            condition, where, lines, others = condition.removeprefix("not "), every - where, others, lines
+        joined = self._joined(every - where, every, condition, lines, others)
+        yield from _branched(condition, lines, others) if joined is None else joined
+
+    def _nested(self, groups: Sequence[Group], every: Where, side: Where) -> Iterator[str]:
+        """Yields a statement whose branches, for the variants `side` and for the others, contain the groups."""
+        lines = [(where, text) for where, texts in groups for text in texts]
+        branches = [
+            (branch, list(self._block([line for line in lines if line[0] <= branch], branch)))
+            for branch in (side, every - side)
+        ]
+        (branch, first), *rest = [entry for entry in branches if entry[1]]
+        yield from _branched(self.condition(branch, every), first, rest[0][1] if rest else ())
+
+    def _joined(
+        self, others: Where, every: Where, condition: str, group: Sequence[str], other: Sequence[str]
+    ) -> Sequence[str] | None:
         """Returns shorter lines for two lines that assign the same variable under opposite conditions: a conditional
-        expression, or a first line and a conditional addition. Returns None if the lines do not have this form."""
+        expression, or a first line and a conditional addition. Returns None if the lines do not have this form.
+
+        Args:
+            others: the variants of the second line.
+            every: the variants that reach the lines.
+            condition: the condition of the first line.
+            group: the lines under the condition.
+            other: the lines under the opposite condition.
+        """
         if len(group) != 1 or len(other) != 1:
             return None
         (name, equals, value), (same, _, otherwise) = group[0].partition(" = "), other[0].partition(" = ")
@@ -180,11 +235,12 @@ class Body:
         if not otherwise.endswith(f" + {value}") or mentions(otherwise, name):
             return None
         added = f"    {name} = {otherwise.removesuffix(value)}{name}"
-        return group[0], f"if {self.condition(self.merged.every - where)}:", added
+        return group[0], f"if {self.condition(others, every)}:", added
 
-    def condition(self, where: Where) -> str:
-        """Returns Python that is true in the variants `where` and in no others. Raises Indistinguishable if no facts
-        distinguish them."""
+    def condition(self, where: Where, every: Where | None = None) -> str:
+        """Returns Python that is true in the variants `where` and in no others of `every`, by default of all. Raises
+        Indistinguishable if no facts distinguish them."""
+        every = self.merged.every if every is None else every
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         facts = sorted(self.facts, key=lambda fact: fact.name not in STATE and fact.name not in read)
         options = [
@@ -196,7 +252,7 @@ class Body:
             for some in combinations(options, size):
                 names, texts, variants = zip(*some, strict=True)
                 for word, combined in ((" and ", frozenset.intersection), (" or ", frozenset.union)):
-                    if combined(*variants) == where:
+                    if combined(*variants) & every == where:
                         self.conditions |= set(names)
                         return word.join(texts)
         raise Indistinguishable(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
@@ -411,7 +467,16 @@ def constants_of(plan: Plan) -> Mapping[str, str]:
     return {repr(value): name for name, value, _ in plan.programs.constants}
 
 
-def _grouped(lines: Sequence[tuple[Where, str]]) -> list[tuple[Where, list[str]]]:
+def _branched(condition: str, first: Sequence[str], second: Sequence[str]) -> Iterator[str]:
+    """Yields the lines of an `if` statement; without `else` if there is no second branch."""
+    yield from (f"if {condition}:", *(f"    {text}" for text in first))
+    if second and second[0].startswith("if ") and all(text.startswith((" ", "el")) for text in second[1:]):
+        yield from (f"el{second[0]}", *second[1:])
+    elif second:
+        yield from ("else:", *(f"    {text}" for text in second))
+
+
+def _grouped(lines: Sequence[Guarded]) -> Sequence[Group]:
     """Returns the lines grouped by guard.
 
     Lines with the same guard are joined if all lines between them have guards that are disjoint from it. Groups are

@@ -22,13 +22,20 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
     The tables hold the order of the blocks, the blocks that receive an optional input, and the runs whose outputs are
     joined.
     """
+    given: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for loop in loops:
         for name, values in _values(loop).items():
             for key, layers in values:
-                if layers is not None and key == name:
-                    table = tables.add(loop.at, name.upper(), set_text(layers), f"blocks that are given {name}", layers)
-                    tables.arguments[loop.at, key] = table
-                elif layers is not None:
+                if layers is not None and key == name and name not in given.setdefault((loop.at, tuple(layers)), []):
+                    given[loop.at, tuple(layers)].append(name)
+    for (at, layers), names in given.items():
+        comment = f"blocks that are given {', '.join(names)}"
+        table = tables.add(at, names[0].upper(), set_text(layers), comment, layers)
+        tables.arguments |= {(at, name): table for name in names}
+    for loop in loops:
+        for name, values in _values(loop).items():
+            for key, layers in values:
+                if layers is not None and key != name:
                     word = key.partition(" ")[2].partition(":")[0].replace(".", "_")
                     tables.arguments[loop.at, key] = tables.of(loop.at, frozenset(layers), word)
         for name, label, pairs in loop.earlier:

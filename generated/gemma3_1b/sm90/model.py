@@ -30,7 +30,7 @@ from .softmax_nats__v262144 import softmax_nats
 V, D, H, C, G, E = 262144, 1152, 4, 256, 1, 6912
 EMBED_SCALE = math.sqrt(1152)
 ROPE256_1000000 = {5, 11, 17, 23}  # blocks with rope256_1000000
-Y = {0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 24, 25}  # blocks with y
+RING = {0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 12, 13, 14, 15, 16, 18, 19, 20, 21, 22, 24, 25}  # blocks with ring
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
@@ -154,7 +154,7 @@ class Block(nn.Module):
             after_weight=(D,),
         )
         self.mlp = weights(norm_weight=(D,), up=(E, D), gate=(E, D), down=(D, E), after_weight=(D,))
-        self.y = layer in Y
+        self.ring = layer in RING
 
     def forward(self, x, cos, sin, positions=None, cache=None) -> Tensor:
         """x bf16[B, T, D], cos, sin f32[T, 128], positions i64[T] -> bf16[B, T, D]. The cache is of attention_k,
@@ -166,27 +166,22 @@ class Block(nn.Module):
         if cache is not None:
             k = rope(F.rms_norm(k, (C,), 1.0 + self.attention.k_norm_weight, eps=1e-06), cos, sin)
             attention_k, attention_v = cache
+            if not self.ring:
+                attention_k = attention_k.index_copy_(1, positions, k)
+                attention_v = attention_v.index_copy_(1, positions, v)
+            q = rope(F.rms_norm(q, (C,), 1.0 + self.attention.q_norm_weight, eps=1e-06), cos, sin)
+            if self.ring:
+                attention_k_ring = torch.cat((attention_k, k), 1)
+                attention_v_ring = torch.cat((attention_v, v), 1)
+                write_ring(attention_k, k, positions, 0, 512)
+                write_ring(attention_v, v, positions, 0, 512)
+                y = attend_cached_d_lt_512(q, attention_k_ring, attention_v_ring, positions)
+            else:
+                y = attend_cached(q, attention_k, attention_v, positions)
         else:
             q = FusedQ.apply(self.attention.q_norm_weight, q, cos, sin)
-        if cache is not None and not self.y:
-            attention_k = attention_k.index_copy_(1, positions, k)
-            attention_v = attention_v.index_copy_(1, positions, v)
-        if cache is not None:
-            q = rope(F.rms_norm(q, (C,), 1.0 + self.attention.q_norm_weight, eps=1e-06), cos, sin)
-        else:
             k = FusedK.apply(self.attention.k_norm_weight, k, cos, sin)
-        if cache is not None and self.y:
-            attention_k_ring = torch.cat((attention_k, k), 1)
-            attention_v_ring = torch.cat((attention_v, v), 1)
-            write_ring(attention_k, k, positions, 0, 512)
-            write_ring(attention_v, v, positions, 0, 512)
-            y = attend_cached_d_lt_512(q, attention_k_ring, attention_v_ring, positions)
-        if cache is not None and not self.y:
-            y = attend_cached(q, attention_k, attention_v, positions)
-        if cache is None and self.y:
-            y = FusedAttention.apply(q, k, v)
-        if cache is None and not self.y:
-            y = FusedAttentionY.apply(q, k, v)
+            y = FusedAttention.apply(q, k, v) if self.ring else FusedAttentionY.apply(q, k, v)
         normed = F.rms_norm(
             F.linear(y.flatten(-2), self.attention.out), (D,), 1.0 + self.attention.after_weight, eps=1e-06
         )

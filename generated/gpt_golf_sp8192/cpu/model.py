@@ -152,10 +152,7 @@ class Block(nn.Module):
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
             down = F.linear(act, self.mlp.down)
-        if not self.write:
-            x = x + self.mlp.residual * down
-        else:
-            x = x + self.attention.residual * out + self.mlp.residual * down
+        x = x + self.attention.residual * out + self.mlp.residual * down if self.write else x + self.mlp.residual * down
         return x
 
 

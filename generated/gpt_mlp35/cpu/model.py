@@ -25,8 +25,7 @@ from .softmax_nats_tanh__v1024 import softmax_nats_tanh
 
 V, D, BUCKETS, BIGRAM, H, C, G, E = 1024, 512, 3072, 112, 8, 64, 4, 1792
 ROPE_BASE = 10000 * (2048 / 1024) ** (16 / 14)
-ATTENTION_VALUES_PROJECT = {9, 10}  # blocks that are given attention_values_project
-ATTENTION_VALUES_SCALE = {9, 10}  # blocks that are given attention_values_scale
+ATTENTION_VALUES_PROJECT = {9, 10}  # blocks that are given attention_values_project, attention_values_scale
 SKIPS = {5: 4, 6: 3, 7: 2, 8: 1, 9: 0}  # block -> the earlier block whose output it also reads
 
 
@@ -254,7 +253,7 @@ class Model(nn.Module):
         outputs: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             attention_values_project = project if i in ATTENTION_VALUES_PROJECT else None
-            attention_values_scale = self.attention_values.scale if i in ATTENTION_VALUES_SCALE else None
+            attention_values_scale = self.attention_values.scale if i in ATTENTION_VALUES_PROJECT else None
             skip = outputs[SKIPS[i]] if i in SKIPS else None
             x = block(
                 x,

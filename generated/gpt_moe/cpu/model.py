@@ -27,8 +27,7 @@ from .softmax_nats__v50257 import softmax_nats
 V, D, H, C, E, W, N, K = 50257, 768, 12, 64, 3072, 1024, 8, 2
 MOE_SHARED_E = 1024
 ATTENTION_RESIDUAL = 1 / math.sqrt(2 * 12)
-UP_0 = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}  # blocks with up_0
-DOWN = {0}  # blocks with down
+ROUTER = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}  # blocks with router
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
@@ -226,14 +225,14 @@ class Block(nn.Module):
         super().__init__()
         self.attention = weights(q=(H * C, D), k=(H * C, D), v=(H * C, D), out=(D, H * C))
         self.moe = weights(
-            router=(N, D) if layer in UP_0 else None,
-            router_bias=(N,) if layer in UP_0 else None,
-            up=(N, W, D) if layer in UP_0 else (E, D),
-            down=(N, D, W) if layer in UP_0 else (D, E),
+            router=(N, D) if layer in ROUTER else None,
+            router_bias=(N,) if layer in ROUTER else None,
+            up=(N, W, D) if layer in ROUTER else (E, D),
+            down=(N, D, W) if layer in ROUTER else (D, E),
         )
-        if layer in UP_0:
+        if layer in ROUTER:
             self.moe.shared = weights(up=(MOE_SHARED_E, D), down=(D, MOE_SHARED_E))
-        self.down = layer in DOWN
+        self.router = layer in ROUTER
 
     def forward(self, x, cos, sin, moe_sequence_balance_weight=None, positions=None, cache=None) -> Tensor:
         """x f32[B, T, D], cos, sin f32[T, 32], moe_sequence_balance_weight f32[], positions i64[T] -> f32[B, T, D]. The
@@ -254,34 +253,35 @@ class Block(nn.Module):
             y = attend_cached(rope(q, cos, sin), attention_k, attention_v, positions)
         x = x + ATTENTION_RESIDUAL * F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
-        if not self.down:
+        if self.router:
             scores = torch.sigmoid(F.linear(h, self.moe.router))
             experts = top_experts(scores + self.moe.router_bias, K)
             moe_weights = scores.gather(-1, experts)
             moe_weights_normalized = moe_weights / moe_weights.sum(-1, keepdim=True)
             order, place, ends = sort_by_expert(experts, N)
             act = F.gelu(grouped_linear(dispatch(h, order, place), self.moe.up, ends))
-        if cache is not None and self.down:
+            if cache is None:
+                if moe_sequence_balance_weight is not None:
+                    load = expert_load(experts, N)
+                    moe_weights_normalized = attach_load(moe_weights_normalized, self.moe.router_bias, load)
+                shared = FusedShared.apply(h.flatten(0, -2), self.moe.shared.up, self.moe.shared.down).unflatten(
+                    0, h.shape[:-1]
+                )
+            else:
+                shared = F.gelu(F.linear(h, self.moe.shared.up))
+                shared = F.linear(shared, self.moe.shared.down)
+            down = combine(grouped_linear(act, self.moe.down, ends), moe_weights_normalized, order, place) + shared
+            if moe_sequence_balance_weight is not None:
+                down = attach_loss(
+                    down,
+                    sequence_balance_loss(scores / scores.sum(-1, keepdim=True), load),
+                    moe_sequence_balance_weight,
+                )
+        elif cache is None:
+            down = FusedMoe.apply(h.flatten(0, -2), self.moe.up, self.moe.down).unflatten(0, h.shape[:-1])
+        else:
             act = F.gelu(F.linear(h, self.moe.up))
             down = F.linear(act, self.moe.down)
-        if moe_sequence_balance_weight is not None and not self.down:
-            load = expert_load(experts, N)
-            moe_weights_normalized = attach_load(moe_weights_normalized, self.moe.router_bias, load)
-        if cache is not None and not self.down:
-            shared = F.gelu(F.linear(h, self.moe.shared.up))
-            shared = F.linear(shared, self.moe.shared.down)
-        if cache is None and not self.down:
-            shared = FusedShared.apply(h.flatten(0, -2), self.moe.shared.up, self.moe.shared.down).unflatten(
-                0, h.shape[:-1]
-            )
-        if not self.down:
-            down = combine(grouped_linear(act, self.moe.down, ends), moe_weights_normalized, order, place) + shared
-        if cache is None and self.down:
-            down = FusedMoe.apply(h.flatten(0, -2), self.moe.up, self.moe.down).unflatten(0, h.shape[:-1])
-        if moe_sequence_balance_weight is not None and not self.down:
-            down = attach_loss(
-                down, sequence_balance_loss(scores / scores.sum(-1, keepdim=True), load), moe_sequence_balance_weight
-            )
         return x + down
 
 

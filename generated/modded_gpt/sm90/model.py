@@ -18,23 +18,16 @@ from .softmax_loss_sigmoid_add__v50304 import softmax_loss_sigmoid_add
 from .softmax_nats_sigmoid_add__v50304 import softmax_nats_sigmoid_add
 
 V, D, H, C, E = 50304, 768, 6, 128, 3072
-COS = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given cos
-SIN = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given sin
-STARTS = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given starts
-GATE_SCALE = {0, 1, 2, 3}  # blocks that are given gate_scale
-PRE = {0, 1, 2, 3}  # blocks that are given pre
-X0 = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given x0
+COS = {0, 1, 2, 3, 4, 5, 7, 8, 9, 10}  # blocks that are given cos, sin, starts, x0
+GATE_SCALE = {0, 1, 2, 3}  # blocks that are given gate_scale, pre
 IDS = {1, 2, 8, 9, 10}  # blocks that are given ids
 SKIPS = {6: 3, 8: 7, 9: 7, 10: 7}  # block -> the earlier block whose output it also reads
 HEADS = {3}  # blocks with heads
+RING = {0, 1, 2, 4, 5, 7, 8, 9}  # blocks with ring
+MLP_X = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}  # blocks with mlp_x
 SKIP = {6}  # blocks with skip
 BACK = {10}  # blocks with back
-WIRED = {0, 3, 4, 5, 7}  # blocks with wired
-Y = {0, 1, 2, 4, 5, 7, 8, 9}  # blocks with y
-ATTENTION_Y = {3, 10}  # blocks with attention_y
-Y_WIRED = {0, 1, 2, 4, 5, 7, 8, 9, 10}  # blocks with y_wired
-X = {4, 5, 7, 8, 9, 10}  # blocks with x
-MLP_X = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}  # blocks with mlp_x
+CACHE = {3, 10}  # blocks with cache
 
 
 def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
@@ -130,12 +123,8 @@ class Block(nn.Module):
             inject=(1,) if layer in COS else None,
         )
         self.mlp = weights(up=(E, D), down=(D, E), carry=(1,), post=(1,), back=(1,) if layer in BACK else None)
-        self.wired = layer in WIRED
-        self.y = layer in Y
-        self.attention_y = layer in ATTENTION_Y
-        self.y_wired = layer in Y_WIRED
-        self.attention_y_wired = layer in HEADS
-        self.x = layer in X
+        self.heads = layer in HEADS
+        self.ring = layer in RING
         self.mlp_x = layer in MLP_X
 
     def forward(
@@ -155,58 +144,60 @@ class Block(nn.Module):
         """x, x0, skip bf16[B, T, D], cos, sin f32[T, 32], starts, ids i64[B, T], gate_scale bf16[1], pre bf16[B, T,
         64], positions i64[T] -> bf16[B, T, D]. The cache is of attention_k, attention_v bf16[B, 769, H, C], updated in
         place."""
-        if skip is None:
-            read_x = x
-        if cos is None:
-            x = x + torch.sigmoid(self.skip) * skip
-        if skip is not None and cos is not None:
-            read_x = skip
         if cos is not None:
+            read_x = x if skip is None else skip
             h = F.rms_norm(read_x, (D,), eps=1e-06)
             k = rope_neighbors(
                 F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin
             )
-        if ids is not None:
-            table = F.embedding(ids, self.attention.table)
-        if cos is not None:
+            if ids is not None:
+                table = F.embedding(ids, self.attention.table)
             v = F.linear(h, self.attention.v).unflatten(-1, (H, C))
             q = rope_neighbors(
                 F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin
             )
-        if self.wired:
-            v = self.attention.share * v
-        if ids is not None:
-            open = F.linear(h[..., :6], self.attention.open).unflatten(-1, (H, 1))
-            own = F.linear(table[..., :6], self.attention.own).unflatten(-1, (H, 1))
-            v = self.attention.share * v + 2.0 * torch.sigmoid(open + own) * table.unflatten(-1, (H, 128))
-        if cache is not None and cos is not None:
-            attention_k, attention_v = cache
-        if cache is None and self.attention_y:
-            y = attend_d_le_1664_and_document_scale_0p1(q, k, v, starts)
-        if cache is not None and self.y:
-            attention_k_ring = torch.cat((attention_k, k), 1)
-            attention_v_ring = torch.cat((attention_v, v), 1)
-            write_ring(attention_k, k, positions, 0, 769)
-            write_ring(attention_v, v, positions, 0, 769)
-            y = attend_cached_d_le_768_and_document_scale_0p1(q, attention_k_ring, attention_v_ring, positions, starts)
-        if cache is not None and self.attention_y:
-            attention_k = attention_k.index_copy_(1, positions, k)
-            attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached_d_le_1664_and_document_scale_0p1(q, attention_k, attention_v, positions, starts)
-        if cache is None and self.y:
-            y = attend_d_le_768_and_document_scale_0p1(q, k, v, starts)
-        if self.attention_y_wired:
-            heads = F.linear(F.gelu(pre), self.attention.heads).unflatten(-1, (H, 1))
-            y = self.attention.out_share * y * gate_scale * (heads + self.attention.start.unflatten(-1, (H, 1)))
-        if self.y_wired:
-            y = self.attention.out_share * y
-        if cos is not None:
+            if ids is None:
+                v = self.attention.share * v
+            else:
+                open = F.linear(h[..., :6], self.attention.open).unflatten(-1, (H, 1))
+                own = F.linear(table[..., :6], self.attention.own).unflatten(-1, (H, 1))
+                v = self.attention.share * v + 2.0 * torch.sigmoid(open + own) * table.unflatten(-1, (H, 128))
+            if cache is None:
+                if self.ring:
+                    y = attend_d_le_768_and_document_scale_0p1(q, k, v, starts)
+                else:
+                    y = attend_d_le_1664_and_document_scale_0p1(q, k, v, starts)
+            else:
+                attention_k, attention_v = cache
+                if self.ring:
+                    attention_k_ring = torch.cat((attention_k, k), 1)
+                    attention_v_ring = torch.cat((attention_v, v), 1)
+                    write_ring(attention_k, k, positions, 0, 769)
+                    write_ring(attention_v, v, positions, 0, 769)
+                    y = attend_cached_d_le_768_and_document_scale_0p1(
+                        q, attention_k_ring, attention_v_ring, positions, starts
+                    )
+                else:
+                    attention_k = attention_k.index_copy_(1, positions, k)
+                    attention_v = attention_v.index_copy_(1, positions, v)
+                    y = attend_cached_d_le_1664_and_document_scale_0p1(q, attention_k, attention_v, positions, starts)
+            if self.heads:
+                heads = F.linear(F.gelu(pre), self.attention.heads).unflatten(-1, (H, 1))
+                y = self.attention.out_share * y * gate_scale * (heads + self.attention.start.unflatten(-1, (H, 1)))
+            else:
+                y = self.attention.out_share * y
             out = F.linear(y.flatten(-2), self.attention.out)
-        if gate_scale is not None:
-            gate = F.linear(F.gelu(pre), self.attention.gate)
-            x = self.attention.carry * x + self.attention.post * out + gate_scale * (gate + self.attention.inject) * x0
-        if self.x:
-            x = self.attention.carry * x + self.attention.post * out + self.attention.inject * x0
+            if gate_scale is not None:
+                gate = F.linear(F.gelu(pre), self.attention.gate)
+                x = (
+                    self.attention.carry * x
+                    + self.attention.post * out
+                    + gate_scale * (gate + self.attention.inject) * x0
+                )
+            else:
+                x = self.attention.carry * x + self.attention.post * out + self.attention.inject * x0
+        else:
+            x = x + torch.sigmoid(self.skip) * skip
         h = F.rms_norm(x, (D,), eps=1e-06)
         if cache is None:
             down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
@@ -269,11 +260,11 @@ class Model(nn.Module):
         outputs: list[Tensor] = []
         for i, block in enumerate(self.blocks):
             own_cos = cos if i in COS else None
-            own_sin = sin if i in SIN else None
-            own_starts = starts if i in STARTS else None
+            own_sin = sin if i in COS else None
+            own_starts = starts if i in COS else None
             gate_scale = self.gate_scale if i in GATE_SCALE else None
-            own_pre = pre if i in PRE else None
-            own_x0 = x0 if i in X0 else None
+            own_pre = pre if i in GATE_SCALE else None
+            own_x0 = x0 if i in COS else None
             own_ids = ids if i in IDS else None
             skip = outputs[SKIPS[i]] if i in SKIPS else None
             x = block(
@@ -297,7 +288,7 @@ class Model(nn.Module):
         new = self.embed.token.new_zeros
         cache: list[tuple[Tensor, ...]] = [(new(rows, 1, D), new(rows, 1, dtype=torch.int64))]
         for layer in range(11):
-            if layer in ATTENTION_Y:
+            if layer in CACHE:
                 cache.append((new(rows, positions, H, C), new(rows, positions, H, C)))
             elif layer in SKIP:
                 cache.append(())

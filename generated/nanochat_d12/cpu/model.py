@@ -24,7 +24,7 @@ from .softmax_nats_tanh__v32768 import softmax_nats_tanh
 V, D, H, C, E = 32768, 768, 6, 128, 3072
 IDS = {1, 3, 5, 7, 9, 11}  # blocks that are given ids
 SKIPS = {11: 6}  # block -> the earlier block whose output it also reads
-Y = {0, 1, 2, 4, 5, 6, 8, 9, 10}  # blocks with y
+RING = {0, 1, 2, 4, 5, 6, 8, 9, 10}  # blocks with ring
 CACHE = {3, 7, 11}  # blocks with cache
 
 
@@ -139,7 +139,7 @@ class Block(nn.Module):
             out=(D, H * C),
         )
         self.mlp = weights(up=(E, D), down=(D, E), back=(1,) if layer in SKIPS else None)
-        self.y = layer in Y
+        self.ring = layer in RING
 
     def forward(self, x, x0, cos, sin, ids=None, skip=None, positions=None, cache=None) -> Tensor:
         """x, x0, skip f32[B, T, D], cos, sin f32[T, 64], ids i64[B, T], positions i64[T] -> f32[B, T, D]. The cache is
@@ -152,27 +152,23 @@ class Block(nn.Module):
         if cache is not None:
             k = F.rms_norm(rope(k, cos, sin), (C,), eps=1e-06)
             attention_k, attention_v = cache
+            if self.ring:
+                attention_k_ring = torch.cat((attention_k, k), 1)
+                write_ring(attention_k, k, positions, 0, 513)
+            q = F.rms_norm(rope(q, cos, sin), (C,), eps=1e-06)
         else:
             q = FusedRopeNorm.apply(q, cos, sin)
-        if cache is not None and self.y:
-            attention_k_ring = torch.cat((attention_k, k), 1)
-            write_ring(attention_k, k, positions, 0, 513)
-        if cache is None:
             k = FusedRopeNorm.apply(k, cos, sin)
-        else:
-            q = F.rms_norm(rope(q, cos, sin), (C,), eps=1e-06)
         if ids is not None:
             open = F.linear(h[..., :12], self.attention.open).unflatten(-1, (H, 1))
             v = v + 3.0 * torch.sigmoid(open) * F.embedding(ids, self.attention.table).unflatten(-1, (H, 128))
-        if cache is None and self.y:
-            y = FusedAttention.apply(q, k, v)
-        if cache is None and not self.y:
-            y = FusedAttentionY.apply(q, k, v)
-        if cache is not None and self.y:
+        if cache is None:
+            y = FusedAttention.apply(q, k, v) if self.ring else FusedAttentionY.apply(q, k, v)
+        elif self.ring:
             attention_v_ring = torch.cat((attention_v, v), 1)
             write_ring(attention_v, v, positions, 0, 513)
             y = attend_cached_d_le_512_scale_0p127279(q, attention_k_ring, attention_v_ring, positions)
-        if cache is not None and not self.y:
+        else:
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
             y = attend_cached_scale_0p127279(q, attention_k, attention_v, positions)
