@@ -19,7 +19,7 @@ class Circuit:
     """Parts that run in order, and the expressions between them.
 
     Attributes:
-        learn: the learned values that are of no part, by name.
+        learn: the learned values outside of parts, by name.
         read: the streams before the parts.
         layers: the parts.
         write: the streams after the parts.

@@ -168,7 +168,7 @@ class ScoreAndMask(Layer):
 
     @property
     def read_as_tables(self) -> tuple[str, ...]:
-        """The learned values that are no tables, but whose elements the score reads."""
+        """The learned values whose elements the score reads although they are not tables."""
         return tuple(n for n in self.learn if n not in self.tables and re.search(rf"\b{n}\s*\[", self.score))
 
     @property

@@ -120,7 +120,7 @@ def column_of(text: str, part: Expr) -> int:
     reader = _Reader(None, DEEPEST, LARGEST_EXPONENT)
     columns = []
     for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
-        with suppress(ExprError):  # a comparison is no expression
+        with suppress(ExprError):  # a comparison is not an expression
             if isinstance(node, ast.expr) and reader.read(node, 1)[0] == part:
                 columns.append(_column(node))
     return min(columns, default=0)

@@ -72,7 +72,7 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     Raises:
         NoFamily: no family of Transformers has the model of the run (exit code 2).
         ExportFolderError: the place is not free (2).
-        RunDirectoryError: `path` is no run (2).
+        RunDirectoryError: `path` is not a run (2).
         EnvironmentFailure: the folder cannot be written (3).
         RunFailure: the run has no checkpoint (4).
         IntegrityError: the run is damaged, or the data read back differ (5).
