@@ -31,7 +31,7 @@ def command(spec: Path, name: str, program: str | None, target: str | None) -> N
     except LoweringError as error:
         raise SpecError(to_diagnostics(error.problems, source), source.texts) from None
     except ValueError as error:
-        raise click.UsageError(f"{name} is no pass of this model: {error}") from None
+        raise click.UsageError(f"{name} is not a pass of this model: {error}") from None
     if program is not None and program not in [graph.name for graph in programs.graphs]:
         raise click.UsageError(f"no graph is named {program}; there are {', '.join(g.name for g in programs.graphs)}")
     click.echo(graphs_text(programs, program))

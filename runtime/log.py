@@ -47,7 +47,7 @@ Progress = Callable[[Step, float], None]  # shows a step, and the completed frac
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
-    The field `event` of an object says what happened. It is one of: start, step, validation, experts, reached,
+    The field `event` of an object is one of: start, step, validation, experts, reached,
     checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
     """
 

@@ -36,7 +36,7 @@ from specc.runtime.model.protocols import GeneratedLines, GeneratedText, line_mo
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.quantized_run import quantized_artifact
-from specc.runtime.storage.run_directory import KEPT, Run, require_path
+from specc.runtime.storage.run_directory import FILES, Run, require_path
 from specc.runtime.support.native import compile_ahead
 
 Say = Callable[[str], None]
@@ -139,7 +139,7 @@ def open_model(
         run = replace(run, spec=prepared(run.spec))
         return replace(opened_run(run, weights, target, device, search), step=step)
     require_path(path)
-    places = (path.parent.parent / KEPT, *search, path.parent)  # the first exists if the artifact is still in its run
+    places = (path.parent.parent / FILES, *search, path.parent)  # the first exists if the artifact is still in its run
     return _open_artifact(path, target, device, places, say, None, prepared)
 
 

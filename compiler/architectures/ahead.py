@@ -1,4 +1,4 @@
-"""Modules behind the last block that predict later tokens, for training alone."""
+"""Modules after the last block that predict later tokens. Only training has them."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class Modules:
         term: the term.
         place: the index of the term in `train.losses`.
         stack: the blocks of the model, whose last block the modules resemble.
-        norm: the norm behind the last block.
+        norm: the norm after the last block.
         head: the head, which the modules share.
     """
 
@@ -49,7 +49,7 @@ class Modules:
 
         Args:
             b: the builder of the training program.
-            x: the residual stream behind the last block, [B, T, D].
+            x: the residual stream after the last block, [B, T, D].
             targets: the next token of each token, i64[B, T].
             context: the values that blocks can read.
             loss: the loss without the modules, f32[].
@@ -80,7 +80,7 @@ class Modules:
         return norm.of_no_layer.lower(b, x, name, self.shape, name)
 
     def _module(self, b: Builder, k: int, x: str, targets: str, context: LoweringContext) -> str:
-        """Adds the block of module `k` and returns the residual stream behind it."""
+        """Adds the block of module `k` and returns the residual stream after it."""
         shape, block, b.scope = self.shape, self.block, f"ahead{k}"
         if self.term.form == "sequential":
             ids = targets if k == 1 else b.add("ids", LaterTargets(k - 1, fill=0), (targets,))

@@ -16,7 +16,7 @@ from specc.compiler.blocks.context import Shape, Shared
 from specc.compiler.blocks.model_values import ModelValue
 from specc.compiler.blocks.parts import Layer, Trait
 from specc.compiler.blocks.wiring import Expressions, Learned, condition
-from specc.compiler.expr import ExprError
+from specc.compiler.expr import ExprError, Var
 from specc.compiler.expr.index import condition_holds, formula_value
 from specc.compiler.expr.wiring import INDEX, OUTPUT, VALUE, Wiring
 from specc.compiler.ir.types import TensorType
@@ -187,7 +187,8 @@ class Blocks(Block):
             try:
                 holds |= condition_holds(change.where, {"layer": layer, "layers": self.count})
             except ExprError as error:
-                yield Problem(path, "S240", f"in layer {layer}, {error.message}", error.hint or "change the condition")
+                message, hint = f"in layer {layer}, {error.message}", error.hint or "change the condition"
+                yield Problem(path, "S240", message, hint, offset=error.column)
                 return
         if not holds:
             hint = f"layers are counted from 0 to {self.count - 1}"
@@ -220,18 +221,20 @@ class Blocks(Block):
     ) -> Iterator[Problem]:
         """Yields a problem for each `value(k)` whose run k has no such values, or values of other sizes."""
         layer = next((layer for layer in self.block(order[run]).layers if layer.title == title), None)
-        for value in wiring.earlier.values():
+        for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:
                 continue
             source = order[formula_value(value.index, index_values(run, order, self.count))]
             sizes = next((part.head_values(dim) for part in self.block(source).layers if part.title == title), None)
             if sizes is None:
                 message = f"layer {order[run]} reads {value}, but layer {source} has no attention named {title}"
-                yield Problem(path, "S220", message, "read the values of another layer")
+                hint = "read the values of another layer"
+                yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
             elif sizes != (wanted := layer.head_values(dim)):
                 (heads, size), have = wanted or (0, 0), f"{sizes[0]} heads of {sizes[1]}"
                 message = f"layer {order[run]} has values of {heads} heads of {size}, but {value} is {have}"
-                yield Problem(path, "S220", message, "make `kv_heads` and `head_dim` of the two layers equal")
+                hint = "make `kv_heads` and `head_dim` of the two layers equal"
+                yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
 
     def _module_problems(self, i: int, module: Between, dim: int) -> Iterator[Problem]:
         if module.name in TAKEN or any(other.name == module.name for other in self.modules[:i]):
@@ -295,15 +298,16 @@ def earlier_problems(
     wiring: Wiring, path: Path, run: int, layer: int, order: tuple[int, ...], count: int
 ) -> Iterator[Problem]:
     """Yields a problem for each value of a run k that the expression reads although run k is not before run `run`."""
-    for value in wiring.earlier.values():
+    for variable, value in wiring.earlier.items():
         try:
             source = formula_value(value.index, index_values(run, order, count))
         except ExprError as error:
-            yield Problem(path, "S220", f"in layer {layer}, {error.message}", error.hint or "change the formula")
+            message, hint = f"in layer {layer}, {error.message}", error.hint or "change the formula"
+            yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
             continue
         if not 0 <= source < run:
             read = replace(value, index=str(source))
             message = f"run {run}, of layer {layer}, reads {read}, which does not exist by then"
             first = "run 0 reads `x0`" if value.function == OUTPUT else "read it in a change with `where: layer > 0`"
             hint = f"runs 0 to {run - 1} are before it; limit `where`, or change the formula" if run else first
-            yield Problem(path, "S220", message, hint)
+            yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from specc.compiler.blocks.parts import Part
 from specc.compiler.blocks.wiring import IDS, Expressions, Learned, number_problem, texts_of
+from specc.compiler.expr import Var
 from specc.compiler.expr.wiring import VALUE, EarlierValue, Wiring, parse_wiring
 from specc.compiler.strict import Path, Problem
 
@@ -18,7 +19,7 @@ class Circuit:
     """Parts that run in order, and the expressions between them.
 
     Attributes:
-        learn: the learned values that are of no part, by name.
+        learn: the learned values outside of parts, by name.
         read: the streams before the parts.
         layers: the parts.
         write: the streams after the parts.
@@ -114,18 +115,20 @@ class Circuit:
             if path[-1] == "of":
                 names.add(IDS)
                 sources[f"{title}.{path[-2]}" if title else str(path[-2])] = set(self.names(wiring, title))
-            for name in wiring.names.values():
+            for variable, name in wiring.names.items():
                 if name not in names:
                     message = f"{where}`{name}` is not a known value"
                     hint = f"choose from {', '.join(sorted(names))}" if names else "remove it: no value is known here"
-                    yield Problem(path, "S246", message, hint)
-            for value in wiring.earlier.values():
+                    yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
+            for variable, value in wiring.earlier.items():
                 if title and layer is None:
                     message = f"`{value}` is a value of an earlier run of blocks; a stage has no runs"
-                    yield Problem(path, "S220", message, "read the output of an earlier stage by its name")
+                    hint = "read the output of an earlier stage by its name"
+                    yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
                 elif value.function == VALUE and not (title and path[2] in self.layers[at].over_values):
                     message = f"{where}`{value}` stands for values of heads"
-                    yield Problem(path, "S246", message, "read it in the expression `v` of an attention of a block")
+                    hint = "read it in the expression `v` of an attention of a block"
+                    yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             yield from number_problem(wiring, path, layer, layers)
         if circle := first_circle(sources):
             message = f"`{circle}` is computed from itself"

@@ -120,7 +120,7 @@ class Decoder(Architecture):
         vocab: the number of token ids.
         dim: the features of the residual stream.
         prefix: the number of first tokens of a sequence that may attend to each other, by a mask such as `j <= i or
-            j < prefix`. The loss and the score begin behind the prefix.
+            j < prefix`. The loss and the score begin after the prefix.
         context: the maximum number of tokens of an input, in training and in use.
         init: the initialization of matrices.
         output_init: the initialization of matrices that write to the residual stream; `init` if unset.
@@ -242,7 +242,7 @@ class _Trunk:
 
     Attributes:
         features: the input of the head, [B, T, D].
-        stream: the residual stream behind the last block, [B, T, D].
+        stream: the residual stream after the last block, [B, T, D].
         state: the new caches, by name.
         stack: the blocks.
         context: the values that the blocks can read.

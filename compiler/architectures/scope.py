@@ -35,10 +35,10 @@ class Scope:
         shape_of: returns the shape dims of a learned value, by its path.
         values: the values of parts, by title.
         branches: `y` and `h` of the last part.
-        inputs: the values that parts read by expressions, by expression and the values in it.
+        inputs: the results of `read` expressions; each key is an expression with the references of its values.
         head_values: the values of the heads of attention, by the title of the part.
         shared: the positions of the program, and the computations that its parts share.
-        added: the learned values that were added, by path and by the value that each reads.
+        added: the references of learned values; each key is a path and the value that it reads.
     """
 
     b: Builder
@@ -63,7 +63,7 @@ class Scope:
         return next(iter(self.streams.values()), "")
 
     def enter(self, part: str) -> None:
-        """Makes the names of nodes those of a part; those of no part if it is empty."""
+        """Sets the prefix of the names of later nodes to the part `part`; if it is empty, to the scope alone."""
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
@@ -83,7 +83,7 @@ class Scope:
 
         Args:
             part: the part.
-            h: its input, behind the norm.
+            h: its input, after the norm.
             context: the values that it can read.
             write: the streams after a part that does not state them; None if no part writes to the streams.
         """

@@ -77,7 +77,7 @@ class Attention(ScoreAndMask):
         q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
         k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.
         v: the values: an expression of the projected `v` of each head. If the expression does not read `v`, there is no
-            projection. `value(k)` stands for the values of the layer of the same name in run k, behind its expression
+            projection. `value(k)` stands for the values of the layer of the same name in run k, after its expression
             `v` (value residual, Zhou et al. 2024, arXiv 2410.17897).
         exclude: exclusive self-attention.
         pool: keys and values of whole blocks of earlier tokens, beside those of the tokens that the mask lets through.

@@ -1,5 +1,6 @@
 """Base of layers that attend to earlier tokens by a score and a mask: expressions, their proofs, and the cache."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import isclose
@@ -115,6 +116,12 @@ class ScoreAndMask(Layer):
             message = f"{name} is the name of another value of attention, and cannot be that of a table"
             yield Problem(("learn", name), "S207", message, "choose another name")
             return
+        for name in self.read_as_tables:
+            message = f"the score reads {name} as a table, but its shape is not a list of dims"
+            hint = f"for example `{name}: {{shape: [heads, 32], init: 0}}`"
+            yield Problem(("learn", name, "shape"), "S241", message, hint)
+        if self.read_as_tables:
+            return
         try:
             expr = parse_score(self.score, dims)
         except ExprError as error:
@@ -143,7 +150,8 @@ class ScoreAndMask(Layer):
                 yield Problem(path, "S276", error.message, hint, offset=error.column)
                 return
         sizes = {"dim": dim, "context": context, "prefix": prefix, **self.sizes(dim)}
-        if any(True for name in self.tables for _ in self.learn[name].size_problem(sizes)):  # reported by the block
+        wrong = (True for name in self.tables for _ in self.learn[name].size_problem(sizes))
+        if self.read_as_tables or any(wrong):  # reported by the block
             return
         tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
         try:
@@ -159,8 +167,13 @@ class ScoreAndMask(Layer):
         return {name: value.shape for name, value in self.learn.items() if isinstance(value.shape, tuple)}
 
     @property
+    def read_as_tables(self) -> tuple[str, ...]:
+        """The learned values whose elements the score reads although they are not tables."""
+        return tuple(n for n in self.learn if n not in self.tables and re.search(rf"\b{n}\s*\[", self.score))
+
+    @property
     def own_values(self) -> tuple[str, ...]:
-        return tuple(self.tables)
+        return (*self.tables, *self.read_as_tables)
 
     def score_fields(self, shape: Shape) -> ScoreFields:
         """Returns the score, the mask and related settings in a model of this shape."""

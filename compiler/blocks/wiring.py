@@ -6,10 +6,11 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.context import Shape
-from specc.compiler.expr import Const, Expr, ExprError, Var, parse, substitute, variables
+from specc.compiler.expr import Binary, Const, Expr, ExprError, Var, parse, substitute, variables
 from specc.compiler.expr import number as compute
 from specc.compiler.expr.index import condition_holds, formula_value, names_in
-from specc.compiler.expr.values import rebuild
+from specc.compiler.expr.parse import column_of
+from specc.compiler.expr.values import ONE, rebuild
 from specc.compiler.expr.wiring import NUMBERS, Wiring, parse_wiring, repeated, replaced
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
@@ -73,18 +74,25 @@ class Learned(StrictModel):
 
     def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the dims of the value of a token. Raises ExprError if a formula has no value for `sizes`."""
-        counts = self.shape if isinstance(self.shape, tuple) else (self.shape or "dim",)
-        return tuple(formula_value(count, sizes) if isinstance(count, str) else count for count in counts)
+        return tuple(formula_value(count, sizes) if isinstance(count, str) else count for count in self.counts)
+
+    @property
+    def counts(self) -> Counts:
+        """The dims of the value of a token, as the spec states them."""
+        return self.shape if isinstance(self.shape, tuple) else (self.shape or "dim",)
 
     def size_problem(self, sizes: Mapping[str, int], *at: str | int) -> Iterator[Problem]:
         """Yields a problem if a formula of the shape has no value for `sizes`, or a dim is not positive."""
-        try:
-            wrong = [dim for dim in self.dims(sizes) if dim < 1]
-        except ExprError as error:
-            yield Problem((*at, "shape"), "S241", error.message, error.hint)
-            return
-        if wrong:
-            yield Problem((*at, "shape"), "S241", f"the shape has a dim of {wrong[0]}", "it must be at least 1")
+        for i, count in enumerate(self.counts):
+            path = (*at, "shape", *((i,) if isinstance(self.shape, tuple) else ()))
+            try:
+                dim = formula_value(count, sizes) if isinstance(count, str) else count
+            except ExprError as error:
+                yield Problem(path, "S241", error.message, error.hint, offset=error.column)
+                return
+            if dim < 1:
+                yield Problem(path, "S241", f"the shape has a dim of {dim}", "it must be at least 1")
+                return
 
     def declare(self, b: Builder, name: str, shape: Shape, value: str = "") -> str:
         """Adds the learned value `name`, a path such as `mix.stream`, and returns its reference.
@@ -186,12 +194,20 @@ def number_problem(
     if not isinstance(value, str | Wiring):
         return
     values = {"layers": float(layers)} | ({} if layer is None else {"layer": float(layer)})
+    offset = 0
 
-    def check(part: Expr) -> Expr:
-        if set(variables(part)) <= set(NUMBERS):
-            compute(part, **values)
-            return part
-        return rebuild(part, check)
+    def check(part: Expr, divides: bool = False) -> Expr:
+        nonlocal offset
+        if not set(variables(part)) <= set(NUMBERS):
+            if isinstance(part, Binary) and part.op == "/":
+                return Binary("/", check(part.a), check(part.b, divides=True))
+            return rebuild(part, check)
+        try:
+            compute(ONE / part if divides else part, **values)
+        except ExprError:
+            offset = column_of(value, part) if isinstance(value, str) else value.column(part)
+            raise
+        return part
 
     try:
         check(parse(value) if isinstance(value, str) else value.expr)
@@ -199,7 +215,7 @@ def number_problem(
         message, hint = f"in layer {layer}, {error.message}", "change the formula; layers are counted from 0"
         if layer is None:
             message, hint = f"{error.message} outside of blocks", "use `layers`, the number of blocks"
-        yield Problem(at, "S216", message, hint)
+        yield Problem(at, "S216", message, hint, offset=offset)
 
 
 def condition(*names: str) -> AfterValidator:

@@ -6,6 +6,7 @@ Python evaluates nothing.
 import ast
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -112,6 +113,17 @@ def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
     is_or = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or)
     for node in tree.values if is_or else [tree]:  # type: ignore[attr-defined]
         yield reader.truth(node, 1), _column(node) if is_or else 0
+
+
+def column_of(text: str, part: Expr) -> int:
+    """Returns the column at which `part` first occurs in a text that `parse` accepts; 0 if it does not occur."""
+    reader = _Reader(None, DEEPEST, LARGEST_EXPONENT)
+    columns = []
+    for node in ast.walk(_tree(text, LONGEST, DEEPEST)):
+        with suppress(ExprError):  # a comparison is not an expression
+            if isinstance(node, ast.expr) and reader.read(node, 1)[0] == part:
+                columns.append(_column(node))
+    return min(columns, default=0)
 
 
 def _tree(text: str, longest: int, deepest: int) -> ast.expr:

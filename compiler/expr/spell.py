@@ -198,7 +198,7 @@ class _Torch(_Target):
         return f"{PRIMITIVES[function].torch}({', '.join(texts)})", ATOM
 
     def full(self, like: Expr, text: str) -> str:
-        """Returns a number as a tensor with the dtype of the first variable of `like`."""
+        """Returns the text of a tensor that holds one number, in the dtype of the first variable of `like`."""
         return f"torch.full_like({self.variable(variables(like)[0])[0]}, {text})"
 
 

@@ -3,11 +3,11 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from .index import names_in
-from .parse import parse
+from .parse import column_of, parse
 from .values import Const, Expr, ExprError, Var, children, rebuild, variables
 
 OUTPUT, VALUE = "output", "value"  # output(k) is the stream after run k, value(k) the attention values of run k
@@ -45,11 +45,17 @@ class Wiring:
         expr: the expression. Its variables have no dots.
         names: the spec's name of each variable that is a value.
         earlier: the value of each variable that is a value of an earlier run.
+        text: the text with the variables of `expr`, in the columns of the spec's text.
     """
 
     expr: Expr
     names: Mapping[str, str]
     earlier: Mapping[str, EarlierValue]
+    text: str = field(default="", compare=False)
+
+    def column(self, part: Expr) -> int:
+        """Returns the column at which a part of the expression begins in the spec's text."""
+        return column_of(self.text, part)
 
 
 @lru_cache(maxsize=1024)
@@ -85,7 +91,7 @@ def parse_wiring(text: str) -> Wiring:
         plain = f"{plain[:start]}{label:<{end - start}}{plain[end:]}"
     expr = parse(plain)
     names = {name: dotted.get(name, name) for name in variables(expr) if name not in earlier and name not in NUMBERS}
-    return Wiring(expr, names, earlier)
+    return Wiring(expr, names, earlier, plain)
 
 
 def _special(text: str) -> Iterator[ast.Attribute | ast.Call]:

@@ -92,7 +92,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def _deployed(programs: Programs) -> Programs:
-    """Returns the programs without those of training, and the functions that they call."""
+    """Returns the programs other than those of training, with the functions that they call."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
     remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}

@@ -1,4 +1,4 @@
-"""The cross-entropy of later tokens, by modules behind the last block that training alone has."""
+"""The cross-entropy of later tokens, by modules after the last block, which only training has."""
 
 from typing import Annotated, Literal
 
@@ -11,13 +11,13 @@ from specc.compiler.strict import NonNegative
 class ModuleAhead(LossTerm):
     """The mean of the cross-entropies of `modules` later tokens. Module k predicts the token k places after the next.
 
-    A module is a block like the last one, with a norm behind it and the head of the model. Its parameters are those of
+    A module is a block like the last one, with a norm after it and the head of the model. Its parameters are those of
     `ahead1`, `ahead2`, and so on. Checkpoints have them; scoring, generation and artifacts do not. Targets beyond the
     end of a row or of a document count 0, and each mean is over all tokens.
 
     Attributes:
-        form: `heads`: each module reads the residual stream behind the last block (Gloeckle et al. 2024, arXiv
-            2404.19737). `sequential`: module k reads a matrix times the norm of the stream behind module k - 1 and the
+        form: `heads`: each module reads the residual stream after the last block (Gloeckle et al. 2024, arXiv
+            2404.19737). `sequential`: module k reads a matrix times the norm of the stream after module k - 1 and the
             norm of the embedding of the token k positions later (DeepSeek-V3, arXiv 2412.19437).
         modules: the number of modules.
         bos: the id that starts a document, so that targets of later documents do not count.

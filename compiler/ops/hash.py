@@ -28,7 +28,7 @@ class BigramHash(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         ids, previous = inputs
         if ids != previous or ids.floating:
-            raise TypeRuleError(f"needs previous ids of the type of {ids}, not {previous}", (0, 1))
+            raise TypeRuleError(f"needs previous ids of the same type as the ids, {ids}, not {previous}", (0, 1))
         return (TensorType(ids.shape, "i32"),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

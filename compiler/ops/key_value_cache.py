@@ -69,7 +69,7 @@ class RingKeys(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         cache, x = inputs
         if cache.shape[2:] != x.shape[2:]:
-            raise TypeRuleError(f"reads {x} behind a cache {cache}", (0, 1))
+            raise TypeRuleError(f"reads {x} after a cache {cache}", (0, 1))
         return (cache.with_shape(cache.shape[0], "S", *cache.shape[2:]),)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

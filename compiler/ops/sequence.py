@@ -77,7 +77,7 @@ class StateWrite(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         state, value = inputs
         if state.shape != value.shape:
-            raise TypeRuleError(f"needs a value like its state {state}, not {value}", (0, 1))
+            raise TypeRuleError(f"needs a value of the type of its state, {state}, not {value}", (0, 1))
         return (state,)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

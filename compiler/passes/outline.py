@@ -140,7 +140,7 @@ class _Section:
     """A common part of several programs, with its inputs and outputs in each program.
 
     Attributes:
-        own: The names of the nodes of the section, by program.
+        node_names: The names of the nodes of the section, by program.
         inputs: Parameter -> the ref that each program passes. State is not a parameter: it is passed as a whole.
         read: Label -> the ref of the output in each program that reads it outside the section.
         returned: Label -> the ref of the output in each program that computes it.

@@ -80,19 +80,19 @@ class Init(StrictModel):
         """
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (1, prod(shape))
         names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
-        way = next(name for name in type(self).model_fields if getattr(self, name) is not None)
-        return way, value_of(getattr(self, way), **names)
+        field = next(name for name in type(self).model_fields if getattr(self, name) is not None)
+        return field, value_of(getattr(self, field), **names)
 
     def refusal(self, shape: tuple[int, ...], layers: int) -> str | None:
         """Returns the reason why a parameter of this shape cannot start with this initialization; None if it can."""
         try:
-            way, value = self.numbers(shape, layers)
+            field, value = self.numbers(shape, layers)
         except ExprError as error:
             return error.message
         if not abs(value) <= LARGEST:
-            return f"{way} is {value:g}, which f32 cannot represent"
-        if way in ("normal", "uniform") and value < 0:
-            return f"{way} is {value:g}; it must be at least 0"
+            return f"{field} is {value:g}, which f32 cannot represent"
+        if field in ("normal", "uniform") and value < 0:
+            return f"{field} is {value:g}; it must be at least 0"
         return None
 
 

@@ -164,7 +164,7 @@ class Int8(PerRow):
             raise SchemeError("int8 takes a vector only as the bias of a product in int8")
         scale = steps(weight)
         if scale.shape != bias.shape:
-            raise SchemeError(f"its weight has {len(scale)} rows, and it has {len(bias)} numbers")
+            raise SchemeError(f"it has {len(bias)} numbers, but its weight has {len(scale)} rows")
         codes = (bias.detach().cpu().double() / scale.double()).round()
         if float(codes.abs().max()) > LARGEST_OFFSET:
             worst = int(codes.abs().argmax())

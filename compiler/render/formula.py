@@ -12,7 +12,7 @@ class _Python(Printer):
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         if function not in MATH | BUILTIN:
-            raise ExprError(f"{function} is no function of Python's math")
+            raise ExprError(f"{function} is not a function of Python's math")
         name = f"math.{function}" if function in MATH else function
         return f"{name}({', '.join(self.text(arg, CHOICE) for arg in args)})", ATOM
 

@@ -120,5 +120,5 @@ def _require_python(text: str, template: str) -> None:
         wrong = lines[min(error.lineno or 1, len(lines)) - 1] if lines else ""
         written = (TEMPLATES / template).read_text(encoding="utf-8")
         at = next((f":{i}" for i, line in enumerate(written.splitlines(), 1) if line == wrong), "")
-        message = f"templates/{template}{at}: what it renders is no Python: line {error.lineno}, {error.msg}: {wrong}"
+        message = f"templates/{template}{at}: the result is not Python: line {error.lineno}, {error.msg}: {wrong}"
         raise TemplateFault(message, MEND) from None

@@ -100,7 +100,7 @@ CODES: Mapping[str, str] = {
     "S268": "an allocation with a single option",
     "S269": "a start that the run or its schedule does not reach",
     "S270": "rotary frequencies without a value",
-    "S271": "a score that is no expression of s, or that reads outside of a table",
+    "S271": "a score that is not an expression of s, or that reads outside of a table",
     "S272": "a mask of documents without the id that starts one, or the id without such a mask",
     "S273": "rounded inputs with budget_seconds and warmdown_steps",
     "S274": "rounded inputs in a loop over time that is not a single LSTM",

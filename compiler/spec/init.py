@@ -21,7 +21,7 @@ def copied(origin: Path, target: Path, name: str) -> None:
             spec, or `origin` has no line `name: ...` at the left margin. Nothing is written then.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
-        raise SpeccError(f"{name!r} is no model name", "use small letters, digits and _, at most 64, a letter first")
+        raise SpeccError(f"{name!r} is not a model name", "use small letters, digits and _, at most 64, a letter first")
     if target.exists():
         raise SpeccError(f"{target} exists already", "choose another name, or remove it first")
     load(origin)

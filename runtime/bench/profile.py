@@ -37,7 +37,7 @@ OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
 # The name of a CUDA C++ kernel in the templates' form.
 CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
 # A CUDA C++ kernel of the plan; those of Torch begin with at::.
-_OWN = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
+_GENERATED = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
@@ -45,7 +45,7 @@ LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
     """Returns the class of a kernel by its name. `generated` are the names of the kernels of the plan, except
     CUTLASS's."""
-    match = _OWN.match(name)
+    match = _GENERATED.match(name)
     if (match.group(1) if match else name) in generated:
         return "fused"
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), OTHER)

@@ -47,7 +47,7 @@ def input_ranges(
         QuantizeError: no batch reached a product, or an input contains NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
-    met: dict[str, _Met] = {}
+    measured: dict[str, _InputRange] = {}
 
     def observe(node: Node, inputs: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
         for source in [by_weight[ref] for ref in node.inputs if ref in by_weight]:
@@ -57,9 +57,9 @@ def input_ranges(
                 if not bool(rows.isfinite().all()):
                     message = f"{source.node}: the input contains NaN or infinity"
                     raise QuantizeError(message, "calibrate from an earlier checkpoint")
-                if source.leader not in met:
-                    met[source.leader] = _Met(rows, (scales or {}).get(source.leader))
-                met[source.leader].take(rows)
+                if source.leader not in measured:
+                    measured[source.leader] = _InputRange(rows, (scales or {}).get(source.leader))
+                measured[source.leader].take(rows)
 
     done = 0
     with torch.no_grad():
@@ -68,12 +68,12 @@ def input_ranges(
             done += len(next(iter(batch.values())))
             if progress is not None:
                 progress(done)
-    if missing := [source.node for source in sources if source.leader not in met]:
+    if missing := [source.node for source in sources if source.leader not in measured]:
         raise QuantizeError(f"{missing[0]}: no input reached it during calibration")
-    return {source.weight: met[source.leader].range for source in sources}
+    return {source.weight: measured[source.leader].range for source in sources}
 
 
-class _Met:
+class _InputRange:
     """Accumulates the range of one input from rows, f64 [.., K]. If `scale` is given, also accumulates the clipping by
     this scale."""
 

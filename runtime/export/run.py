@@ -46,7 +46,7 @@ def export(path: Path, format: Format, out: Path | None = None, *, force: bool =
     run = Run.open(path)
     out = out if out is not None else run.directory / f"{run.spec.name}{SUFFIXES[format]}"
     if out.is_dir() or not out.parent.is_dir():
-        raise ExportError(f"{out} is not a place for a file", "name a file in a folder that exists")
+        raise ExportError(f"{out} is not a path of a file", "name a file in a folder that exists")
     if out.exists() and not force:
         raise ExportError(f"{out} exists", "name another file with --out, or replace it with --force")
     say = say or (lambda _: None)

@@ -32,7 +32,7 @@ HARMLESS = frozenset(
 
 
 class ConfigError(RuntimeFailure):
-    """A config.json is not valid, or says what specc lacks (exit code 2)."""
+    """A config.json is not valid, or states a feature that specc lacks (exit code 2)."""
 
     exit_code = 2
 
@@ -104,7 +104,7 @@ class Config:
         return value
 
     def choice(self, key: str, default: str, choices: Mapping[str, T], needed: str) -> T:
-        """Returns the entry of `choices` that a field names. `needed` says what another value would need."""
+        """Returns the entry of `choices` that a field names. `needed` is what another value would need."""
         value = self.value(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:
@@ -112,7 +112,7 @@ class Config:
         return choices[value]
 
     def fixed(self, key: str, values: Sequence[Any], needed: str) -> None:
-        """Checks that a field, if it is present, has one of a few values. `needed` says what another would need."""
+        """Checks that a field, if it is present, has one of a few values. `needed` is what another value would need."""
         value = self.value(key)
         if key in self.fields and not any(type(value) is type(known) and value == known for known in values):
             raise self.error(key, "is not supported", needed)
@@ -131,7 +131,7 @@ class Config:
         return sorted(key for key in self.fields if key not in self.read)
 
     def finish(self, needed: str) -> None:
-        """Checks that every field of a section was read. `needed` says what an unknown field would need."""
+        """Checks that every field of a section was read. `needed` is what an unknown field would need."""
         for key in self.unread():
             if self.fields[key] is not None:
                 raise self.error(key, "is not a known field here", needed)
@@ -143,7 +143,7 @@ def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> l
     Args:
         config: the config, after the family read it.
         family: the name of the family.
-        ignored: fields that the user says to ignore.
+        ignored: fields that the user tells specc to ignore.
 
     Raises:
         ConfigError: if a field is neither read nor known to be harmless, and is neither null, false nor empty.

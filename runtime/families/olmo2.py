@@ -1,4 +1,4 @@
-"""OLMo 2 (Team OLMo, 2024): norms behind the layers, and norms of q and k over all heads."""
+"""OLMo 2 (Team OLMo, 2024): norms after the layers, and norms of q and k over all heads."""
 
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention

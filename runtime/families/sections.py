@@ -57,7 +57,7 @@ def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool 
 
 
 def bias(config: Config, key: str, default: bool = False) -> Data:
-    """Returns `bias: true` if a field says so."""
+    """Returns `bias: true` if the field is true."""
     return {"bias": True} if config.flag(key, default) else {}
 
 
@@ -73,7 +73,7 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
     """
     last = {key: value for key, value in norm.items() if key not in ("places", "shared")}
     before = {key: value for key, value in blocks.items() if key != "changes"}
-    behind = {key: value for key, value in blocks.items() if key == "changes"}
+    after = {key: value for key, value in blocks.items() if key == "changes"}
     count = config.whole("num_hidden_layers", most=1000)
     return {
         "kind": "decoder",
@@ -81,7 +81,7 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
         "dim": config.whole("hidden_size"),
         "context": config.whole("max_position_embeddings"),
         "embed": [{"kind": "token"}],
-        "blocks": {"count": count, "norm": norm, **before, "layers": [*layers], **behind},
+        "blocks": {"count": count, "norm": norm, **before, "layers": [*layers], **after},
         "norm": last,
         "head": {"tied": config.flag("tie_word_embeddings", tied)},
     }

@@ -72,7 +72,7 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     Raises:
         NoFamily: no family of Transformers has the model of the run (exit code 2).
         ExportFolderError: the place is not free (2).
-        RunDirectoryError: `path` is no run (2).
+        RunDirectoryError: `path` is not a run (2).
         EnvironmentFailure: the folder cannot be written (3).
         RunFailure: the run has no checkpoint (4).
         IntegrityError: the run is damaged, or the data read back differ (5).
@@ -84,17 +84,17 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     model = run.spec.model.after(1.0)
     blocks = model.blocks.count if isinstance(model, Decoder) else 0
     carried = read_json(run.files / CONFIG) if (run.files / CONFIG).is_file() else None
-    found = recognized(model, str(carried.get("model_type", "")) if carried else "")
+    match = recognized(model, str(carried.get("model_type", "")) if carried else "")
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    if carried is not None and _still_says(found, carried, model):
+    if carried is not None and _describes(match, carried, model):
         fields, text = carried, (run.files / CONFIG).read_bytes()
         if options.dtype is not None:
             fields = fields | {"dtype": SPELLED[DTYPES[options.dtype]]}
             text = _json(fields)
     else:
-        fields = _new_config(run, found, carried, origin, options)
+        fields = _new_config(run, match, carried, origin, options)
         text = _json(fields)
-    rows = expanded(found.family.table(Config(fields)), shapes, blocks)
+    rows = expanded(match.family.table(Config(fields)), shapes, blocks)
     temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -131,28 +131,28 @@ def _require_free(out: Path, force: bool) -> None:
         raise ExportFolderError(f"{out} {what} no export wrote", "name another folder with --out")
 
 
-def _still_says(found: Recognized, config: Data, model: Any) -> bool:
+def _describes(match: Recognized, config: Data, model: Any) -> bool:
     """Returns whether a config is that of the model: a run may have been imported and then changed."""
     try:
-        return config.get("model_type") == found.family.name and same_programs(model, decoder_of(found.family, config))
+        return config.get("model_type") == match.family.name and same_programs(model, decoder_of(match.family, config))
     except ConfigError:
         return False
 
 
-def _new_config(run: Run, found: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
+def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
     """Returns the config of a run: of the fields that do not change the function, those it was imported with."""
-    fields: Data = {"architectures": [found.family.architecture], "model_type": found.family.name}
-    if carried is not None and carried.get("model_type") == found.family.name:
+    fields: Data = {"architectures": [match.family.architecture], "model_type": match.family.name}
+    if carried is not None and carried.get("model_type") == match.family.name:
         fields |= {key: value for key, value in carried.items() if key in HARMLESS}
     else:
         fields |= dict.fromkeys(("bos_token_id", "eos_token_id"), _separator(run, options)) | {"pad_token_id": None}
     dtype = DTYPES[options.dtype] if options.dtype is not None else origin.dtype
     fields.pop("torch_dtype", None)
-    return fields | found.config | {"dtype": SPELLED[dtype]}
+    return fields | match.config | {"dtype": SPELLED[dtype]}
 
 
 def _separator(run: Run, options: ExportOptions) -> int | None:
-    """Returns the id between documents; None if the tokenizer is not found."""
+    """Returns the id between documents; None if the tokenizer is missing."""
     data = run.spec.train.data
     if not isinstance(data, TextData):
         return None

@@ -62,7 +62,7 @@ class Stored:
     size: int
 
     def read(self) -> Tensor:
-        """Reads the tensor. Raises IntegrityError if the file is shorter than its header says."""
+        """Reads the tensor. Raises IntegrityError if the file is shorter than its header states."""
         buffer = bytearray(self.size)
         with open(self.file, "rb") as file:
             file.seek(self.start)
@@ -96,7 +96,7 @@ def open_folder(path: Path) -> Folder:
     """Reads config.json and the headers of the weights.
 
     Raises:
-        ConfigError: `path` is no folder of Transformers, or has weights in a form that runs code.
+        ConfigError: `path` is not a folder of Transformers, or its weights are in a form that runs code.
         IntegrityError: a file is damaged.
     """
     if not path.is_dir():
@@ -123,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _tensors(path: Path) -> dict[str, Stored]:

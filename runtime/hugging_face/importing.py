@@ -80,7 +80,7 @@ class Imported:
 def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
     """Writes a spec, and a run with a checkpoint of the weights at step 0.
 
-    Tensors are read one at a time and written at once, so that the model never stands in memory as a whole.
+    Tensors are read one at a time and written immediately, so the whole model is never in memory.
 
     Args:
         path: a folder with config.json and safetensors.
@@ -246,7 +246,7 @@ def fitted_weights(
         ignored: fields of config.json to ignore.
 
     Raises:
-        ConfigError: the config says what specc lacks.
+        ConfigError: the config states a feature that specc lacks.
         IntegrityError: the weights do not fit the config.
     """
     config = Config(folder.config, str(folder.path / CONFIG))

@@ -33,7 +33,7 @@ class Row:
         compressed: the estimated bytes after compression.
         added_nats: the estimated increase of the loss by the error, in nats per token, as used by bit allocation; None
             without gradients.
-        solution: the damping and dead columns of the solution with the Hessian; None if the scheme used no Hessian.
+        solution: the damping that the solver used, and the number of dead columns; None without a Hessian.
     """
 
     name: str

@@ -79,7 +79,7 @@ class Committed:
         return data
 
     def in_full_size(self) -> bool:
-        """Returns whether all files exist in their committed sizes, without reading them."""
+        """Returns whether all files exist with the sizes that COMMIT states. Does not read the files."""
         try:
             sizes = {name: (self.path / name).stat().st_size for name in self.members}
         except OSError:

@@ -41,7 +41,7 @@ from specc.runtime.storage.start_record import StartRecord
 
 SPEC = "spec.json"
 LOCK = "lock.json"
-KEPT = "files"
+FILES = "files"
 
 
 class RunDirectoryError(RuntimeFailure):
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def files(self) -> Path:
-        return self.directory / KEPT
+        return self.directory / FILES
 
     @property
     def log(self) -> Path:
@@ -246,7 +246,7 @@ def is_run(directory: Path) -> bool:
 def require_free(directory: Path) -> None:
     """Raises RunDirectoryError unless a run can begin here: the directory contains at most the files of an interrupted
     start."""
-    left = {"run.json", LOCK, KEPT, "generated", "checkpoints", "quantized"}
+    left = {"run.json", LOCK, FILES, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
     )

@@ -1,4 +1,4 @@
-"""Writes safetensors one tensor at a time, so that the whole file never stands in memory."""
+"""Writes safetensors one tensor at a time, so that the whole file is never in memory."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -74,7 +74,7 @@ class Composed:
     exact: str = "float64"
 
     def ok(self, dtype: torch.dtype, count: int = FEW + 1) -> bool:
-        """Returns True if the error is within LOOSER times that of unfused code, or within the floor of `dtype`.
+        """Returns True if the error is at most LOOSER times the error of unfused code, or at most the floor of `dtype`.
 
         Returns False for NaN. `count` is the number of compared values. If it is at most FEW, the error of unfused code
         may be small by chance. The factor is then at least FEW_LOOSER, and an error of one unit of `dtype` is allowed.

@@ -370,7 +370,7 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
         return
     (mark,) = marks
     tokens = min(spec.model.window, 48)
-    if tokens // 4 <= spec.model.unscored:  # a document alone has no token behind the prefix
+    if tokens // 4 <= spec.model.unscored:  # a document alone has no token after the prefix
         return
     inputs = _batch(loaded, "score", 1, tokens)
     ids, targets = inputs.values()

@@ -338,7 +338,7 @@ def test_init_keeps_comments_and_refuses_to_overwrite(here: Path, specc: Shell) 
     assert specc("init", "mine", "--from", "gpt_mlp35_base") == 2
     assert "specs/mine.yaml exists already" in specc.err
     assert specc("init", "a/b", "--from", "gpt_mlp35_base") == 2
-    assert "'a/b' is no model name" in specc.err
+    assert "'a/b' is not a model name" in specc.err
     assert sorted(path.name for path in Path("specs").iterdir()) == [
         "gpt_mlp35_base.yaml",
         "mine.yaml",

@@ -105,9 +105,9 @@ class PlainBlock(nn.Module):
         u = self.resid_mix[0] * lanes[0] + self.resid_mix[1] * x0 if p.x0 else lanes[0]
         s = (self.layer + 1) ** -0.5 if p.ln_scale else 1.0
         attended = self.attn_scale * self.attention(s * rms(u), ve)
-        fed = self.mlp_scale * self.mlp(s * rms(lanes[1]))
+        activated = self.mlp_scale * self.mlp(s * rms(lanes[1]))
         r, pa, pm = self.lane_r, self.lane_pa, self.lane_pm
-        return [r[i] * lanes[i] + pa[i] * attended + pm[i] * fed for i in range(2)]
+        return [r[i] * lanes[i] + pa[i] * attended + pm[i] * activated for i in range(2)]
 
     def mlp(self, h: Tensor) -> Tensor:
         pre = self.fc(h)

@@ -1,4 +1,4 @@
-"""Lists of blocks of scores for libraries: those of which some pairs are masked, and those of which none is."""
+"""Lists of blocks of scores for libraries: tiles with masked pairs, and tiles without."""
 
 from dataclasses import dataclass
 

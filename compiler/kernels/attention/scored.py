@@ -73,7 +73,7 @@ class ScoredBackward(ScoredKernel):
         lines = lines_of(site)
         for reading in lines.readings:
             if reading.general and reading.size > MOST_ENTRIES:
-                limit = f"tables of at most {MOST_ENTRIES:,} elements where the index is no function of i - j"
+                limit = f"tables of at most {MOST_ENTRIES:,} elements if the index is not a function of i - j"
                 return f"adds up gradients of {limit}; {reading.table} has {reading.size:,}"
         tile = self.tile.queries if self.tile is not None else None
         if tile is not None and lines.by_distance and tile.queries != tile.keys:

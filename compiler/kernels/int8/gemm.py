@@ -12,7 +12,7 @@ from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.ops.quantized import ALIGNMENT, LARGEST, Int8Linear
 
 OUTPUTS = (*FLOATS, "i8")
-OWN = ("x", "w", "offset", "y")
+FIXED = ("x", "w", "offset", "y")
 LONGEST_LABEL = 64
 
 
@@ -48,7 +48,7 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear) and epilogue is not None
     n, k = op.extent(site.inputs[1])
-    taken = {*OWN, "p"}
+    taken = {*FIXED, "p"}
     named: dict[str, Expr] = {epilogue.variables[0]: Var("p")}
     operands = []
     for variable, type in site.operands:

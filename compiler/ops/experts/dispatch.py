@@ -74,7 +74,7 @@ class Dispatch(Moves):
 
 @dataclass(frozen=True, slots=True)
 class OfExperts(Moves):
-    """The value of each row's expert, [B, T, K, N], in the sorted order of rows, from the values [E, N] of experts.
+    """Selects, for each sorted row, the value of its expert: [B, T, K, N] from the values [E, N] of all experts.
 
     Further inputs are the experts i64[B, T, K] of the tokens, and `order` of SortByExpert.
     """

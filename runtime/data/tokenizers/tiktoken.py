@@ -152,7 +152,7 @@ def parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
                 raise ValueError
         except (ValueError, binascii.Error):
             raise DataError(
-                f"{path}:{number}: expected the rank {len(ranks)} behind base64 bytes that no earlier line has",
+                f"{path}:{number}: expected base64 bytes that no earlier line has, then the rank {len(ranks)}",
                 "a .tiktoken file has one token per line, with ranks that count up from 0",
             ) from None
         ranks[piece] = len(ranks)

@@ -70,8 +70,8 @@ class Encoder:
         """Returns the row that scores `text` after `context`.
 
         As in lm-evaluation-harness, white space at the end of the context counts as the begin of the text. Both are
-        tokenized together, and the tokens of the text are those after as many as the context alone has. BOS stands
-        before the context, if the tokenizer has one. If the inputs are longer than the window, the first are removed.
+        tokenized together, and the tokens of the text are those after as many as the context alone has. BOS precedes
+        the context, if the tokenizer has one. If the inputs are longer than the window, the first are removed.
 
         Raises DataError with the place `where` if the text has no tokens or is too long, if nothing stands before it,
         or if the model sees it.

@@ -81,7 +81,7 @@ def test_refusals_say_why_with_numbers() -> None:
     assert reason((4, 4, 257)) == "takes heads of at most 256 channels; these have 257"
     table = Attention("s + p[i % 64, j % 64]", tables={"p": (64, 64)})
     assert reason((4, 4, 64), table) is None
-    limit = "adds up gradients of tables of at most 2,048 elements where the index is no function of i - j"
+    limit = "adds up gradients of tables of at most 2,048 elements if the index is not a function of i - j"
     assert reason((4, 4, 64), table, backward=True) == f"{limit}; p has 4,096"
     site = T5.site((8, 4, 64), backward=True)
     refused = kernel_of(site, (64, 32, 4, 2), (64, 64, 4, 2)).rejects(site)

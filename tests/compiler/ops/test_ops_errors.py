@@ -37,7 +37,7 @@ ERRORS = [
         "lstm_cell f32[B,T,8] f32[B,3] f32[B,3] f32[12,8] f32[12,3] f32[12]",
         "n takes one step of 3 features, not f32[B,T,8] from h f32[B,3]",
     ),
-    ("state_write f32[B,8] f32[B,7]", "n needs a value like its state f32[B,8], not f32[B,7]"),
+    ("state_write f32[B,8] f32[B,7]", "n needs a value of the type of its state, f32[B,8], not f32[B,7]"),
     ("concat f32[B,T,8] f32[B,S,8]", "n concatenates the features of f32[B,T,8] and f32[B,S,8], which differ in rows"),
     ("sdpa f32[B,T,4,6] f32[B,T,3,6] f32[B,T,3,6]", "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
     ("sdpa f32[B,T,4,6] f32[B,T,4,6] f32[B,T,2,6]", "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,2,6]"),
@@ -65,7 +65,10 @@ ERRORS = [
     ("previous_cached f32[B,T,8] f32[B,1,7] i64[]", "n needs a state of one row like f32[B,T,8], not f32[B,1,7]"),
     ("keep_last f32[B,2,8] f32[B,T,8]", "n needs a state of one row like f32[B,T,8], not f32[B,2,8]"),
     ("reset{token=1} f32[B,T,8] i64[B]", "n needs one id per row of f32[B,T,8], not i64[B]"),
-    ("bigram_hash{buckets=7} i64[B,T] i64[B,S]", "n needs previous ids of the type of i64[B,T], not i64[B,S]"),
+    (
+        "bigram_hash{buckets=7} i64[B,T] i64[B,S]",
+        "n needs previous ids of the same type as the ids, i64[B,T], not i64[B,S]",
+    ),
     ("cross_entropy{reduction='mean'} f32[B,T,7] i64[B]", "n needs one target per row of f32[B,T,7], not i64[B]"),
     (
         "softmax_loss{vocab=7, reduction='mean'} f32[B,T,8] i64[B]",

@@ -54,7 +54,7 @@ def random_documents(seed: int, count: int, longest: int) -> list[list[int]]:
 def test_rows_are_those_of_a_plain_loop(capacity: int, buffer: int, longest: int) -> None:
     documents = random_documents(capacity, 400, longest)
     rows, cropped = plain(documents, capacity, buffer)
-    packed = list(best_fit(((index, len(one)) for index, one in enumerate(documents)), capacity, buffer))
+    packed = list(best_fit(((index, len(document)) for index, document in enumerate(documents)), capacity, buffer))
     assert [[t for index, count in row.parts for t in documents[index][:count]] for row in packed] == rows
     assert sum(row.cropped for row in packed) == cropped > 0
     used = [index for row in packed for index, _ in row.parts]
@@ -79,34 +79,34 @@ def test_batches_are_the_rows_on_any_number_of_ranks_and_after_a_resume(tmp_path
     stream = stream_of(tmp_path / "shards", documents)
     rows, cropped = plain(documents, 33, 1000)
     steps = len(rows) // 4 + 3  # into the second epoch
-    with loader(stream, 4) as one:
-        batches = [one.next() for _ in range(steps)]
-        share = one.cropped_share()
+    with loader(stream, 4) as reader:
+        batches = [reader.next() for _ in range(steps)]
+        share = reader.cropped_share()
     read = np.concatenate([np.concatenate([ids, targets[:, -1:]], 1) for ids, targets in batches])
     np.testing.assert_array_equal(read[: len(rows)], rows)
     assert (read[:, 0] == BOS).all() and not np.array_equal(read[len(rows) :], rows[: len(read) - len(rows)])
     assert share == pytest.approx(cropped / sum(map(len, documents)), rel=0.2)
     ranks = [loader(stream, 2, rank, 2) for rank in range(2)]
     for step, (ids, _) in enumerate(batches):
-        parts = [one.next()[0] for one in ranks]
+        parts = [reader.next()[0] for reader in ranks]
         np.testing.assert_array_equal(np.stack(parts, 1).reshape(4, 32), ids)
         if step == 7:
             state = json.loads(json.dumps(ranks[0].state()))
-            for one in ranks:
-                one.close()
+            for reader in ranks:
+                reader.close()
             ranks = [loader(stream, 2, rank, 2) for rank in range(2)]
-            for one in ranks:
-                one.restore(state)
-    for one in ranks:
-        one.close()
+            for reader in ranks:
+                reader.restore(state)
+    for reader in ranks:
+        reader.close()
     with Loader(stream, 4, 32, "sequential", 5) as other, pytest.raises(DataError, match="order differ"):
         other.restore(state)
 
 
 def test_a_stream_without_documents_is_refused(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, [[1] * 200])
-    with loader(stream, 4) as one, pytest.raises(DataError, match="documents of the stream have fewer than 33 tokens"):
-        one.next()
+    with loader(stream, 4) as reader, pytest.raises(DataError, match="of the stream have fewer than 33 tokens"):
+        reader.next()
 
 
 def test_a_run_on_packed_rows_reports_what_was_left_out(tmp_path: Path) -> None:

@@ -246,8 +246,8 @@ def deadly(module, name):
 
 if what in ("fsync", "replace", "rename"):
     deadly(os, what)
-found = open_stream(source, "train", Slow(), cache)
-print(found.digest, calls["encode"])
+opened = open_stream(source, "train", Slow(), cache)
+print(opened.digest, calls["encode"])
 """
 
 

@@ -84,7 +84,7 @@ class Scripted(nn.Module):
 
 
 @dataclass
-class Told:
+class Reports:
     """A generation streams its text and reports its speed."""
 
     lines: list[str] = field(default_factory=list)
@@ -102,8 +102,8 @@ def scripted(script: list[int], tokenizer: Tokenizer | None = None) -> tuple[Ope
     return opened, model
 
 
-def run_scripted(opened: OpenedModel, prompt: bytes, count: int) -> tuple[bytes, Told]:
-    reports = Told()
+def run_scripted(opened: OpenedModel, prompt: bytes, count: int) -> tuple[bytes, Reports]:
+    reports = Reports()
     out = generate(opened, prompt, count, Sampling(0.0), say=reports.lines.append, stream=reports.texts.append)
     return out, reports
 

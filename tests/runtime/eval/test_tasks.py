@@ -101,8 +101,8 @@ def test_cloze(run: Run, tmp_path: Path, batch: int) -> None:
             tokens.append(best(tokens))
         return bytes(tokens[-2:]).decode() if max(tokens[-2:]) < 128 else ""
 
-    found = next(c for c in (f"a{i} kernel" for i in range(200)) if text(c).strip())
-    lines = [*CLOZES, {"context": found, "target": text(found), "delimiter": ""}]
+    context = next(c for c in (f"a{i} kernel" for i in range(200)) if text(c).strip())
+    lines = [*CLOZES, {"context": context, "target": text(context), "delimiter": ""}]
     result = result_of(run, written(tmp_path, lines), batch=batch)
     nats, right = [], []
     for line in lines:

@@ -23,8 +23,8 @@ if "--version" in sys.argv:
 with open({log!r}, "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
 time.sleep({delay})
-source, made = (pathlib.Path(a) for a in (sys.argv[-3], sys.argv[-1]))
-made.write_bytes(b"compiled " + source.read_bytes())
+source, compiled = (pathlib.Path(a) for a in (sys.argv[-3], sys.argv[-1]))
+compiled.write_bytes(b"compiled " + source.read_bytes())
 sys.stderr.write({output!r})
 sys.exit({code})
 """
