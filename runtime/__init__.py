@@ -13,6 +13,7 @@ __all__ = ["LAYERS", "build_model", "load"]
 LAYERS = (
     "errors",
     "dtypes",
+    "pictures",
     "log",
     "support",
     "storage",
@@ -37,6 +38,8 @@ LAYERS = (
     "verify",
     "bench",
     "tune",
+    "sweep",
+    "compare",
 )
 
 

@@ -477,6 +477,6 @@ class Trainer:
             elapsed = max(seconds - self._last_seconds, 1e-9)
             rows = None if samples is None else (samples - (last_samples or 0)) / elapsed
             rate = (tokens - last_tokens) / elapsed
-            steps.append(Step(launched.step, loss, launched.multiplier, norm, rate, seconds, rows))
+            steps.append(Step(launched.step, loss, launched.multiplier, norm, rate, seconds, rows, tokens))
             self._last_seconds, self._last = seconds, launched.counted
         return steps
