@@ -84,8 +84,8 @@ def command(
     until = time.monotonic() + max_seconds
     sweep = read_sweep(file, data, target)
     if dry_run:
-        for run in (*sweep.runs, *sweep.quantizations):
-            click.echo(f"{run.name}: {run.setting}")
+        for work in sweep.work:
+            click.echo(f"{work.name}: {work.setting}")
         click.echo(f"{len(sweep.runs)} runs of {len(sweep.settings)} settings, all specs are valid")
         return 0
     directory = directory or Path("runs") / file.stem
@@ -160,9 +160,7 @@ def _training(sweep_folder: "SweepFolder", run: "PlannedRun", tokenizers: tuple[
     return Job(run.name, arguments, sweep_folder.output(run.name), lambda: None, result)
 
 
-def _quantization(
-    sweep_folder: "SweepFolder", entry: "PlannedQuantization", tokenizers: tuple[Path, ...]
-) -> "Job":
+def _quantization(sweep_folder: "SweepFolder", entry: "PlannedQuantization", tokenizers: tuple[Path, ...]) -> "Job":
     from specc.runtime.sweep.work import Job
 
     def result() -> str:

@@ -14,6 +14,7 @@ LAYERS = (
     "errors",
     "dtypes",
     "pictures",
+    "tables",
     "log",
     "support",
     "storage",

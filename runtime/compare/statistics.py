@@ -31,6 +31,7 @@ class Welch:
 
     Attributes:
         difference: the mean of the second group minus that of the first.
+        error: the standard error of the difference.
         t: the difference of the means, in units of its standard error.
         df: degrees of freedom by the Welch-Satterthwaite equation.
         p: two-sided probability of a |t| at least this large if the means are equal.
@@ -38,16 +39,18 @@ class Welch:
     """
 
     difference: float
+    error: float
     t: float
     df: float
     p: float
     low: float
     high: float
 
-    @property
-    def p_lower(self) -> float:
-        """One-sided probability of a difference at least this far below 0 if the means are equal."""
-        return self.p / 2 if self.t <= 0 else 1 - self.p / 2
+    def p_below(self, limit: float) -> float:
+        """Returns the one-sided probability of a difference at most this large if the true difference is `limit`."""
+        t = (self.difference - limit) / self.error
+        tail = t_two_sided(t, self.df) / 2
+        return tail if t <= 0 else 1 - tail
 
 
 def welch(first: Summary, second: Summary) -> Welch | None:
@@ -68,7 +71,7 @@ def welch(first: Summary, second: Summary) -> Welch | None:
     difference = second.mean - first.mean
     t = difference / error
     margin = t_quantile(0.05, df) * error
-    return Welch(difference, t, df, t_two_sided(t, df), difference - margin, difference + margin)
+    return Welch(difference, error, t, df, t_two_sided(t, df), difference - margin, difference + margin)
 
 
 def t_two_sided(t: float, df: float) -> float:

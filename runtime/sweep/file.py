@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from specc.compiler.errors import quote
-from specc.compiler.strict import NonNegative, Problem, StrictModel
+from specc.compiler.strict import NonNegative, Path, Problem, StrictModel
 
 SEED = "train.seed"
 Title = Annotated[str, Field(min_length=1, max_length=100)]
@@ -86,23 +86,23 @@ class SweepFile(StrictModel):
 def _repeated_names(path: tuple[str, ...], names: list[str]) -> Iterator[Problem]:
     for i, name in enumerate(names):
         if (first := names.index(name)) < i:
-            related = (("the first", (*path, first, "name")),)
+            related: tuple[tuple[str, Path], ...] = (("the first", (*path, first, "name")),)
             message = f"two entries of {path[0]} have the name {quote(name)}"
             yield Problem((*path, i, "name"), "S501", message, "choose another name", related)
 
 
-def _repeated_seeds(path: tuple[str | int, ...], seeds: tuple[int, ...] | None) -> Iterator[Problem]:
+def _repeated_seeds(path: Path, seeds: tuple[int, ...] | None) -> Iterator[Problem]:
     for seed, count in Counter(seeds or ()).items():
         if count > 1:
             message = f"the seed {seed} is listed {count} times, and equal runs tell nothing about the spread"
             yield Problem(path, "S502", message, "list each seed once")
 
 
-def _set_seeds(path: tuple[str | int, ...], overrides: tuple[str, ...]) -> Iterator[Problem]:
+def _set_seeds(path: Path, overrides: tuple[str, ...]) -> Iterator[Problem]:
     for i, text in enumerate(overrides):
         if text.partition("=")[0].strip() == SEED:
             yield _seed_twice((*path, i))
 
 
-def _seed_twice(path: tuple[str | int, ...]) -> Problem:
+def _seed_twice(path: Path) -> Problem:
     return Problem(path, "S502", f"`{SEED}` is set here and by `seeds`", "keep one of them")

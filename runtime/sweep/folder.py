@@ -237,7 +237,8 @@ class SweepFolder:
         def copy(source: str, copied: str) -> object:
             if "checkpoints" in Path(source).parts:
                 try:
-                    return os.link(source, copied)
+                    os.link(source, copied)
+                    return copied
                 except OSError:  # another file system, or one without links
                     pass
             return shutil.copy2(source, copied)

@@ -116,4 +116,6 @@ def _rows(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult]) ->
     axes.set_ylim(len(rows) - 0.4, -0.6)  # the first setting at the top
     axes.set_xlabel(f"{results.metric.label} on the validation split")
     axes.grid(axis="x", color="#e5e7eb")
-    axes.legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14 * 12 / (4 + len(rows))), ncols=3)
+    axes.legend(
+        fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14 * 12 / (4 + len(rows))), ncols=3
+    )

@@ -96,6 +96,10 @@ class PlannedSweep:
     metric: str = ""
 
     @property
+    def work(self) -> tuple[PlannedRun | PlannedQuantization, ...]:
+        return (*self.runs, *self.quantizations)
+
+    @property
     def settings(self) -> tuple[str, ...]:
         """The names of the settings; the table compares with the first."""
         return tuple(dict.fromkeys(run.setting for run in self.runs))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from specc.runtime.metrics.names import Metric, metric_of
+from specc.runtime.metrics.names import NATS, Metric, metric_of
 from specc.runtime.storage.run_history import RunHistory
 from specc.runtime.sweep.folder import SweepFolder
 from specc.runtime.sweep.plan import PlannedRun
+from specc.runtime.tables import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +95,6 @@ class SweepResults:
     settings: tuple[SettingResult, ...]
     quantized: tuple[QuantizedResult, ...] = field(default=())
 
-    @property
-    def complete(self) -> bool:
-        return not any(row.unfinished for row in (*self.settings, *self.quantized))
-
     def facts(self) -> dict[str, Any]:
         """Returns the results as JSON data."""
         first = self.settings[0].setting if self.settings else None
@@ -122,7 +119,7 @@ class SweepResults:
             reasons += [f"{name}: {reason}" for name, reason in entry.unfinished.items()]
         notes = ["std: sample standard deviation over the seeds; ~: bytes estimated from the spec"]
         notes += ["(*) the difference is that to the same runs before quantization"] if self.quantized else []
-        return [*_aligned(rows), *notes, *(f"not finished: {reason}" for reason in reasons)]
+        return [*aligned(rows), *notes, *(f"not finished: {reason}" for reason in reasons)]
 
     def _cells(self, sample: Sample | None, difference: float | None) -> list[str]:
         if sample is None:
@@ -136,16 +133,6 @@ def _costs(row: SettingResult) -> list[str]:
     seconds = "-" if row.seconds is None else f"{row.seconds:,.1f}"
     rate = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
     return [seconds, rate, "-" if row.bytes is None else f"{'' if row.measured else '~'}{row.bytes:,}"]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a Markdown table: the first column left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        yield f"| {' | '.join(cells)} |"
-        if number == 0:
-            yield f"|{'-' * (widths[0] + 2)}|{'|'.join('-' * (width + 1) + ':' for width in widths[1:])}|"
 
 
 def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
@@ -172,7 +159,9 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
         read = _reader(finished, histories)
         sample = read(lambda history: metric.value(history.final))
         first = rows[0].metric if rows else None
-        averaged = any(history.end is not None and history.end["weights"] != "raw" for history in _of(finished, histories))
+        averaged = any(
+            history.end is not None and history.end["weights"] != "raw" for history in _of(finished, histories)
+        )
         bytes_of = [size for run in runs if (size := sizes.get(run.name)) is not None]
         rates = read(lambda history: history.tokens_per_second)
         seconds = read(lambda history: history.seconds)
@@ -182,14 +171,18 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
                 sweep.values.get(setting, {}),
                 tuple(run.seed for run in finished),
                 sample,
-                read(lambda history: history.final and history.final.get("nats")),
+                read(lambda history: NATS.value(history.final)),
                 read(lambda history: metric.value(history.scored("raw"))) if averaged else None,
                 sample.mean - first.mean if first is not None and sample is not None else None,
-                seconds and seconds.mean,
-                rates and rates.mean,
+                seconds.mean if seconds is not None else None,
+                rates.mean if rates is not None else None,
                 max(bytes_of) if bytes_of else runs[0].estimated_bytes,
                 bool(bytes_of),
-                {run.name: _reason(run.name, histories[run.name], folder, failed) for run in runs if run not in finished},
+                {
+                    run.name: _reason(run.name, histories[run.name], folder, failed)
+                    for run in runs
+                    if run not in finished
+                },
             )
         )
     return SweepResults(metric, tuple(rows), tuple(_quantized(folder, metric, failed)))
@@ -234,7 +227,9 @@ def _quantized(folder: SweepFolder, metric: Metric, failed: Mapping[str, str]) -
     for setting in dict.fromkeys(entry.setting for entry in entries):
         members = [entry for entry in entries if entry.setting == setting]
         reports = {
-            entry.name: json.loads(folder.report(entry).read_bytes()) for entry in members if folder.report(entry).is_file()
+            entry.name: json.loads(folder.report(entry).read_bytes())
+            for entry in members
+            if folder.report(entry).is_file()
         }
         after = [metric.of_score(report["after"]) for report in reports.values()]
         before = [metric.of_score(report["before"]) for report in reports.values()]

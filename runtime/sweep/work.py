@@ -65,8 +65,8 @@ class Outcome:
 
 
 def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
-    """Returns the places for jobs: `jobs` on each GPU, or `jobs` on the CPU if the targets run there or this machine has
-    no GPU.
+    """Returns the places for jobs: `jobs` on each GPU, or `jobs` on the CPU if the targets run there or this machine
+    has no GPU.
 
     Args:
         targets: the targets of the spec, or the single target of the sweep.
@@ -81,7 +81,9 @@ def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
     """
     names = [] if all(device_of(TARGETS[name]) == "cpu" for name in targets) else _visible_gpus()
     if gpus is not None and gpus > len(names):
-        message = f"--gpus {gpus} needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''} for the sweep, which has {len(names)}"
+        message = (
+            f"--gpus {gpus} needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''} for the sweep, which has {len(names)}"
+        )
         raise EnvironmentFailure(message, "without --gpus, all GPUs are used, or else the CPU")
     names = names[:gpus]
     if not names:
