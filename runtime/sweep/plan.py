@@ -354,8 +354,10 @@ class _Plan:
     def _require_new(self, spec: Spec, setting: _Setting) -> None:
         """Notes a problem if an earlier setting has the same spec."""
         alike = digest_of(spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})}))
-        first = self._known.setdefault(alike, setting.name)
-        if first != setting.name:
+        first = self._known.get(alike)
+        if first is None:
+            self._known[alike] = setting.name
+        else:
             message = f"the settings {quote(first)} and {quote(setting.name)} have the same spec"
             own = [over for over in setting.overrides if over.path[:1] != ("set",)]
             path = (own[-1].value or own[-1].path) if own else ()
