@@ -30,7 +30,7 @@ class Step:
         tokens_per_second: throughput in tokens. For line pairs it counts sources and targets, without pads.
         seconds: training time so far.
         samples_per_second: throughput in samples; None if steps are not counted in samples.
-        tokens: tokens trained on so far, counted as in `tokens_per_second`.
+        tokens: tokens of the step, counted as in `tokens_per_second`.
     """
 
     step: int

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -76,24 +76,22 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
         CompareError: if a word names no runs, a name is used twice, or a run is named twice.
         IntegrityError: if a run is damaged.
     """
-    groups: list[Group] = []
-    loose: list[tuple[Member, str]] = []
+    found: dict[str, Group] = {}  # by kind of its runs, or by the position of the word that names it
     for word in words:
         match = None if Path(word).exists() else NAMED.fullmatch(word)
         if match is None:
-            loose += [(Member(Run.open(path)), label) for path, label in _runs(word)]
+            for path, label in _runs(word):
+                member = Member(Run.open(path))
+                group = found.get(member.kind)
+                if group is None:
+                    name = label if all(label != other.name for other in found.values()) else member.name
+                    group = Group(name, ())
+                found[member.kind] = replace(group, members=(*group.members, member))
         else:
-            groups.append(Group(match[1], tuple(Member(Run.open(path)) for path, _ in _runs(match[2])), named=True))
-    kinds: dict[str, list[tuple[Member, str]]] = {}
-    for member, label in loose:
-        kinds.setdefault(member.kind, []).append((member, label))
-    taken = {group.name for group in groups}
-    for members in kinds.values():
-        name = members[0][1] if members[0][1] not in taken else members[0][0].name
-        taken.add(name)
-        groups.append(Group(name, tuple(member for member, _ in members)))
-    _require_different(groups)
-    return tuple(groups)
+            members = tuple(Member(Run.open(path)) for path, _ in _runs(match[2]))
+            found[f"{len(found)}"] = Group(match[1], members, named=True)
+    _require_different(tuple(found.values()))
+    return tuple(found.values())
 
 
 def _runs(word: str) -> Iterator[tuple[Path, str]]:

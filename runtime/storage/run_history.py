@@ -99,9 +99,9 @@ class RunHistory:
                 self.end, self.message = None, ""
             case "step":
                 last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
-                passed = event["tokens_per_second"] * (event["seconds"] - last.seconds)
-                tokens = event.get("tokens", last.tokens + passed)  # older logs have only the rate
-                self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], tokens))
+                # older logs have only the rate
+                tokens = event.get("tokens") or event["tokens_per_second"] * (event["seconds"] - last.seconds)
+                self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], last.tokens + tokens))
             case "validation":
                 values = {key: value for key, value in event.items() if key not in ("event", "step", "weights")}
                 self.validations.append(LoggedValidation(event["step"], event["weights"], values))
