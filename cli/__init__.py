@@ -20,6 +20,8 @@ LAYERS = (
     "migrate",
     "data",
     "train",
+    "sweep",
+    "compare",
     "quantize",
     "eval",
     "export",

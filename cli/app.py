@@ -98,6 +98,8 @@ specc = click.option(
             "migrate": "Rewrite specs of an old version in the current version.",
             "data": data,
             "train": "Train the model of a spec.",
+            "sweep": "Train a spec with many settings and seeds, and compare the results.",
+            "compare": "Compare groups of runs: means over seeds, Welch's test, curves and texts.",
             "eval": "Score a run or an artifact on the validation split, or on the tasks of files.",
             "generate": "Generate text with a run or an artifact, or transform lines.",
             "quantize": "Quantize the final weights of a run into an artifact, as its spec states.",

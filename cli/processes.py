@@ -1,5 +1,6 @@
 """Support for commands that run in several processes, one per GPU."""
 
+import os
 import sys
 from typing import Any
 
@@ -47,6 +48,14 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
         return None
     require_devices(gpus, spec, target)
     return None if gpus == 1 else launch(gpus, [sys.executable, "-P", "-m", "specc.cli", *given_arguments()], say)
+
+
+def end_with_parent() -> None:
+    """If a sweep started this process, arranges that it ends when the sweep is killed."""
+    if "SPECC_LAUNCHER" in os.environ and "RANK" not in os.environ:
+        from specc.runtime.distributed.launch import end_with_launcher
+
+        end_with_launcher()
 
 
 def joined_world() -> Any:

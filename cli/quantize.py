@@ -16,6 +16,7 @@ from specc.cli.options import (
     with_data,
 )
 from specc.cli.output import Stages, say
+from specc.cli.processes import end_with_parent
 
 
 @click.command("quantize")
@@ -55,6 +56,7 @@ def command(
     from specc.runtime.quantize.pipeline import quantize as run_quantize
     from specc.runtime.quantize.report import input_table, solution_line, table
 
+    end_with_parent()
     places, code = with_data(tokenizers, settings["data"]), 0
     if purpose == "submission":
         from specc.runtime.submission.export import code_bytes

@@ -19,7 +19,7 @@ from specc.cli.options import (
     with_data,
 )
 from specc.cli.output import say
-from specc.cli.processes import Repeatable, joined_world, launched
+from specc.cli.processes import Repeatable, end_with_parent, joined_world, launched
 
 
 @click.command("train", cls=Repeatable)
@@ -77,6 +77,7 @@ def command(
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched, target_of
 
+    end_with_parent()
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
         data, target = data or (known and known.data), target or (known and known.target)

@@ -114,10 +114,12 @@ class Problem:
 class StrictModel(BaseModel):
     """Base of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
-    `untagged` is True for the default member of a union, which applies if the data state no kind.
+    `untagged` is True for the default member of a union, which applies if the data state no kind. `described` names a
+    whole file of this model in messages.
     """
 
     untagged: ClassVar[bool] = False
+    described: ClassVar[str] = "the spec"
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 

@@ -13,6 +13,8 @@ __all__ = ["LAYERS", "build_model", "load"]
 LAYERS = (
     "errors",
     "dtypes",
+    "pictures",
+    "tables",
     "log",
     "support",
     "storage",
@@ -37,6 +39,8 @@ LAYERS = (
     "verify",
     "bench",
     "tune",
+    "sweep",
+    "compare",
 )
 
 

@@ -30,6 +30,7 @@ class Step:
         tokens_per_second: throughput in tokens. For line pairs it counts sources and targets, without pads.
         seconds: training time so far.
         samples_per_second: throughput in samples; None if steps are not counted in samples.
+        tokens: tokens of the step, counted as in `tokens_per_second`.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Step:
     tokens_per_second: float
     seconds: float
     samples_per_second: float | None = None
+    tokens: int | None = None
 
 
 Progress = Callable[[Step, float], None]  # shows a step, and the completed fraction of the run, 0 to 1

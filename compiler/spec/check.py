@@ -5,6 +5,7 @@ The modules that word Pydantic's errors are imported only for a spec that has so
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -14,6 +15,8 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Path, Problem, StrictModel, keys_of
 from specc.compiler.text.overrides import apply_overrides
 from specc.compiler.text.source import Source, read
+
+M = TypeVar("M", bound=StrictModel)
 
 CODES: Mapping[str, str] = {
     "S001": "the file cannot be read",
@@ -130,6 +133,9 @@ CODES: Mapping[str, str] = {
     "S401": "a node that no kernel of a target computes",
     "S402": "an epilogue that cannot be named",
     "S403": "two epilogues with the same name",
+    "S501": "two settings of a sweep with the same name or the same spec",
+    "S502": "a seed of a sweep that is listed twice, or that a setting also sets",
+    "S503": "a quantization of a setting that the sweep does not have, or of more than `quant`",
 }
 
 
@@ -163,19 +169,24 @@ def load_recorded(path: FilePath, overrides: Iterable[str] = ()) -> tuple[Spec, 
 def check(source: Source) -> Spec:
     """Returns the spec of a source. Raises SpecError with all problems (codes S1xx and S2xx) if the source is
     invalid."""
+    return check_as(Spec, source)
+
+
+def check_as(model: type[M], source: Source) -> M:
+    """Returns the content of a source as a model. Raises SpecError with all problems if the source is invalid."""
     try:
-        spec = Spec.model_validate(source.data)
+        value = model.model_validate(source.data)
     except ValidationError as error:
         from specc.compiler.spec.messages.expected import places
         from specc.compiler.spec.messages.pydantic_errors import diagnostics_of
 
-        models = dict(places(Spec, source.data))
-        diagnostics, faulty = diagnostics_of(error, source, models, Spec)
+        models = dict(places(model, source.data))
+        diagnostics, faulty = diagnostics_of(error, source, models, model)
         problems = _problems_of_sound_parts(source, models, faulty)
         raise SpecError((*diagnostics, *to_diagnostics(problems, source)), source.texts) from None
-    if diagnostics := to_diagnostics(problems_of(spec), source):
+    if diagnostics := to_diagnostics(problems_of(value), source):
         raise SpecError(diagnostics, source.texts)
-    return spec
+    return value
 
 
 def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnostic, ...]:

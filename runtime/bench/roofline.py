@@ -5,13 +5,11 @@ The picture is drawn from the JSON data of a report, so that the measurement doe
 """
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from specc.compiler.plan.lock import Machine
 from specc.runtime.bench.variants import COMPILE, GENERATED, LIBRARY, MAX_AUTOTUNE
-from specc.runtime.errors import EnvironmentFailure
+from specc.runtime.pictures import new_figure, png, require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +23,7 @@ Row = Mapping[str, Any]  # a kernel or a group of the data of a report
 
 def require() -> None:
     """Raises EnvironmentFailure if matplotlib is missing."""
-    if find_spec("matplotlib") is None:
-        raise EnvironmentFailure("a roofline picture needs matplotlib", "pip install 'specc[bench]'")
+    require_matplotlib("a roofline picture")
 
 
 def roofline(data: Mapping[str, Any]) -> bytes:
@@ -43,11 +40,7 @@ def roofline(data: Mapping[str, Any]) -> bytes:
         EnvironmentFailure: if matplotlib is missing.
     """
     require()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.5, 7.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12.5, 7.5)
     axes = figure.add_subplot()
     rows: list[Row] = [*data["kernels"], *data["groups"]]
     _ceilings(axes, data["ceilings"], rows)
@@ -60,9 +53,7 @@ def roofline(data: Mapping[str, Any]) -> bytes:
     figure.draw_without_rendering()  # computes the layout, which the labels need
     figure.set_layout_engine("none")
     _labels(axes, rows, data["ceilings"])
-    out = BytesIO()
-    figure.savefig(out, format="png")
-    return out.getvalue()
+    return png(figure)
 
 
 def _time(row: Row) -> float:

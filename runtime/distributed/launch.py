@@ -118,7 +118,13 @@ def _environment(size: int) -> dict[str, str]:
     # without an interface, gloo uses the address that the host name resolves to
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // size)), **({"GLOO_SOCKET_IFNAME": "lo"} if linux else {})}
     places = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
-    return {**defaults, **os.environ, **places, _LAUNCHER: str(os.getpid())}
+    return {**defaults, **os.environ, **places, **parent_environment()}
+
+
+def parent_environment() -> dict[str, str]:
+    """Returns the environment variable by which a child process knows the process that it must not outlive. See
+    `end_with_launcher`."""
+    return {_LAUNCHER: str(os.getpid())}
 
 
 @contextmanager
@@ -173,7 +179,8 @@ def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def end_with_launcher() -> None:
-    """If `launch` started this process, requests that the system sends SIGTERM when `launch` ends first."""
+    """If `launch` or a sweep started this process, requests that the system sends SIGTERM when that process ends
+    first."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return

@@ -205,7 +205,7 @@ class Run:
     def require_same(self, spec: Spec, target: str) -> None:
         """Raises RunDirectoryError, with the differences, unless the run was started with this spec and target."""
         here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
-        changed = [f"{path}: {old} there, {new} now" for path, old, new in _differences(here, there)]
+        changed = [f"{path}: {old} there, {new} now" for path, old, new in differences(here, there)]
         changed += [f"the target: {self.target} there, {target} now"] if target != self.target else []
         if changed:
             hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
@@ -306,12 +306,13 @@ def _write_text(path: Path, text: str) -> None:
     write_atomically(path, [text.encode()])
 
 
-def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yields the path, the old and the new value of each difference between two values of JSON."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (item, other) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(item, other, f"{path}.{i}")
+            yield from differences(item, other, f"{path}.{i}")
     elif old != new:
         yield path, old, new

@@ -476,7 +476,7 @@ class Trainer:
             seconds, (samples, tokens), (last_samples, last_tokens) = self.clock.seconds, launched.counted, self._last
             elapsed = max(seconds - self._last_seconds, 1e-9)
             rows = None if samples is None else (samples - (last_samples or 0)) / elapsed
-            rate = (tokens - last_tokens) / elapsed
-            steps.append(Step(launched.step, loss, launched.multiplier, norm, rate, seconds, rows))
+            count = tokens - last_tokens
+            steps.append(Step(launched.step, loss, launched.multiplier, norm, count / elapsed, seconds, rows, count))
             self._last_seconds, self._last = seconds, launched.counted
         return steps

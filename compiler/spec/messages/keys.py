@@ -54,7 +54,10 @@ class Words:
 
     def _name(self, path: Path) -> str:
         words = [i for i, part in enumerate(path) if isinstance(part, str)]
-        return _place(path[words[-1] :] if words else path)
+        return self._place(path[words[-1] :] if words else path)
+
+    def _place(self, path: Path) -> str:
+        return quote(dotted(path)) if path else self.root.described
 
     def _data(self, path: Path) -> Any:
         value: Any = self.source.data
@@ -89,11 +92,11 @@ class Words:
         )
         if elsewhere and not (is_kind and len(_models_with(key)) > 1):
             home = min(elsewhere, key=lambda path: _apart(path, holder))
-            hints.insert(0, f"{quote(key)} belongs {f'under {_place(home)}' if home else 'at the top'}")
+            hints.insert(0, f"{quote(key)} belongs {f'under {self._place(home)}' if home else 'at the top'}")
         elif not near:
             twin = nearest(key, keys)
             hints = [f"did you mean {quote(twin)}?" if twin else f"valid keys are {', '.join(keys)}"]
-        message = f"{quote(key)} is not a valid key of {_place(holder)}"
+        message = f"{quote(key)} is not a valid key of {self._place(holder)}"
         yield self._at(self.source.key(error.path), "S101", message, "; or ".join(hints))
 
     def _offers(self) -> Iterator[tuple[Path, Model]]:
@@ -128,7 +131,7 @@ class Words:
 
     def _missing(self, holder: Path, key: str, form: str) -> Diagnostic:
         place = self.source.place(holder) if holder else self.source.value(())
-        message = f"{_place(holder)} needs the key {quote(key)}"
+        message = f"{self._place(holder)} needs the key {quote(key)}"
         return self._at(place, "S102", message, f"add `{key}:` and {form}")
 
     # kinds
@@ -148,7 +151,7 @@ class Words:
         hints = [f"did you mean {quote(near)}?"] if near else []
         if not near or len(words) > 1:
             hints.append(f"choose {one_of(words)}")
-        message = f"{_place(path[:-1])} has an unknown {path[-1]}, {quote(kind)}"
+        message = f"{self._place(path[:-1])} has an unknown {path[-1]}, {quote(kind)}"
         return self._at(self.source.value(path), "S105", message, " ".join(hints))
 
     # errors of a field's own validator
@@ -161,10 +164,6 @@ class Words:
             yield self._at(place, "S107", f"{name}: {cause.message}", hint)
         else:
             yield self._at(self.source.place(error.path), "S106", f"{name}: {cause}", "correct the value")
-
-
-def _place(path: Path) -> str:
-    return quote(dotted(path)) if path else "the spec"
 
 
 def _in_sibling(path: Path, holder: Path) -> bool:

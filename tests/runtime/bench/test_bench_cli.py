@@ -222,7 +222,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert run([*command, "--only", "nothing"]) == 2
     assert run([*command, "--picture", "nowhere/x.png"]) == 2
     assert "there is no folder nowhere" in capsys.readouterr().err
-    monkeypatch.setattr("specc.runtime.bench.roofline.find_spec", lambda name: None)
+    monkeypatch.setattr("specc.runtime.pictures.find_spec", lambda name: None)
     assert run([*command, "--target", "cpu", "--picture", "x.png"]) == 3
     assert "pip install 'specc[bench]'" in capsys.readouterr().err
 

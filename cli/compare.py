@@ -1,0 +1,153 @@
+"""The `compare` command, which compares groups of runs. Torch is imported only to run their models."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich_click as click
+
+from specc.cli.options import device_option, format_option, json_option, tokenizers_option
+from specc.cli.output import Stages, say
+
+if TYPE_CHECKING:
+    from specc.runtime.compare.calibration import Calibration
+    from specc.runtime.compare.groups import Group
+
+
+@click.command("compare")
+@click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUNS...")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE.png",
+    help="Write the curves of the loss over tokens and over seconds. Needs matplotlib.",
+)
+@click.option(
+    "--calibration",
+    is_flag=True,
+    help="Measure the expected calibration error of next-token probabilities on the validation split.",
+)
+@click.option(
+    "--max-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=65536,
+    show_default=True,
+    help="Number of tokens of --calibration.",
+)
+@click.option("--prompt", help="Also print the text that the first run of each group writes after this prompt.")
+@click.option("--length", type=click.IntRange(min=1), default=100, show_default=True, help="Tokens of these texts.")
+@click.option("--temperature", type=float, default=0.8, show_default=True, help="Sampling temperature of these texts.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of these texts.")
+@device_option
+@tokenizers_option
+@json_option
+@format_option
+def command(
+    runs: tuple[str, ...],
+    picture: Path | None,
+    calibration: bool,
+    max_tokens: int,
+    prompt: str | None,
+    length: int,
+    temperature: float,
+    seed: int,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Compare groups of runs: means over seeds, Welch's test, curves and texts.
+
+    RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or several of these with commas between them.
+    NAME=RUNS makes all these runs one group. Without a name, runs that differ only in the seed are one group.
+
+    Each pair of groups has Welch's t, its degrees of freedom and the two-sided p, and the values of the specs that
+    differ. Runs that were scored on different data are refused.
+    """
+    from specc.runtime.compare.comparison import compare
+    from specc.runtime.compare.groups import groups_of
+    from specc.runtime.compare.report import report
+
+    if picture is not None:
+        from specc.runtime.pictures import require_matplotlib
+
+        require_matplotlib("the picture of a comparison")
+        if not picture.parent.is_dir():
+            raise click.UsageError(f"there is no folder {picture.parent} for the picture")
+    comparison, groups = compare(groups_of(runs))
+    if (calibration or prompt is not None) and any(g.first.run.spec.model.reads == "lines" for g in groups):
+        raise click.UsageError("--calibration and --prompt are for models of text")
+    calibrations = _calibrations(groups, max_tokens, target, tokenizers) if calibration else {}
+    texts = _texts(groups, prompt, length, temperature, seed, target, tokenizers) if prompt is not None else {}
+    if as_json:
+        facts = comparison.facts()
+        facts |= {"calibration": {name: [c.facts() for c in found] for name, found in calibrations.items()}}
+        click.echo(json.dumps({**facts, "texts": texts}, indent=2, ensure_ascii=False))
+    else:
+        lines = [*report(comparison), *_calibration_lines(calibrations)]
+        for name, text in texts.items():
+            lines += ["", f"--- {name}, seed {seed}, temperature {temperature:g}", f"{prompt}{text}"]
+        click.echo("\n".join(lines))
+    if picture is not None:
+        from specc.runtime.compare.picture import comparison_picture
+
+        picture.write_bytes(comparison_picture(groups, calibrations))
+        say(f"wrote {picture}")
+
+
+def _calibrations(
+    groups: "Sequence[Group]", max_tokens: int, target: str | None, tokenizers: tuple[Path, ...]
+) -> "dict[str, list[Calibration]]":
+    """Returns the calibration of each run of each group."""
+    from specc.runtime.compare.calibration import calibration_of
+    from specc.runtime.open_model import open_model
+
+    results: dict[str, list[Calibration]] = {}
+    for group in groups:
+        for member in group.members:
+            opened = open_model(member.run.directory, target, search=tokenizers, say=say)
+            found = calibration_of(opened, max_tokens, partial(Stages(), member.name))
+            results.setdefault(group.name, []).append(found)
+    return results
+
+
+def _calibration_lines(calibrations: "dict[str, list[Calibration]]") -> list[str]:
+    if not calibrations:
+        return []
+    lines = ["", "expected calibration error of the most probable token, 15 bins of equal width"]
+    for name, results in calibrations.items():
+        errors = [100 * result.ece for result in results]
+        spread = f" ± {statistics.stdev(errors):.2f}" if len(errors) > 1 else ""
+        accuracy, confidence = (
+            100 * statistics.fmean(getattr(result, value) for result in results) for value in ("accuracy", "confidence")
+        )
+        lines.append(
+            f"  {name}: {statistics.fmean(errors):.2f}{spread} %, accuracy {accuracy:.2f} %, mean probability "
+            f"{confidence:.2f} %, on {results[0].tokens:,} tokens"
+        )
+    return lines
+
+
+def _texts(
+    groups: "Sequence[Group]",
+    prompt: str,
+    length: int,
+    temperature: float,
+    seed: int,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+) -> dict[str, str]:
+    """Returns the text that the first run of each group writes, sampled with the same random numbers."""
+    from specc.runtime.decode.text import Sampling
+    from specc.runtime.generate import generate
+    from specc.runtime.open_model import open_model
+
+    texts: dict[str, Any] = {}
+    for group in groups:
+        opened = open_model(group.first.run.directory, target, search=tokenizers, say=say)
+        text = generate(opened, prompt, length, Sampling(temperature), seed, say=say)
+        texts[group.name] = text.decode(errors="replace")
+    return texts

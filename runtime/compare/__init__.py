@@ -1,0 +1,1 @@
+"""Comparisons of groups of runs: statistics over seeds, curves, calibration and texts."""

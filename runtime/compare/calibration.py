@@ -1,0 +1,157 @@
+"""Calibration: whether a model's next-token probabilities are the frequencies with which it is right.
+
+The expected calibration error (ECE; Guo et al., 2017, "On Calibration of Modern Neural Networks") of the most probable
+token: the targets of the validation split are put into 15 bins of equal width by the probability p of the most
+probable token. In each bin, the mean of p is compared with the share of targets that are the most probable token:
+
+    ECE = sum over bins of (targets in the bin / all targets) * |share that is right - mean p|
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specc.runtime.data.windows.evaluation import Batch
+from specc.runtime.data.windows.stream import open_stream
+from specc.runtime.decode.pages import decoder_of
+from specc.runtime.errors import RunFailure
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions, windows_of
+from specc.runtime.metrics.bits_per_byte import Account, ScoredText
+from specc.runtime.open_model import OpenedModel, token_cache
+
+BINS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Targets whose most probable token has a probability above `low` and up to `high`.
+
+    Attributes:
+        low, high: the limits.
+        count: the number of targets.
+        confidence: the mean probability of the most probable token; 0 in an empty bin.
+        accuracy: the share of targets that are the most probable token; 0 in an empty bin.
+    """
+
+    low: float
+    high: float
+    count: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The calibration of a model on a text.
+
+    Attributes:
+        tokens: the number of targets.
+        ece: the expected calibration error, 0 to 1.
+        accuracy: the share of targets that are the most probable token.
+        confidence: the mean probability of the most probable token.
+        nats: the mean loss in nats per token, computed from the same probabilities.
+        bins: the bins, from low to high probability.
+    """
+
+    tokens: int
+    ece: float
+    accuracy: float
+    confidence: float
+    nats: float
+    bins: tuple[Bin, ...]
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Tally:
+    """Counts targets by the probability of the most probable token."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((BINS, 3))  # targets, sum of probabilities, targets that are right
+        self._nats = 0.0
+
+    def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:
+        """Adds predictions.
+
+        Args:
+            logits: [B, vocabulary].
+            targets: ids, i64 [B].
+            counts: the rows that count, bool [B].
+        """
+        exact = logits[counts].double().log_softmax(-1)
+        best, token = exact.max(-1)
+        confidence, right = best.exp().cpu().numpy(), (token == targets[counts]).cpu().numpy()
+        places = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
+        for column, weights in enumerate((np.ones(len(places)), confidence, right.astype(float))):
+            self._sums[:, column] += np.bincount(places, weights, BINS)
+        self._nats -= float(exact.gather(-1, targets[counts][:, None]).sum())
+
+    def result(self) -> Calibration:
+        """Returns the calibration of all predictions so far."""
+        tokens = int(self._sums[:, 0].sum())
+        bins = tuple(
+            Bin(i / BINS, (i + 1) / BINS, int(n), total / n if n else 0.0, right / n if n else 0.0)
+            for i, (n, total, right) in enumerate(self._sums.tolist())
+        )
+        ece = sum(entry.count * abs(entry.accuracy - entry.confidence) for entry in bins) / tokens
+        _, confidence, accuracy = (self._sums.sum(0) / tokens).tolist()
+        return Calibration(tokens, ece, accuracy, confidence, self._nats / tokens, bins)
+
+
+def calibration_of(
+    opened: OpenedModel, max_tokens: int | None, progress: Callable[[int, int], None] | None = None
+) -> Calibration:
+    """Measures the calibration of a text model on the validation split of its data.
+
+    The logits are those of cached decoding, in windows of the model's context, as `specc eval` scores without a stride.
+
+    Args:
+        opened: the model.
+        max_tokens: the number of targets from the start of the split. None for all.
+        progress: called with the number of targets so far and the total.
+
+    Returns:
+        The calibration.
+
+    Raises:
+        EvaluateError: if the model is not one of text, or its data are unknown.
+        RunFailure: if the logits are not finite.
+        DataError: if the data cannot be read.
+    """
+    if opened.data is None:
+        raise EvaluateError(f"{opened.path} does not state its data", "name a run")
+    plan = windows_of(opened.spec, EvaluateOptions(stride=opened.spec.model.window), str(opened.path))
+    tally, first = Tally(), opened.spec.model.unscored + 1
+    stream = open_stream(opened.data, "val", opened.tokenizer, token_cache())
+    try:
+        account = Account(ScoredText(stream, opened.tokenizer, max_tokens), plan)
+        (chunk,) = account.chunks
+        total, done = account.windows.last, 0
+        decoder = decoder_of(opened.text_model, opened.spec.model.window, opened.device, plan.batch)
+        for number in chunk:
+            batch = account.read(number)
+            _add(decoder, batch, first, tally, opened.device)
+            done += int(batch.new.sum())
+            if progress is not None:
+                progress(done, total)
+    finally:
+        stream.close()
+    result = tally.result()
+    if not np.isfinite(result.nats):
+        raise RunFailure(f"{opened.path}: the logits contain NaN or infinity", "try an earlier checkpoint")
+    return result
+
+
+def _add(decoder: Any, batch: Batch, first: int, tally: Tally, device: torch.device) -> None:
+    """Adds the targets of a batch of windows. `first` is the number of tokens that the model reads at once."""
+    ids, targets, new = (torch.from_numpy(array.copy()).to(device) for array in (batch.ids, batch.targets, batch.new))
+    logits = decoder.prefill(ids[:, :first])
+    for place in range(first - 1, ids.shape[1]):
+        if place >= first:
+            logits = decoder.append(ids[:, place])
+        tally.add(logits, targets[:, place], new[:, place])

@@ -1,0 +1,250 @@
+"""Compares groups of runs by what their logs say: the final metric, Welch's test of each pair, time and throughput."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from specc.runtime.compare.groups import CompareError, Group, Member
+from specc.runtime.compare.statistics import Summary, Welch, welch
+from specc.runtime.metrics.names import BITS, NATS, Metric, metric_of
+from specc.runtime.storage.run_directory import differences
+
+THRESHOLD = 0.005  # nats per token: what a record of openai/parameter-golf must improve by
+LEVEL = 0.01  # the p at which it must show that
+PAIRS_OF_ALL = 6  # groups: with more of them, each is compared with the first only
+UNFINISHED = "finish a run with `specc train --run RUN --resume auto`"
+SHOWN = 12  # differing values of specs that are listed per pair
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """The values of a group.
+
+    Attributes:
+        name: its name.
+        runs: its complete runs.
+        seeds: their seeds.
+        values: the final metric of each run.
+        summary: the number, mean and sample standard deviation of `values`.
+        nats: the same of the final loss in nats per token; None if that is not comparable.
+        seconds, tokens_per_second: means over the runs; None if a log lacks them.
+    """
+
+    name: str
+    runs: tuple[str, ...]
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    summary: Summary
+    nats: Summary | None
+    seconds: float
+    tokens_per_second: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PairResult:
+    """A pair of groups.
+
+    Attributes:
+        first, second: their names.
+        test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
+        reason: why there is no test.
+        nats: the same test in nats per token.
+        improves_by_threshold: the one-sided p of a loss this much lower if the second group were only THRESHOLD nats
+            better than the first; None without a test in nats.
+        spec: path -> the two values, for all that differs in the specs but the seed.
+    """
+
+    first: str
+    second: str
+    test: Welch | None
+    reason: str
+    nats: Welch | None
+    improves_by_threshold: float | None
+    spec: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of groups of runs. `notes` say what is not comparable, and what was left out."""
+
+    metric: Metric
+    groups: tuple[GroupResult, ...]
+    pairs: tuple[PairResult, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the comparison as JSON data."""
+        return {
+            "metric": asdict(self.metric),
+            "groups": [asdict(group) for group in self.groups],
+            "pairs": [asdict(pair) for pair in self.pairs],
+            "threshold": {"nats": THRESHOLD, "p": LEVEL},
+            "notes": list(self.notes),
+        }
+
+
+def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
+    """Compares groups of runs.
+
+    Args:
+        groups: the groups.
+
+    Returns:
+        The comparison, and the groups without the runs that it leaves out because they are not complete.
+
+    Raises:
+        CompareError: if the runs measure different things, or a named group or all groups have no complete run.
+    """
+    notes: list[str] = []
+    groups = tuple(group for group in (_complete(group, notes) for group in groups) if group.members)
+    if not groups:
+        raise CompareError(f"no run is complete: {notes[0]}", UNFINISHED)
+    _require_one_metric(groups)
+    members = [member for group in groups for member in group.members]
+    metric = metric_of(members[0].run.spec.eval.metric, [member.history.final for member in members])
+    metric, in_nats = _comparable(members, metric, notes)
+    notes += [note for group in groups for note in _doubts(group)]
+    results = tuple(_group(group, metric, in_nats) for group in groups)
+    numbers = list(combinations(range(len(groups)), 2))
+    if len(groups) > PAIRS_OF_ALL:
+        numbers = [(0, i) for i in range(1, len(groups))]
+        notes.append(f"{len(groups)} groups: each is compared with the first, {groups[0].name}")
+    pairs = tuple(_pair((groups[a], results[a]), (groups[b], results[b])) for a, b in numbers)
+    if len(pairs) > 1:
+        notes.append(f"{len(pairs)} pairs were tested, and p is not corrected for their number")
+    return Comparison(metric, results, pairs, tuple(notes)), groups
+
+
+def _complete(group: Group, notes: list[str]) -> Group:
+    """Returns the group without the runs that have not ended complete."""
+    complete = tuple(member for member in group.members if member.history.final is not None)
+    for member in group.members:
+        if member not in complete:
+            notes.append(f"{member.name} is left out: {_why_unfinished(member)}")
+    if group.named and not complete:
+        raise CompareError(f"{group.name} has no complete run: {_why_unfinished(group.first)}", UNFINISHED)
+    return replace(group, members=complete)
+
+
+def _why_unfinished(member: Member) -> str:
+    history = member.history
+    return history.message or (
+        f"it ended after step {history.steps[-1].step:,}" if history.steps else "it has no steps"
+    )
+
+
+def _require_one_metric(groups: Sequence[Group]) -> None:
+    """Raises CompareError if the specs have different metrics."""
+    first = groups[0].first
+    for group in groups:
+        for member in group.members:
+            metric, other = first.run.spec.eval.metric, member.run.spec.eval.metric
+            if metric != other:
+                message = f"{first.name} is scored by {metric}, and {member.name} by {other}"
+                raise CompareError(message, "compare runs with one metric")
+
+
+def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> tuple[Metric, bool]:
+    """Returns the metric that can be compared, and whether nats per token can be compared too.
+
+    Raises CompareError if nothing can be compared because the runs were scored on different data.
+    """
+    first = members[0]
+    other = next((member for member in members if not _same_data(first, member)), None)
+    if other is None:
+        unknown = [member.name for member in members if member.run.data_digests is None]
+        if unknown:
+            notes.append(f"{unknown[0]} states no digest of its data: that they are the same is not certain")
+        return metric, True
+    here, there = _tokenizer(first), _tokenizer(other)
+    data = f"the validation split of {first.name} ({first.run.data}) and that of {other.name} ({other.run.data})"
+    if here == there:
+        if _digest(first) == _digest(other):
+            tokens = [int((member.history.final or {})["tokens"]) for member in (first, other)]
+            message = f"{first.name} was scored on {tokens[0]:,} tokens, and {other.name} on {tokens[1]:,}"
+            raise CompareError(message, "score both with `specc eval`, or train with one `train.validate_tokens`")
+        raise CompareError(f"{data} differ", "train on the same data, or score both with `specc eval --data`")
+    sizes = {_scored_bytes(member) for member in members}
+    if metric != BITS or len(sizes) > 1 or len({member.run.data for member in members}) > 1:
+        message = f"{data} have the tokenizers {here} and {there}, and are not known to be the same text"
+        raise CompareError(message, "train on the same data, and score the whole split: train.validate_tokens: null")
+    (size,) = sizes
+    notes.append(f"the tokenizers differ ({here}, {there}): only bits per byte are compared, over {size:,} bytes")
+    return metric, False
+
+
+def _same_data(first: Member, other: Member) -> bool:
+    """Returns whether two runs were scored on the same tokens, as far as is known."""
+    same = (
+        _digest(first) == _digest(other)
+        if None not in (_digest(first), _digest(other))
+        else (first.run.data == other.run.data and _tokenizer(first) == _tokenizer(other))
+    )
+    scored = ((member.history.final or {}).get("tokens") for member in (first, other))
+    return same and len(set(scored)) == 1
+
+
+def _digest(member: Member) -> str | None:
+    return member.run.data_digests.val if member.run.data_digests is not None else None
+
+
+def _tokenizer(member: Member) -> str:
+    return str(getattr(member.run.spec.train.data, "tokenizer", member.run.spec.train.data.kind))
+
+
+def _scored_bytes(member: Member) -> int:
+    """Returns the bytes that a validation in bits per byte was scored on."""
+    final: Mapping[str, Any] = member.history.final or {}
+    size: float = final["nats"] * final["tokens"] / math.log(2) / final["bpb"]
+    return round(size)
+
+
+def _doubts(group: Group) -> Iterator[str]:
+    """Yields what makes the runs of a group no independent samples of one distribution."""
+    first = group.first
+    for member in group.members[1:]:
+        if member.kind != first.kind:
+            paths = ", ".join(_spec_differences(first, member)) or "the target or the data"
+            yield f"{group.name}: {member.name} and {first.name} differ in {paths}, and not only in the seed"
+            break
+    for (seed, _), count in Counter((member.seed, member.kind) for member in group.members).items():
+        if count > 1:
+            yield f"{group.name}: {count} runs have the same spec and the seed {seed}; they are not independent samples"
+
+
+def _spec_differences(first: Member, second: Member) -> dict[str, tuple[Any, Any]]:
+    old, new = (member.run.spec.model_dump(mode="json") for member in (first, second))
+    return {path: (was, now) for path, was, now in differences(old, new) if path != "train.seed"}
+
+
+def _group(group: Group, metric: Metric, in_nats: bool) -> GroupResult:
+    finals = [member.history.final for member in group.members]
+    values = tuple(value for final in finals if (value := metric.value(final)) is not None)
+    nats = [value for final in finals if (value := NATS.value(final)) is not None] if in_nats else []
+    rates = [rate for member in group.members if (rate := member.history.tokens_per_second) is not None]
+    return GroupResult(
+        group.name,
+        tuple(member.name for member in group.members),
+        tuple(member.seed for member in group.members),
+        values,
+        Summary.of(values),
+        Summary.of(nats) if nats else None,
+        sum(member.history.seconds for member in group.members) / len(group.members),
+        sum(rates) / len(rates) if rates else None,
+    )
+
+
+def _pair(first: tuple[Group, GroupResult], second: tuple[Group, GroupResult]) -> PairResult:
+    (group, a), (other, b) = first, second
+    test = welch(a.summary, b.summary)
+    reason = ""
+    if test is None:
+        few = [result.name for result in (a, b) if result.summary.n < 2]
+        reason = f"{' and '.join(few)} {'has' if len(few) == 1 else 'have'} one run: a test needs two in each group"
+        reason = reason if few else "neither group has any spread"
+    nats = welch(a.nats, b.nats) if a.nats is not None and b.nats is not None else None
+    beyond = nats.p_below(-THRESHOLD) if nats is not None else None
+    return PairResult(a.name, b.name, test, reason, nats, beyond, _spec_differences(group.first, other.first))

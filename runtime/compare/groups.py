@@ -1,0 +1,129 @@
+"""The runs that a comparison names, in groups of runs that differ only in the seed."""
+
+import glob
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from specc.compiler.build import canonical
+from specc.runtime.errors import RuntimeFailure
+from specc.runtime.storage.run_directory import Run, is_run
+from specc.runtime.storage.run_history import RunHistory
+from specc.runtime.sweep.folder import SweepRecord
+
+NAMED = re.compile(r"([^/=]+)=(.+)")
+NUMBER = re.compile(r"-(seed)?\d+$")  # the end of the name of a run directory that only tells runs of one spec apart
+
+
+class CompareError(RuntimeFailure):
+    """The runs cannot be compared, or a word names no runs."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run of a comparison."""
+
+    run: Run
+
+    @cached_property
+    def history(self) -> RunHistory:
+        return RunHistory.read(self.run.log)
+
+    @property
+    def name(self) -> str:
+        return str(self.run.directory)
+
+    @property
+    def seed(self) -> int:
+        return self.run.spec.train.seed
+
+    @cached_property
+    def kind(self) -> str:
+        """A digest of all settings but the seed: those of the spec, the target and the data."""
+        spec = self.run.spec
+        spec = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})})
+        digests = self.run.data_digests
+        data = digests.model_dump_json() if digests is not None else self.run.data
+        return hashlib.sha256("\n".join((canonical(spec), self.run.target, data)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs whose values are samples of one distribution. `named` tells that the command gave the group its name."""
+
+    name: str
+    members: tuple[Member, ...]
+    named: bool = False
+
+    @property
+    def first(self) -> Member:
+        return self.members[0]
+
+
+def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
+    """Returns the groups that the words of a command name.
+
+    A word is a run directory, the folder of a sweep, a pattern such as `runs/a-*`, or several of these with commas
+    between them. `NAME=` before it makes all its runs one group. All other runs are grouped by themselves: runs that
+    differ only in the seed are one group.
+
+    Raises:
+        CompareError: if a word names no runs, a name is used twice, or a run is named twice.
+        IntegrityError: if a run is damaged.
+    """
+    found: dict[str, Group] = {}  # by kind of its runs, or by the position of the word that names it
+    for word in words:
+        match = None if Path(word).exists() else NAMED.fullmatch(word)
+        if match is None:
+            for path, label in _runs(word):
+                member = Member(Run.open(path))
+                group = found.get(member.kind)
+                if group is None:
+                    name = label if all(label != other.name for other in found.values()) else member.name
+                    group = Group(name, ())
+                found[member.kind] = replace(group, members=(*group.members, member))
+        else:
+            members = tuple(Member(Run.open(path)) for path, _ in _runs(match[2]))
+            found[f"{len(found)}"] = Group(match[1], members, named=True)
+    _require_different(tuple(found.values()))
+    return tuple(found.values())
+
+
+def _runs(word: str) -> Iterator[tuple[Path, str]]:
+    """Yields the run directories of a word, each with a name for a group that it begins."""
+    for part in [word] if Path(word).exists() else word.split(","):
+        plain = Path(part).exists()
+        paths = [Path(part)] if plain else [Path(path) for path in sorted(glob.glob(part))]
+        runs = [run for path in paths for run in _runs_at(path, named=plain)]
+        if not runs:
+            message = f"{part}: no such run" if not paths else f"{part}: names no runs"
+            raise CompareError(message, "name run directories, the folder of a sweep, or a pattern such as 'runs/a-*'")
+        yield from runs
+
+
+def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
+    """Yields the runs at a path: itself, or those of a sweep that have begun. A path that is not `named`, but matched
+    by a pattern, need not be a run."""
+    if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
+        yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
+    elif is_run(path) or named:
+        yield path, NUMBER.sub("", path.name)
+
+
+def _require_different(groups: Sequence[Group]) -> None:
+    names = [group.name for group in groups]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise CompareError(f"two groups have the name {twice}", "choose another name")
+    places: dict[Path, str] = {}
+    for group in groups:
+        for member in group.members:
+            path = member.run.directory.resolve()
+            if path in places:
+                message = f"{member.name} is named twice, in {places[path]} and {group.name}"
+                raise CompareError(message, "a run is one sample: name it once")
+            places[path] = group.name

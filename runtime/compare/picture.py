@@ -1,0 +1,141 @@
+"""The picture of a comparison: training and validation loss over tokens and over seconds, and calibration."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specc.runtime.compare.groups import Group
+from specc.runtime.pictures import Style, new_figure, png, require_matplotlib, style_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from specc.runtime.compare.calibration import Calibration
+
+POINTS = 100  # of a training curve: each is the mean of so many steps that about this many remain
+SKIPPED = 0.02  # the share of the first steps that may leave the picture: their loss would hide the differences
+
+
+def comparison_picture(groups: Sequence[Group], calibrations: Mapping[str, Sequence["Calibration"]]) -> bytes:
+    """Draws the curves of groups of runs.
+
+    Args:
+        groups: the groups, without incomplete runs.
+        calibrations: group -> the calibration of each run; empty to leave that part out.
+
+    Returns:
+        A PNG with a plot of the loss over tokens, one over seconds, and a reliability diagram if there are
+        calibrations.
+
+    Raises:
+        EnvironmentFailure: if matplotlib is missing.
+    """
+    require_matplotlib("the picture of a comparison")
+    count = 3 if calibrations else 2
+    figure = new_figure(5.5 * count, 5.2)
+    plots = figure.subplots(1, count)
+    most = max(step.tokens for group in groups for member in group.members for step in member.history.steps)
+    scale, unit = next((s, u) for s, u in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if most >= s or s == 1.0)
+    for index, group in enumerate(groups):
+        style = style_of(index)
+        _curve(plots[0], group, style, "tokens", scale)
+        _curve(plots[1], group, style, "seconds", 1.0)
+    for axes, label in ((plots[0], f"{unit}tokens of training"), (plots[1], "seconds of training")):
+        axes.set_xlabel(label)
+        axes.set_ylabel("loss in nats per token")
+        axes.grid(color="#e5e7eb")
+        axes.set_xlim(left=0)
+        axes.set_ylim(*_limits(groups))
+    plots[0].set_title("loss over tokens", fontsize=11, loc="left")
+    plots[1].set_title("loss over time", fontsize=11, loc="left")
+    if calibrations:
+        _reliability(plots[2], calibrations)
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    return png(figure)
+
+
+def _curve(axes: "Axes", group: Group, style: Style, over: str, scale: float) -> None:
+    """Draws the mean training loss of the runs of a group, the range over the runs, and the validations."""
+    steps = min(len(member.history.steps) for member in group.members)
+    width = max(1, round(steps / POINTS))
+    whole = steps - steps % width
+    losses, places = (
+        np.array([[getattr(s, name) for s in member.history.steps[:whole]] for member in group.members])
+        for name in ("loss", over)
+    )
+    means = losses.reshape(len(losses), -1, width).mean(2)
+    place = places.reshape(len(places), -1, width).mean((0, 2)) / scale
+    runs = len(group.members)
+    words = f", mean and range of {runs} runs" if runs > 1 else ""
+    smoothed = f", each point {width} steps" if width > 1 else ""
+    axes.plot(
+        place,
+        means.mean(0),
+        color=style.color,
+        linestyle=style.dashes,
+        linewidth=1.4,
+        label=f"{group.name}: training{words}{smoothed}",
+    )
+    if runs > 1:
+        axes.fill_between(place, means.min(0), means.max(0), color=style.color, alpha=0.15, linewidth=0)
+    known = {
+        number: float(np.mean([getattr(member.history.steps[at], over) for member in group.members]))
+        for at, number in enumerate(step.step for step in group.first.history.steps[:steps])
+    }
+    scored: dict[int, list[float]] = {}
+    for member in group.members:
+        for entry in member.history.validations:
+            if entry.weights == "raw" and entry.step in known and entry.values.get("nats") is not None:
+                scored.setdefault(entry.step, []).append(float(entry.values["nats"]))
+    if scored:
+        axes.plot(
+            [known[step] / scale for step in sorted(scored)],
+            [float(np.mean(scored[step])) for step in sorted(scored)],
+            color=style.color,
+            linestyle="",
+            marker=style.marker,
+            markerfacecolor="white",
+            label=f"{group.name}: validation, weights not averaged",
+        )
+
+
+def _limits(groups: Sequence[Group]) -> tuple[float, float]:
+    """Returns the limits of the losses, without those of the first steps."""
+    losses: list[float] = []
+    for group in groups:
+        for member in group.members:
+            steps = member.history.steps
+            losses += [step.loss for step in steps[int(SKIPPED * len(steps)) :]]
+            losses += [v.values["nats"] for v in member.history.validations if v.step and v.weights == "raw"]
+    low, high = min(losses), max(losses)
+    margin = 0.04 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def _reliability(axes: "Axes", calibrations: Mapping[str, Sequence["Calibration"]]) -> None:
+    axes.plot([0, 1], [0, 1], color="#6b7280", linewidth=1, linestyle=(0, (1, 3)), label="perfect calibration")
+    for index, (name, results) in enumerate(calibrations.items()):
+        style = style_of(index)
+        counts = np.array([[entry.count for entry in result.bins] for result in results]).sum(0)
+        sums = [
+            np.array([[entry.count * getattr(entry, value) for entry in result.bins] for result in results]).sum(0)
+            for value in ("confidence", "accuracy")
+        ]
+        used = counts > 0
+        mean = float(np.mean([result.ece for result in results]))
+        axes.plot(
+            sums[0][used] / counts[used],
+            sums[1][used] / counts[used],
+            color=style.color,
+            linestyle=style.dashes,
+            marker=style.marker,
+            label=f"{name}: ECE {100 * mean:.2f} %",
+        )
+    axes.set_xlabel("probability of the most probable token")
+    axes.set_ylabel("share of targets that are this token")
+    axes.set_title("calibration", fontsize=11, loc="left")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.grid(color="#e5e7eb")
+    axes.legend(fontsize=9, frameon=False, loc="upper left")

@@ -1,0 +1,156 @@
+"""Welch's t-test: whether the means of two groups of runs differ by more than the spread over seeds explains.
+
+The tail of Student's t distribution is a regularized incomplete beta function, computed with its continued fraction.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_TINY = 1e-300
+_TERMS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The number of values, their mean, and their sample standard deviation (divisor n - 1; 0 for one value)."""
+
+    n: int
+    mean: float
+    std: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Summary":
+        return cls(len(values), statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Welch:
+    """The result of Welch's t-test (Welch, 1947).
+
+    Attributes:
+        difference: the mean of the second group minus that of the first.
+        error: the standard error of the difference.
+        t: the difference of the means, in units of its standard error.
+        df: degrees of freedom by the Welch-Satterthwaite equation.
+        p: two-sided probability of a |t| at least this large if the means are equal.
+        low, high: 95 % confidence interval of the difference.
+    """
+
+    difference: float
+    error: float
+    t: float
+    df: float
+    p: float
+    low: float
+    high: float
+
+    def p_below(self, limit: float) -> float:
+        """Returns the one-sided probability of a difference at most this large if the true difference is `limit`."""
+        t = (self.difference - limit) / self.error
+        tail = t_two_sided(t, self.df) / 2
+        return tail if t <= 0 else 1 - tail
+
+
+def welch(first: Summary, second: Summary) -> Welch | None:
+    """Compares two groups of at least two values each.
+
+    Returns:
+        The result. None if a group has fewer than two values, or if neither group has any spread: then there is no
+        standard error to compare with.
+    """
+    if min(first.n, second.n) < 2:
+        return None
+    a, b = first.std**2 / first.n, second.std**2 / second.n
+    error = math.sqrt(a + b)
+    if error == 0:
+        return None
+    share = a / (a + b)  # in this form, tiny variances do not underflow when squared
+    df = 1 / (share**2 / (first.n - 1) + (1 - share) ** 2 / (second.n - 1))
+    difference = second.mean - first.mean
+    t = difference / error
+    margin = t_quantile(0.05, df) * error
+    return Welch(difference, error, t, df, t_two_sided(t, df), difference - margin, difference + margin)
+
+
+def t_two_sided(t: float, df: float) -> float:
+    """Returns the probability that |T| >= |t|, for Student's t distribution with `df` > 0 degrees of freedom."""
+    if math.isinf(t):
+        return 0.0
+    square = t * t
+    # x = df / (df + t^2); of x and 1 - x, both are given without cancellation
+    return incomplete_beta(df / 2, 0.5, df / (df + square), square / (df + square))
+
+
+def t_quantile(p: float, df: float) -> float:
+    """Returns the t >= 0 for which the two-sided probability is `p`, 0 < p <= 1, by bisection."""
+    high = 1.0
+    while t_two_sided(high, df) > p and high < 1e300:
+        high *= 2
+    return _bisect(lambda t: t_two_sided(t, df) > p, 0.0, high)
+
+
+def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
+    """Returns the point between `low` and `high` up to which `below` holds, to the precision of floats."""
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if below(middle) else (low, middle)
+    return high
+
+
+def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
+    """Returns the regularized incomplete beta function I_x(a, b), 0 <= x <= 1, where y = 1 - x.
+
+    Both x and y are arguments, because 1 - x has no precision left where x is close to 1.
+    """
+    if x <= 0:
+        return 0.0
+    if y <= 0:
+        return 1.0
+    if x > (a + 1) / (a + b + 2):  # the fraction of the other side converges faster
+        return 1 - incomplete_beta(b, a, y, x)
+    front = math.exp(a * _log(x, y) + b * _log(y, x) - _log_beta(a, b))
+    return front / a * _fraction(a, b, x)
+
+
+def _log_beta(a: float, b: float) -> float:
+    """Returns the logarithm of the beta function. For a large argument, the difference of two large logarithms of the
+    gamma function is computed from Stirling's series, term by term."""
+    small, large = sorted((a, b))
+    if large < 10:
+        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    both = large + small
+    change = small - (large - 0.5) * math.log1p(small / large) - small * math.log(both)
+    return math.lgamma(small) + change + _stirling(large) - _stirling(both)
+
+
+def _stirling(z: float) -> float:
+    """Returns the remainder of Stirling's formula for the logarithm of the gamma function, z >= 10."""
+    w = 1 / (z * z)
+    return (1 / 12 - w * (1 / 360 - w * (1 / 1260 - w * (1 / 1680 - w * (1 / 1188 - w * 691 / 360360))))) / z
+
+
+def _log(x: float, y: float) -> float:
+    """Returns log(x), where y = 1 - x, with full precision near 1."""
+    return math.log1p(-y) if y < 0.5 else math.log(x)
+
+
+def _fraction(a: float, b: float, x: float) -> float:
+    """Returns the continued fraction of I_x(a, b) by the modified Lentz method (Thompson and Barnett, 1986)."""
+    c, d = 1.0, 1 / _away(1 - (a + b) * x / (a + 1))
+    value = d
+    for m in range(1, _TERMS):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d = 1 / _away(1 + term * d)
+            c = _away(1 + term / c)
+            value *= c * d
+        if abs(c * d - 1) < 1e-16:
+            return value
+    raise ArithmeticError(f"the incomplete beta function does not converge at {a=}, {b=}, {x=}")
+
+
+def _away(value: float) -> float:
+    """Returns the value, moved away from 0."""
+    return value if abs(value) > _TINY else _TINY

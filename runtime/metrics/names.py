@@ -1,0 +1,59 @@
+"""The metrics of specs by name: how a value is read from a log or a score, shown, and compared."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric.
+
+    Attributes:
+        name: its field in a log, such as `bpb`.
+        label: its name with the unit, for tables and axes.
+        better: `lower` or `higher`.
+        digits: the number of decimals that are shown.
+    """
+
+    name: str
+    label: str
+    better: str
+    digits: int = 4
+
+    def value(self, values: Mapping[str, Any] | None) -> float | None:
+        """Returns the metric of a validation in a log, or None."""
+        value = (values or {}).get(self.name)
+        return None if value is None else float(value)
+
+    def of_score(self, facts: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float:
+        """Returns the metric of the `facts` of a score: of text, whose loss is a sum, or of the first set of lines."""
+        if not isinstance(facts, Mapping):
+            return float(facts[0][self.name])
+        return float(facts[self.name]) / (float(facts["tokens"]) if self.name == "nats" else 1.0)
+
+    def show(self, value: float, sign: bool = False) -> str:
+        return f"{value:+.{self.digits}f}" if sign else f"{value:.{self.digits}f}"
+
+
+BITS = Metric("bpb", "bits per byte", "lower")
+PIECE_BITS = Metric("bpb_pieces", "bits per piece byte", "lower")
+EXACT = Metric("exact_match", "share of exact lines", "higher", 5)
+NATS = Metric("nats", "nats per token", "lower")
+_OF_SPECS: Mapping[str, Sequence[Metric]] = {"bits_per_byte": (BITS, PIECE_BITS), "exact_match": (EXACT,)}
+
+
+def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> Metric:
+    """Returns the metric that validations of runs have in common.
+
+    Args:
+        spec_metric: `eval.metric` of the spec.
+        scores: the validations; None for a run without one.
+
+    Returns:
+        The first metric of the spec that all validations have. Bits per byte are unknown for some data, which have bits
+        per piece byte.
+    """
+    known = [score for score in scores if score is not None]
+    choices = (*_OF_SPECS[spec_metric], NATS)
+    return next((metric for metric in choices if all(metric.value(score) is not None for score in known)), NATS)

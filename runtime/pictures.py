@@ -1,0 +1,52 @@
+"""Pictures of measurements with matplotlib: PNG files that can be read without color."""
+
+from importlib.util import find_spec
+from io import BytesIO
+from typing import TYPE_CHECKING, NamedTuple
+
+from specc.runtime.errors import EnvironmentFailure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Style(NamedTuple):
+    """How one of several lines is drawn. Lines differ in their dashes and markers, and not only in color."""
+
+    color: str
+    dashes: str
+    marker: str
+
+
+# Colors of equal distance for color-blind readers (Okabe and Ito, 2008), from dark to light.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000", "#e69f00", "#56b4e9")
+_DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
+
+
+def style_of(index: int) -> Style:
+    """Returns the style of line `index`. The first 20 lines differ in dashes or marker, whatever their colors."""
+    return Style(_COLORS[index % 7], _DASHES[index % 4], _MARKERS[index % 10])
+
+
+def require_matplotlib(what: str) -> None:
+    """Raises EnvironmentFailure if matplotlib, which draws `what`, is missing."""
+    if find_spec("matplotlib") is None:
+        raise EnvironmentFailure(f"{what} needs matplotlib", "pip install 'specc[bench]'")
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """Returns an empty figure of this size in inches. It draws to memory, so it needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: "Figure") -> bytes:
+    """Returns the figure as the bytes of a PNG file."""
+    out = BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()

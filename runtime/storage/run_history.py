@@ -1,0 +1,120 @@
+"""The log of a run, read back: steps, validations and the end, as if the run had never been interrupted."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """A step of a run.
+
+    Attributes:
+        step: number of the step.
+        loss: mean training loss of the step, in nats per token.
+        seconds: seconds of training up to the end of the step.
+        tokens: tokens trained on up to the end of the step.
+    """
+
+    step: int
+    loss: float
+    seconds: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedValidation:
+    """A validation of a run.
+
+    Attributes:
+        step: the number of updates of the weights.
+        weights: `raw` or `average`.
+        values: the measured values by name; `nats` is the mean loss per token. A value may be None.
+    """
+
+    step: int
+    weights: str
+    values: Mapping[str, Any]
+
+
+@dataclass
+class RunHistory:
+    """What the log of a run says.
+
+    A run that resumes from a checkpoint repeats the steps after it; the history has only the last record of each step.
+
+    Attributes:
+        steps, validations: the records in order of steps.
+        end: the fields of the last `end` record of a process that reached its end; None if there is none.
+        message: why the last process stopped or failed; empty if it did neither.
+    """
+
+    steps: list[LoggedStep] = field(default_factory=list)
+    validations: list[LoggedValidation] = field(default_factory=list)
+    end: Mapping[str, Any] | None = None
+    message: str = ""
+
+    @classmethod
+    def read(cls, log: Path) -> "RunHistory":
+        """Reads a log. A missing log is an empty history, and lines that a killed process left torn are skipped."""
+        history = cls()
+        for event in _events(log):
+            history._add(event)
+        return history
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has reached the end of its schedule, or the loss to stop at."""
+        return self.end is not None and bool(self.end.get("complete"))
+
+    @property
+    def final(self) -> Mapping[str, Any] | None:
+        """The validation of the final weights of a complete run: of the averaged weights if the run averages."""
+        return self.scored(str(self.end["weights"])) if self.end is not None and self.complete else None
+
+    def scored(self, weights: str) -> Mapping[str, Any] | None:
+        """Returns the last validation of `raw` or `average` weights at the end of a complete run."""
+        if self.end is None or not self.complete:
+            return None
+        return next((v.values for v in reversed(self.validations) if v.weights == weights), None)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training."""
+        return float(self.end["seconds"]) if self.end is not None else self.steps[-1].seconds if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second of training; None before the first step."""
+        return self.steps[-1].tokens / self.seconds if self.steps and self.seconds else None
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        match event.get("event"):
+            case "start":
+                self.steps = [step for step in self.steps if step.step <= event["step"]]
+                self.validations = [v for v in self.validations if v.step <= event["step"]]
+                self.end, self.message = None, ""
+            case "step":
+                last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
+                # older logs have only the rate
+                tokens = event.get("tokens") or event["tokens_per_second"] * (event["seconds"] - last.seconds)
+                self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], last.tokens + tokens))
+            case "validation":
+                values = {key: value for key, value in event.items() if key not in ("event", "step", "weights")}
+                self.validations.append(LoggedValidation(event["step"], event["weights"], values))
+            case "end":
+                self.end = event
+            case "stopped" | "failure":
+                self.message = str(event.get("message", ""))
+
+
+def _events(log: Path) -> Iterator[Mapping[str, Any]]:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            event = json.loads(line)
+            if isinstance(event, dict):
+                yield event

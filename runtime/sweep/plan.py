@@ -1,0 +1,381 @@
+"""The runs of a sweep file: their names, overrides and checked specs, without starting any.
+
+Imports no torch, so that a sweep can be checked on any machine.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from specc.compiler.build import Planned, canonical, plan_loaded
+from specc.compiler.errors import Diagnostic, SpecError, quote
+from specc.compiler.plan.lock import lock_path, read_lock
+from specc.compiler.report.storage import storage_of
+from specc.compiler.spec.check import check_as, load
+from specc.compiler.spec.spec import Spec
+from specc.compiler.strict import Path as DataPath
+from specc.compiler.text.overrides import FLAG
+from specc.compiler.text.source import Source, read, read_from
+from specc.runtime.storage.run_directory import lasting, readable
+from specc.runtime.sweep.file import SEED, Quantization, Setting, SweepFile
+
+SHOWN = 3  # settings that a message names
+MAX_SETTINGS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """A training run of a sweep.
+
+    Attributes:
+        name: the name of its run directory.
+        setting: the name of its setting.
+        seed: the seed.
+        overrides: all `--set` texts.
+        spec_digest: SHA-256 (hex) of the canonical spec.
+        estimated_bytes: the estimated size of the artifact; None if the spec has no section `quant`.
+    """
+
+    name: str
+    setting: str
+    seed: int
+    overrides: tuple[str, ...]
+    spec_digest: str
+    estimated_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedQuantization:
+    """The quantization of a copy of a finished run.
+
+    Attributes:
+        name: the name of the run directory of the copy.
+        setting: the name of the entry of `quantize`.
+        of: the name of the run.
+        seed: the seed of the run.
+        overrides: the `--set` texts of `specc quantize`.
+    """
+
+    name: str
+    setting: str
+    of: str
+    seed: int
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSweep:
+    """A checked sweep.
+
+    Attributes:
+        spec: the path of the spec.
+        model: the name of the model, under which its lock is found.
+        targets: the targets of the spec, or the single target of the sweep.
+        data: the data as for `specc train --data`; None for the usual data of the spec.
+        target: the target of all runs; None for the best one of the machine.
+        runs, quantizations: the work, in the order of the file.
+        values: setting -> path in the spec -> value, for the paths of the grid.
+        metric: the name of the metric of the spec.
+    """
+
+    spec: Path
+    model: str
+    targets: tuple[str, ...]
+    data: str | None
+    target: str | None
+    runs: tuple[PlannedRun, ...]
+    quantizations: tuple[PlannedQuantization, ...]
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    metric: str = ""
+
+    @property
+    def work(self) -> tuple[PlannedRun | PlannedQuantization, ...]:
+        return (*self.runs, *self.quantizations)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The names of the settings; the table compares with the first."""
+        return tuple(dict.fromkeys(run.setting for run in self.runs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    """An override, and the place in the sweep file of the text `path=value`, or of a path and of a value."""
+
+    text: str
+    path: DataPath
+    value: DataPath | None = None
+
+    @property
+    def flag(self) -> str:
+        return f"{FLAG} {self.text.partition('=')[0].strip()}" if "=" in self.text else FLAG
+
+    def moved(self, found: Diagnostic, sweep: Source) -> Diagnostic:
+        """Returns a diagnostic about this override at its place in the sweep file."""
+        offset = found.mark.column - 1
+        if self.value is None:
+            place = sweep.inside(self.path, offset)
+        else:
+            place = sweep.key(self.path) if offset < self.text.index("=") else sweep.place(self.value)
+        return replace(found, file=place.file, mark=place.mark, related=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    name: str
+    overrides: tuple[_Override, ...]
+    seeds: tuple[int, ...] | None
+    values: Mapping[str, Any]
+
+
+def read_sweep(path: Path, data: str | None = None, target: str | None = None) -> PlannedSweep:
+    """Reads a sweep file, and checks the spec of every setting as `specc validate` does.
+
+    Args:
+        path: the sweep file.
+        data, target: replace those of the file.
+
+    Returns:
+        The sweep.
+
+    Raises:
+        SpecError: with all problems of the file and of the specs. Problems of an override are located in the sweep
+            file.
+    """
+    source = read(path)
+    file = check_as(SweepFile, source)
+    spec = _spec_of(path, file)
+    target, data = target or file.target, data or file.data
+    points = math.prod(map(len, file.grid.values()))
+    if points * max(len(file.settings), 1) > MAX_SETTINGS:
+        message = f"the sweep has more than {MAX_SETTINGS:,} settings"
+        place = source.place(("grid",))
+        raise SpecError([Diagnostic("S003", message, "split it", place.file, place.mark)], source.texts)
+    settings = list(_settings(file))
+    plan = _Plan(spec, source, target, len(settings))
+    runs: list[PlannedRun] = []
+    firsts: dict[str, tuple[Spec, PlannedRun]] = {}
+    folders = _folders([setting.name for setting in settings])
+    for setting in settings:
+        for planned, spec_of_run in plan.runs(setting, folders[setting.name]):
+            firsts.setdefault(setting.name, (spec_of_run, planned))
+            runs.append(planned)
+    quantizations = list(plan.quantizations(file.quantize, firsts, runs, {run.name for run in runs}))
+    plan.finish()
+    metric, names = next(((s.eval.metric, s.name) for s, _ in firsts.values()), ("", ""))
+    values = {setting.name: setting.values for setting in settings}
+    targets = (target,) if target is not None else next(iter(firsts.values()))[0].targets
+    data = None if data is None else lasting(data)
+    return PlannedSweep(spec, names, targets, data, target, tuple(runs), tuple(quantizations), values, metric)
+
+
+def _spec_of(path: Path, file: SweepFile) -> Path:
+    """Returns the path of the spec: relative to the working directory, or else to the folder of the sweep file."""
+    spec = Path(file.spec).expanduser()
+    beside = path.parent / spec
+    return beside if not spec.exists() and beside.exists() else spec
+
+
+def _settings(file: SweepFile) -> Iterator[_Setting]:
+    """Yields the settings: every entry of the list, at every point of the grid."""
+    shared = tuple(_Override(text, ("set", i)) for i, text in enumerate(file.set))
+    keys, labels = list(file.grid), _labels(file.grid)
+    entries = file.settings or (Setting(name=Path(file.spec).stem if not file.grid else "-"),)
+    for number, entry in enumerate(entries):
+        own = tuple(_Override(text, ("settings", number, "set", i)) for i, text in enumerate(entry.set))
+        for point in product(*(range(len(file.grid[key])) for key in keys)):
+            values = {key: file.grid[key][i] for key, i in zip(keys, point, strict=True)}
+            over = tuple(
+                _Override(f"{key}={_as_yaml(values[key])}", ("grid", key), ("grid", key, i))
+                for key, i in zip(keys, point, strict=True)
+            )
+            words = [entry.name] if file.settings or not file.grid else []
+            words += [f"{labels[key]}={_shown(value)}" for key, value in values.items()]
+            yield _Setting(", ".join(words), (*shared, *own, *over), entry.seeds or file.seeds, values)
+
+
+def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+    """Returns the shortest end of each dotted path that no other path has."""
+    labels: dict[str, str] = {}
+    for key in keys:
+        parts = key.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        unique = (end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
+        labels[key] = next(unique, key)
+    return labels
+
+
+def _as_yaml(value: Any) -> str:
+    """Returns YAML on one line for a value of a sweep file: as short as possible for texts, else JSON."""
+    if isinstance(value, str):
+        try:
+            bare = read_from(f"x={value}", "", 2).data == value
+        except SpecError:
+            bare = False
+        if bare:
+            return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _shown(value: Any) -> str:
+    text = _as_yaml(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _folders(names: Sequence[str]) -> dict[str, str]:
+    """Returns a readable folder name for each name. Names that would share one get a digest of the name."""
+    plain = {name: re.sub(r"[^A-Za-z0-9.=+]+", "_", name).strip("_.")[:80] or "setting" for name in names}
+    counts = Counter(folder.lower() for folder in plain.values())  # for file systems that ignore case
+    return {
+        name: folder if counts[folder.lower()] == 1 else f"{folder}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        for name, folder in plain.items()
+    }
+
+
+class _Plan:
+    """Checks the specs of a sweep, and collects all problems.
+
+    Args:
+        spec: the path of the spec.
+        sweep: the sweep file.
+        target: the target of all runs; None to check all targets of the spec.
+        count: the number of settings.
+    """
+
+    def __init__(self, spec: Path, sweep: Source, target: str | None, count: int) -> None:
+        self._spec, self._sweep, self._target, self._count = spec, sweep, target, count
+        self._problems: dict[Diagnostic, list[str]] = {}
+        self._texts: dict[str, str] = dict(sweep.texts)
+        self._known: dict[str, str] = {}  # digest of a spec without its seed -> setting
+        read(spec)  # a spec that cannot be read is one problem, and not one per setting
+
+    def runs(self, setting: _Setting, folder: str) -> Iterator[tuple[PlannedRun, Spec]]:
+        """Yields the runs of a setting; none if its spec has problems."""
+        texts = tuple(override.text for override in setting.overrides)
+        try:
+            spec, source = load(self._spec, texts)
+            targets = (self._target,) if self._target is not None else ()
+            self._require_target(spec)
+            planned = plan_loaded(spec, source, targets, read_lock(lock_path(self._spec, spec.name)))
+        except SpecError as error:
+            self._note(error, setting.name, setting.overrides)
+            return
+        self._require_new(spec, setting)
+        size = estimated_bytes(planned)
+        for seed in setting.seeds or (spec.train.seed,):
+            over = texts if setting.seeds is None else (*texts, f"{SEED}={seed}")
+            seeded = spec if seed == spec.train.seed else load(self._spec, over)[0]
+            name = f"{folder}-seed{seed}"
+            yield PlannedRun(name, setting.name, seed, over, digest_of(seeded), size), seeded
+
+    def quantizations(
+        self,
+        entries: Sequence[Quantization],
+        firsts: Mapping[str, tuple[Spec, PlannedRun]],
+        runs: Sequence[PlannedRun],
+        taken: set[str],
+    ) -> Iterator[PlannedQuantization]:
+        """Yields the quantizations. `firsts` is the first run of each setting, and `taken` are names of folders."""
+        folders = _folders([entry.name for entry in entries])
+        names = tuple(dict.fromkeys(run.setting for run in runs))
+        for number, entry in enumerate(entries):
+            of = entry.of if entry.of is not None else next(iter(names), "")
+            if of not in firsts:
+                if entry.of is not None and not self._problems:
+                    choices = ", ".join(quote(name) for name in names[:SHOWN])
+                    message = f"{quote(entry.name)} is of {quote(of)}, which is not a setting"
+                    place = self._at(("quantize", number, "of"))
+                    self._problems[Diagnostic("S503", message, f"the settings are {choices}", *place)] = []
+                continue
+            over = tuple(_Override(text, ("quantize", number, "set", i)) for i, text in enumerate(entry.set))
+            if not self._quantizes(firsts[of][0], entry.name, over, number):
+                continue
+            for run in runs:
+                if run.setting == of:
+                    name = f"quantized_{folders[entry.name]}-seed{run.seed}"
+                    yield PlannedQuantization(name, entry.name, run.name, run.seed, tuple(entry.set))
+
+    def _quantizes(self, spec: Spec, name: str, overrides: tuple[_Override, ...], number: int) -> bool:
+        """Checks overrides of a quantization, as `specc quantize` does."""
+        place = self._at(("quantize", number))
+        if spec.quant is None:
+            message = f"{quote(name)}: the spec has no section `quant`"
+            self._problems[Diagnostic("S503", message, "add the section, or remove `quantize`", *place)] = []
+            return False
+        try:
+            other, source = load(readable(spec), tuple(override.text for override in overrides))
+            if other.model_copy(update={"quant": spec.quant}) != spec:
+                message = f"{quote(name)} changes more than `quant` of a trained run"
+                self._problems[Diagnostic("S503", message, "add a setting instead", *place)] = []
+                return False
+            plan_loaded(other.at_rest, source, (self._target,) if self._target is not None else ())
+        except SpecError as error:
+            self._note(error, name, overrides)
+            return False
+        return True
+
+    def finish(self) -> None:
+        """Raises SpecError if there are problems."""
+        if not self._problems:
+            return
+        found = []
+        for problem, settings in self._problems.items():
+            more = f" and {len(settings) - SHOWN} more" if len(settings) > SHOWN else ""
+            names = ", ".join(quote(name) for name in settings[:SHOWN]) + more
+            where = f"the setting{'s' if len(settings) > 1 else ''} {names}"
+            where = "every setting" if len(settings) == self._count > 1 else where
+            message = f"{problem.message} (in {where})"
+            found.append(replace(problem, message=message) if settings else problem)
+        raise SpecError(found, self._texts)
+
+    def _note(self, error: SpecError, setting: str, overrides: Sequence[_Override]) -> None:
+        self._texts |= error.texts
+        for diagnostic in error.diagnostics:
+            override = next((over for over in reversed(overrides) if over.flag == diagnostic.file), None)
+            placed = diagnostic if override is None else override.moved(diagnostic, self._sweep)
+            names = self._problems.setdefault(placed, [])
+            if setting not in names:
+                names.append(setting)
+
+    def _require_target(self, spec: Spec) -> None:
+        if self._target is None or self._target in spec.targets:
+            return
+        message = f"the spec does not list the target {quote(self._target)}"
+        hint = f"its targets are {', '.join(spec.targets)}"
+        raise SpecError([Diagnostic("S104", message, hint, *self._at(("target",)))], self._texts)
+
+    def _require_new(self, spec: Spec, setting: _Setting) -> None:
+        """Notes a problem if an earlier setting has the same spec."""
+        alike = digest_of(spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})}))
+        first = self._known.get(alike)
+        if first is None:
+            self._known[alike] = setting.name
+        else:
+            message = f"the settings {quote(first)} and {quote(setting.name)} have the same spec"
+            own = [over for over in setting.overrides if over.path[:1] != ("set",)]
+            path = (own[-1].value or own[-1].path) if own else ()
+            self._problems[Diagnostic("S501", message, "remove one of them", *self._at(path))] = []
+
+    def _at(self, path: DataPath) -> tuple[str, Any]:
+        place = self._sweep.place(path)
+        return place.file, place.mark
+
+
+def digest_of(spec: Spec) -> str:
+    """Returns the SHA-256 (hex) of the canonical spec, as a run states it."""
+    return hashlib.sha256(canonical(spec).encode()).hexdigest()
+
+
+def estimated_bytes(planned: Planned) -> int | None:
+    """Returns the estimated size of the artifact; None if the spec does not quantize."""
+    if planned.spec.quant is None:
+        return None
+    target, plan = next(iter(planned.plans.items()))
+    return storage_of(planned.spec, plan.programs, target).bytes

@@ -1,0 +1,243 @@
+"""The results of a sweep: per setting the final metric over the seeds, training time, throughput and bytes."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specc.runtime.metrics.names import NATS, Metric, metric_of
+from specc.runtime.storage.run_history import RunHistory
+from specc.runtime.sweep.folder import SweepFolder
+from specc.runtime.sweep.plan import PlannedRun
+from specc.runtime.tables import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Values of one measurement for several seeds.
+
+    Attributes:
+        mean: the mean.
+        std: the sample standard deviation (divisor n - 1); None for a single value.
+        values: the values.
+    """
+
+    mean: float
+    std: float | None
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Sample":
+        std = statistics.stdev(values) if len(values) > 1 else None
+        return cls(statistics.fmean(values), std, tuple(values))
+
+
+@dataclass(frozen=True, slots=True)
+class SettingResult:
+    """The result of a setting, over its finished runs.
+
+    Attributes:
+        setting: its name.
+        grid: path in the spec -> value, for the paths of the grid.
+        seeds: the seeds of the finished runs.
+        metric: the final validation metric; None without a finished run.
+        nats: the final validation loss in nats per token.
+        raw: the metric of the raw weights, if the final weights are averaged.
+        difference: the mean of `metric` minus that of the first setting.
+        seconds: mean seconds of training.
+        tokens_per_second: mean tokens per second of training.
+        bytes: the largest artifact of quantized runs, or else the estimate for the spec; None without `quant`.
+        measured: whether `bytes` is of artifacts.
+        unfinished: run -> reason.
+    """
+
+    setting: str
+    grid: Mapping[str, Any]
+    seeds: tuple[int, ...]
+    metric: Sample | None
+    nats: Sample | None
+    raw: Sample | None
+    difference: float | None
+    seconds: float | None
+    tokens_per_second: float | None
+    bytes: int | None
+    measured: bool
+    unfinished: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedResult:
+    """The result of an entry of `quantize`, over its finished runs.
+
+    Attributes:
+        setting: its name.
+        seeds: the seeds of the finished runs.
+        metric: the metric of the quantized weights.
+        difference: the mean over the runs of the metric after quantization minus that before it.
+        bytes: the largest artifact.
+        unfinished: run -> reason.
+    """
+
+    setting: str
+    seeds: tuple[int, ...]
+    metric: Sample | None
+    difference: float | None
+    bytes: int | None
+    unfinished: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class SweepResults:
+    """All results of a sweep; the first of `settings` is the one that the others are compared with."""
+
+    metric: Metric
+    settings: tuple[SettingResult, ...]
+    quantized: tuple[QuantizedResult, ...] = field(default=())
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the results as JSON data."""
+        first = self.settings[0].setting if self.settings else None
+        data = {"metric": asdict(self.metric), "compared_with": first}
+        return {**data, "settings": [*map(asdict, self.settings)], "quantized": [*map(asdict, self.quantized)]}
+
+    def table(self) -> list[str]:
+        """Returns the lines of a Markdown table, with columns of equal width."""
+        metric = self.metric
+        head = ["setting", "seeds", metric.label, "std", "to the first", "seconds", "tokens/s", "bytes"]
+        rows, reasons = [head], list[str]()
+        for row in self.settings:
+            rows.append([row.setting, *self._cells(row.metric, row.difference), *_costs(row)])
+            if row.raw is not None and row is self.settings[0]:
+                change = row.raw.mean - row.metric.mean if row.metric is not None else None
+                rows.append([f"{row.setting}, weights not averaged", *self._cells(row.raw, change), "", "", ""])
+            reasons += [f"{name}: {reason}" for name, reason in row.unfinished.items()]
+        for entry in self.quantized:
+            cells = self._cells(entry.metric, entry.difference)
+            size = f"{entry.bytes:,}" if entry.bytes is not None else "-"
+            rows.append([f"quantized: {entry.setting} (*)", *cells, "", "", size])
+            reasons += [f"{name}: {reason}" for name, reason in entry.unfinished.items()]
+        notes = ["std: sample standard deviation over the seeds; ~: bytes estimated from the spec"]
+        notes += ["(*) the difference is that to the same runs before quantization"] if self.quantized else []
+        return [*aligned(rows), *notes, *(f"not finished: {reason}" for reason in reasons)]
+
+    def _cells(self, sample: Sample | None, difference: float | None) -> list[str]:
+        if sample is None:
+            return ["0", "-", "-", "-"]
+        show = self.metric.show
+        change = "" if difference is None else show(difference, sign=True)
+        return [str(len(sample.values)), show(sample.mean), "-" if sample.std is None else show(sample.std), change]
+
+
+def _costs(row: SettingResult) -> list[str]:
+    seconds = "-" if row.seconds is None else f"{row.seconds:,.1f}"
+    rate = "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}"
+    return [seconds, rate, "-" if row.bytes is None else f"{'' if row.measured else '~'}{row.bytes:,}"]
+
+
+def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
+    """Reads the results of a sweep from its run directories.
+
+    Args:
+        folder: the folder.
+        failed: run -> reason, for the runs that have failed in this process.
+
+    Returns:
+        The results so far.
+
+    Raises:
+        SweepError, IntegrityError: as `SweepFolder.history`.
+    """
+    sweep = folder.sweep
+    histories = {run.name: folder.history(run) for run in sweep.runs}
+    metric = metric_of(sweep.metric, [history.final for history in histories.values()])
+    sizes = _sizes(folder)
+    rows: list[SettingResult] = []
+    for setting in sweep.settings:
+        runs = [run for run in sweep.runs if run.setting == setting]
+        finished = [run for run in runs if histories[run.name].complete]
+        read = _reader(finished, histories)
+        sample = read(lambda history: metric.value(history.final))
+        first = rows[0].metric if rows else None
+        averaged = any(
+            history.end is not None and history.end["weights"] != "raw" for history in _of(finished, histories)
+        )
+        bytes_of = [size for run in runs if (size := sizes.get(run.name)) is not None]
+        rates = read(lambda history: history.tokens_per_second)
+        seconds = read(lambda history: history.seconds)
+        rows.append(
+            SettingResult(
+                setting,
+                sweep.values.get(setting, {}),
+                tuple(run.seed for run in finished),
+                sample,
+                read(lambda history: NATS.value(history.final)),
+                read(lambda history: metric.value(history.scored("raw"))) if averaged else None,
+                sample.mean - first.mean if first is not None and sample is not None else None,
+                seconds.mean if seconds is not None else None,
+                rates.mean if rates is not None else None,
+                max(bytes_of) if bytes_of else runs[0].estimated_bytes,
+                bool(bytes_of),
+                {
+                    run.name: _reason(run.name, histories[run.name], folder, failed)
+                    for run in runs
+                    if run not in finished
+                },
+            )
+        )
+    return SweepResults(metric, tuple(rows), tuple(_quantized(folder, metric, failed)))
+
+
+def _of(runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]) -> list[RunHistory]:
+    return [histories[run.name] for run in runs]
+
+
+def _reader(
+    runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]
+) -> Callable[[Callable[[RunHistory], float | None]], Sample | None]:
+    """Returns a function that measures all runs; None if a run lacks the value."""
+
+    def read(value: Callable[[RunHistory], Any]) -> Sample | None:
+        values = [value(history) for history in _of(runs, histories)]
+        return Sample.of(values) if values and None not in values else None
+
+    return read
+
+
+def _reason(name: str, history: RunHistory, folder: SweepFolder, failed: Mapping[str, str]) -> str:
+    if name in failed:
+        return failed[name]
+    if history.message:
+        return history.message
+    return f"stopped after step {history.steps[-1].step:,}" if history.steps else "not begun"
+
+
+def _sizes(folder: SweepFolder) -> dict[str, int]:
+    """Returns the bytes of the artifact of each run that has been quantized in place, by `specc quantize`."""
+    sizes = {}
+    for run in folder.sweep.runs:
+        report = folder.run(run.name) / "quantized" / "report.json"
+        if report.is_file():
+            sizes[run.name] = int(json.loads(report.read_bytes())["artifact_bytes"])
+    return sizes
+
+
+def _quantized(folder: SweepFolder, metric: Metric, failed: Mapping[str, str]) -> Iterator[QuantizedResult]:
+    entries = folder.sweep.quantizations
+    for setting in dict.fromkeys(entry.setting for entry in entries):
+        members = [entry for entry in entries if entry.setting == setting]
+        reports = {
+            entry.name: json.loads(folder.report(entry).read_bytes())
+            for entry in members
+            if folder.report(entry).is_file()
+        }
+        after = [metric.of_score(report["after"]) for report in reports.values()]
+        before = [metric.of_score(report["before"]) for report in reports.values()]
+        yield QuantizedResult(
+            setting,
+            tuple(entry.seed for entry in members if entry.name in reports),
+            Sample.of(after) if after else None,
+            statistics.fmean(a - b for a, b in zip(after, before, strict=True)) if after else None,
+            max((report["artifact_bytes"] for report in reports.values()), default=None),
+            {entry.name: failed.get(entry.name, "not begun") for entry in members if entry.name not in reports},
+        )

@@ -1,0 +1,215 @@
+"""Runs the work of a sweep: one process per run, several at once, each on its own GPU or on a part of the CPU."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specc.compiler.targets import TARGETS
+from specc.runtime.distributed.launch import parent_environment
+from specc.runtime.distributed.signals import Stopped, handled_signals
+from specc.runtime.errors import EnvironmentFailure, RuntimeFailure, cannot_write
+from specc.runtime.model.load import device_of
+
+Say = Callable[[str], None]
+POLL = 0.1  # seconds between two looks at the processes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A command of a sweep.
+
+    Attributes:
+        name: the name of the run.
+        arguments: the arguments of `specc`.
+        output: the file that its output is appended to.
+        prepare: called just before the command starts.
+        result: returns a line about the result of the ended command.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    output: Path
+    prepare: Callable[[], None]
+    result: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place where one job runs at a time. `environment` are the variables that select it."""
+
+    name: str
+    environment: Mapping[str, str]
+
+
+@dataclass
+class Outcome:
+    """What became of jobs.
+
+    Attributes:
+        failed: name -> reason.
+        done: the names of the jobs that ended with 0.
+        left: the number of jobs that were not started.
+    """
+
+    failed: dict[str, str] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+    left: int = 0
+
+
+def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
+    """Returns the places for jobs: `jobs` on each GPU, or `jobs` on the CPU if the targets run there or this machine
+    has no GPU.
+
+    Args:
+        targets: the targets of the spec, or the single target of the sweep.
+        jobs: the number of jobs at once per GPU, or on the CPU.
+        gpus: the number of GPUs to use. None for all.
+
+    Returns:
+        The places, those of different GPUs first.
+
+    Raises:
+        EnvironmentFailure: if there are fewer than `gpus` GPUs.
+    """
+    names = [] if all(device_of(TARGETS[name]) == "cpu" for name in targets) else _visible_gpus()
+    if gpus is not None and gpus > len(names):
+        message = (
+            f"--gpus {gpus} needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''} for the sweep, which has {len(names)}"
+        )
+        raise EnvironmentFailure(message, "without --gpus, all GPUs are used, or else the CPU")
+    names = names[:gpus]
+    if not names:
+        return [Slot(f"cpu {i}" if jobs > 1 else "cpu", {}) for i in range(jobs)]
+    return [Slot(f"gpu {name}", {"CUDA_VISIBLE_DEVICES": name}) for _ in range(jobs) for name in names]
+
+
+def _visible_gpus() -> list[str]:
+    """Returns the names of the GPUs of this machine as CUDA_VISIBLE_DEVICES accepts them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    stated = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return stated[:count] if stated else [str(i) for i in range(count)]
+
+
+def threads_of(slots: int) -> int:
+    """Returns the number of CPU threads of each of `slots` jobs: OMP_NUM_THREADS if set, else a share of the cores."""
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return int(stated) if stated.isdecimal() and int(stated) else max(1, cores // slots)
+
+
+@dataclass
+class _Running:
+    job: Job
+    slot: Slot
+    process: "subprocess.Popen[bytes]"
+    began: float
+
+
+def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: float, say: Say) -> Outcome:
+    """Runs jobs, at most one per slot at a time. The failure of one does not stop the others.
+
+    Args:
+        jobs: the jobs, in the order in which they start.
+        slots: the places.
+        threads: the number of CPU threads of each job.
+        until: the value of `time.monotonic` after which no job starts.
+        say: called with a line for each start and each end.
+
+    Returns:
+        What became of the jobs.
+
+    Raises:
+        Preempted, Interrupted: after a signal, which is forwarded to the jobs, once all have saved and ended.
+    """
+    waiting, free, running = deque(jobs), deque(slots), list[_Running]()
+    outcome, received, sent = Outcome(), list[int](), 0
+    with ExitStack() as stack:
+        stack.enter_context(handled_signals(received.append))
+        stack.callback(_kill, running)
+        while running or (waiting and not received):
+            while waiting and free and not received and time.monotonic() < until:
+                job, slot = waiting.popleft(), free.popleft()
+                try:
+                    running.append(_started(job, slot, threads))
+                except RuntimeFailure as error:
+                    outcome.failed[job.name] = error.message
+                    free.appendleft(slot)
+                    say(f"{job.name}: failed: {error.message}")
+                else:
+                    say(f"{job.name}: started on {slot.name}, {len(waiting)} waiting")
+            if not running and time.monotonic() >= until:
+                break
+            for number in received[sent:]:
+                sent += 1
+                say(f"{signal.Signals(number).name}: {len(running)} runs save and end")
+                for entry in running:
+                    entry.process.send_signal(number)
+            for entry in [entry for entry in running if entry.process.poll() is not None]:
+                running.remove(entry)
+                free.appendleft(entry.slot)
+                _note(entry, outcome, say)
+            time.sleep(POLL)
+    outcome.left = len(waiting)
+    if received:
+        where = f"{len(outcome.done)} finished, {len(outcome.failed)} interrupted or failed, {len(waiting)} not started"
+        raise Stopped(received[0]).failure(f"{where}; the same command continues")
+    return outcome
+
+
+def _started(job: Job, slot: Slot, threads: int) -> _Running:
+    job.prepare()
+    environment = {**os.environ, **parent_environment(), "OMP_NUM_THREADS": str(threads), **slot.environment}
+    command = [sys.executable, "-P", "-m", "specc.cli", *job.arguments]
+    try:
+        with job.output.open("ab") as file:
+            file.write(f"$ specc {shlex.join(job.arguments)}\n".encode())
+            file.flush()
+            # a new session: Ctrl-C then reaches it only through this process, once
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            )
+    except OSError as error:
+        raise cannot_write(job.output, error) from error
+    return _Running(job, slot, process, time.monotonic())
+
+
+def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
+    """Notes the end of a job."""
+    job, code = entry.job, entry.process.returncode
+    seconds = time.monotonic() - entry.began
+    if code == 0:
+        outcome.done.append(job.name)
+        say(f"{job.name}: done in {seconds:,.1f} s, {job.result()}")
+        return
+    how = f"exit code {code}" if code > 0 else f"ended by signal {-code} ({signal.strsignal(-code)})"
+    reason = f"{how}: {last_error(job.output)}; see {job.output}"
+    outcome.failed[job.name] = reason
+    say(f"{job.name}: failed after {seconds:,.1f} s, {reason}")
+
+
+def last_error(output: Path) -> str:
+    """Returns the first line of the last error in the output of a command, or else its last line."""
+    try:
+        lines = output.read_text(encoding="utf-8", errors="replace").rpartition("$ specc ")[2].splitlines()[1:]
+    except OSError:
+        lines = []
+    written = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in written if line.startswith("error: ")]
+    return (errors or written[-1:] or ["no output"])[-1].removeprefix("error: ")
+
+
+def _kill(running: Sequence[_Running]) -> None:
+    for entry in running:
+        entry.process.kill()
+    for entry in running:
+        entry.process.wait()

@@ -1,0 +1,177 @@
+"""Groups of runs, what of them is compared, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from logged_runs import logged_run
+from scipy import stats
+
+from specc.cli.app import run
+from specc.runtime.compare.comparison import Comparison, compare
+from specc.runtime.compare.groups import CompareError, groups_of
+from specc.runtime.compare.report import report
+
+A, B = (3.30, 3.31, 3.29), (3.27, 3.285, 3.28)
+GELU = "model.blocks.layers.1.act=gelu(x)"
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs of two specs each, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for seed, (a, b) in enumerate(zip(A, B, strict=True)):
+        logged_run(tmp_path / f"base-{seed}", a, [f"train.seed={seed}"])
+        logged_run(tmp_path / f"gelu-seed{seed}", b, [f"train.seed={seed}", GELU])
+    return tmp_path
+
+
+def compared(*words: str) -> Comparison:
+    return compare(groups_of(words))[0]
+
+
+def test_runs_that_differ_only_in_the_seed_are_one_group(runs: Path) -> None:
+    groups = groups_of(["*-*"])
+    assert [(group.name, [m.seed for m in group.members]) for group in groups] == [
+        ("base", [0, 1, 2]),
+        ("gelu", [0, 1, 2]),
+    ]
+    assert [group.name for group in groups_of(["base-0", "gelu-seed1,gelu-seed2"])] == ["base", "gelu"]
+
+
+def test_a_name_makes_one_group(runs: Path) -> None:
+    groups = groups_of(["new=gelu-*", "old=base-0,base-[12]"])
+    assert [(group.name, len(group.members)) for group in groups] == [("new", 3), ("old", 3)]
+
+
+def test_a_path_with_an_equals_sign_is_a_path(runs: Path) -> None:
+    (runs / "base-0").rename(runs / "dim=32")
+    assert [group.name for group in groups_of(["dim=32"])] == ["dim=32"]
+    assert [group.name for group in groups_of(["x=dim=32"])] == ["x"]
+
+
+def test_values_of_groups_and_of_a_pair(runs: Path) -> None:
+    result = compared("base-*", "gelu-*")
+    base, gelu = result.groups
+    assert base.values == A and base.summary.mean == pytest.approx(3.3) and base.summary.std == pytest.approx(0.01)
+    assert gelu.seconds == 8.0 and gelu.tokens_per_second == 50.0
+    (pair,) = result.pairs
+    expected = stats.ttest_ind(B, A, equal_var=False)
+    assert pair.test is not None and pair.nats is not None
+    assert (pair.test.t, pair.test.df, pair.test.p) == pytest.approx(
+        (expected.statistic, expected.df, expected.pvalue), rel=1e-10
+    )
+    moved = stats.ttest_ind([value + 0.005 for value in B], A, equal_var=False, alternative="less")
+    assert pair.improves_by_threshold == pytest.approx(moved.pvalue, rel=1e-10)
+    assert pair.spec == {"model.blocks.layers.1.act": ("leaky_relu(x, 0.5) ** 2", "gelu(x)")} or GELU in str(pair.spec)
+
+
+def test_the_report_states_all_of_it(runs: Path) -> None:
+    text = "\n".join(report(compared("base-*", "gelu-*")))
+    assert "| base  | 3 |             3.3000 | 0.0100 |     3.3000 |     8.0 |       50 | 0 1 2 |" in text
+    assert "  difference -0.0217 bits per byte (better), 95 % interval -0.0424 to -0.0009" in text
+    assert "  Welch's t -2.982, df 3.74, two-sided p 0.044" in text
+    assert "  threshold not met: -0.0217 nats per token, one-sided p 0.044 of 0.005 nats less" in text
+    assert "gelu(x)" in text
+
+
+def test_the_threshold_is_met_by_a_clear_difference(runs: Path) -> None:
+    for seed in range(3):
+        logged_run(runs / f"best-{seed}", 2.0 + 0.01 * seed, [f"train.seed={seed}", "model.dim=64"])
+    text = "\n".join(report(compared("base-*", "best-*")))
+    assert "  threshold met: -1.2900 nats per token" in text
+    assert "model.dim: 32 -> 64" in text
+
+
+def test_a_group_of_one_has_no_test(runs: Path) -> None:
+    (pair,) = compared("base-*", "gelu-seed0").pairs
+    assert pair.test is None and pair.reason == "gelu has one run: a test needs two in each group"
+
+
+def test_more_than_six_groups_are_compared_with_the_first(runs: Path) -> None:
+    for i in range(6):
+        logged_run(runs / f"wide-{i}", 3.0, [f"model.dim={64 + 64 * i}"])
+    result = compared("base-*", *(f"w{i}=wide-{i}" for i in range(6)))
+    assert [(pair.first, pair.second) for pair in result.pairs] == [("base", f"w{i}") for i in range(6)]
+
+
+def test_incomplete_runs_are_left_out_and_named(runs: Path) -> None:
+    logged_run(runs / "base-9", None, ["train.seed=9"])
+    result = compared("base-*", "gelu-*")
+    assert result.groups[0].seeds == (0, 1, 2)
+    assert result.notes == ("base-9 is left out: pre-empted by SIGTERM",)
+    with pytest.raises(CompareError, match="late has no complete run: pre-empted by SIGTERM"):
+        compared("late=base-9", "gelu-*")
+    with pytest.raises(CompareError, match="no run is complete"):
+        compared("base-9")
+
+
+def test_doubtful_samples_are_named(runs: Path) -> None:
+    logged_run(runs / "base-twice", 3.305, ["train.seed=2"])
+    notes = compared("all=base-*,gelu-seed0").notes
+    assert any("differ in model.blocks.layers.1.act, and not only in the seed" in note for note in notes)
+    assert any("2 runs have the same spec and the seed 2; they are not independent" in note for note in notes)
+
+
+def test_other_validation_data_are_refused(runs: Path) -> None:
+    logged_run(runs / "other", 3.0, ["model.dim=64"], val="c" * 64, data="elsewhere")
+    with pytest.raises(CompareError, match=r"the validation split of base-0 \(stdlib\) and that of other \(elsewhere\) differ"):
+        compared("base-*", "other")
+
+
+def test_other_numbers_of_scored_tokens_are_refused(runs: Path) -> None:
+    logged_run(runs / "part", 3.0, ["model.dim=64"], tokens=500)
+    with pytest.raises(CompareError, match="base-0 was scored on 1,000 tokens, and part on 500"):
+        compared("base-*", "part")
+
+
+def test_other_tokenizers_are_compared_in_bits_per_byte_only(runs: Path) -> None:
+    """The same text of the same size in other tokens: half as many, of twice the loss."""
+    words = ["train.data.tokenizer=words.model"]
+    logged_run(runs / "words", 6.5, words, val="c" * 64, tokens=500, bits=0.5)
+    result = compared("base-*", "words")
+    assert result.metric.name == "bpb" and result.groups[1].nats is None and result.pairs[0].nats is None
+    assert any("the tokenizers differ (bytes, words.model): only bits per byte" in note for note in result.notes)
+    logged_run(runs / "shorter", 6.5, words, val="c" * 64, tokens=400, bits=0.5)
+    with pytest.raises(CompareError, match="are not known to be the same text"):
+        compared("base-*", "shorter")
+
+
+def test_older_runs_without_digests(runs: Path) -> None:
+    logged_run(runs / "old", 3.0, ["model.dim=64"], val=None)
+    assert any("states no digest of its data" in note for note in compared("base-*", "old").notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "nothing: no such run"),
+        (["non*"], "non*: no such run"),
+        (["a=base-*", "a=gelu-*"], "two groups have the name a"),
+        (["a=base-*", "base-0"], "base-0 is named twice, in a and base"),
+        (["empty"], "empty: is not a run"),
+    ],
+)
+def test_what_a_word_must_name(
+    runs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "empty").mkdir()
+    assert run(["compare", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_prints_json_and_draws(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["compare", "base=base-*", "gelu-*", "--json", "--picture", "curves.png"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [group["name"] for group in facts["groups"]] == ["base", "gelu"]
+    assert facts["threshold"] == {"nats": 0.005, "p": 0.01}
+    assert facts["pairs"][0]["test"]["df"] == pytest.approx(3.74, abs=0.01)
+    assert (runs / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specc.runtime.pictures.find_spec", lambda name: None)
+    assert run(["compare", "base-*", "--picture", "curves.png"]) == 3
+    assert "pip install 'specc[bench]'" in capsys.readouterr().err
