@@ -16,7 +16,8 @@ from click.exceptions import Exit
 from specc.cli.output import keep_notes_going, requested_format, show, show_usage
 
 _TRAIN = ("torch", "triton", "sentencepiece", "tiktoken", "tokenizers")
-EXTRAS = {**dict.fromkeys(_TRAIN, "train"), "flash_attn": "flash"}
+_ONNX = ("onnx", "onnxscript", "onnxruntime")
+EXTRAS = {**dict.fromkeys(_TRAIN, "train"), **dict.fromkeys(_ONNX, "onnx"), "flash_attn": "flash"}
 EXIT_ENVIRONMENT, EXIT_BUG, EXIT_PREEMPTED, EXIT_INTERRUPTED = 3, 70, 75, 130
 
 click.rich_click.STYLE_HELPTEXT = ""
@@ -212,7 +213,9 @@ def failed(error: Exception, form: str = "text") -> int:
         click.echo(f"error: {message}\n  = help: in the folder of its pyproject.toml: pip install -e .", err=True)
         return EXIT_ENVIRONMENT
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
-        message = f"{error.name} is not installed" if extra == "train" else str(error)
+        message = str(error)
+        if message.startswith("No module named"):
+            message = f"{error.name} is not installed"
         click.echo(f"error: {message}\n  = help: pip install 'specc[{extra}]'", err=True)
         return EXIT_ENVIRONMENT
     import traceback

@@ -1,12 +1,14 @@
-"""The `export` command, which writes a run as a file or as a submission."""
+"""The `export` command, which writes a run in a format of other programs, as an artifact or as a submission."""
 
 from pathlib import Path
 from typing import Any
 
 import rich_click as click
+from click.core import ParameterSource
 
 from specc.cli.options import folder, run_argument, tokenizers_option
 from specc.cli.output import say
+from specc.runtime.export.formats import format_names, format_of, formats_with
 
 
 @click.command("export")
@@ -14,11 +16,12 @@ from specc.cli.output import say
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["artifact", "safetensors", "hf", "submission"]),
+    type=click.Choice(format_names()),
     default="artifact",
     show_default=True,
-    help="hf is a folder that `from_pretrained` of Transformers loads. A submission is a folder: train_gpt.py, which "
-    "does not need specc, and the weights.",
+    help="hf is a folder that `from_pretrained` of Transformers loads. onnx and pt2 are a program of the model as a "
+    "graph, for onnxruntime and `torch.export.load`. A submission is a folder: train_gpt.py, which does not need "
+    "specc, and the weights.",
 )
 @click.option(
     "--out",
@@ -26,6 +29,16 @@ from specc.cli.output import say
     help="File to write, or folder for hf and submission. By default, it is in the folder of the run.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing file or folder.")
+@click.option(
+    "--program",
+    type=click.Choice(["logits", "score"]),
+    default="logits",
+    show_default=True,
+    help="Program of onnx or pt2: the logits of each token, or the loss of each target in nats.",
+)
+@click.option(
+    "--quantized", is_flag=True, help="onnx and pt2: the dequantized weights of the artifact, not the trained weights."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["f32", "bf16", "f16"]),
@@ -50,51 +63,32 @@ from specc.cli.output import say
     help="Target whose code a submission contains. Repeatable. By default, all targets.",
 )
 @tokenizers_option
+@click.pass_context
 def command(
+    context: click.RichContext,
+    /,
     run: Path,
-    kind: Any,
+    kind: str,
     out: Path | None,
     force: bool,
-    dtype: str | None,
-    shard_bytes: int,
-    codec: str | None,
-    targets: tuple[str, ...],
     tokenizers: tuple[Path, ...],
+    **settings: Any,
 ) -> int:
-    """Export a run as an artifact, safetensors, a folder of Transformers or a submission.
+    """Export a run as an artifact, safetensors, a graph, a folder of Transformers or a submission.
 
     Each file is read back and compared before the command succeeds. The exit code is 1 if a submission to
     parameter-golf exceeds its budget.
     """
-    over = False
-    if dtype is not None and kind != "hf":
-        raise click.UsageError("--dtype is for --format hf")
-    if (codec is not None or targets) and kind != "submission":
-        raise click.UsageError("--codec and --target are for --format submission")
-    if kind == "submission":
-        from specc.runtime.artifact.codecs import Codec
-        from specc.runtime.submission.export import export_submission
-        from specc.runtime.submission.names import CODE, WEIGHTS
+    from specc.runtime.export.format import ExportRequest
 
-        size = export_submission(
-            run,
-            out or run / "submission",
-            codec=Codec[(codec or "brotli").upper()],
-            targets=targets,
-            search=tokenizers,
-            force=force,
-            say=say,
-        )
-        paths, over = [size.path / CODE, size.path / WEIGHTS], size.over
-    elif kind == "hf":
-        from specc.runtime.hugging_face.exporting import ExportOptions, export_folder
-
-        written = export_folder(run, ExportOptions(out, dtype, shard_bytes, tokenizers, force), say)
-        paths = sorted(written.iterdir())
-    else:
-        from specc.runtime.export.run import export
-
-        paths = [export(run, kind, out, force=force, say=say)]
-    for path in paths:
+    given = [name for name in settings if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    format = format_of(kind)
+    for name in given:
+        if name not in format.options:
+            option = next(parameter for parameter in context.command.params if parameter.name == name)
+            raise click.UsageError(f"{option.opts[0]} is for --format {' or '.join(formats_with(name))}")
+    options = {name: settings[name] for name in given}
+    exported = format.write(ExportRequest(run, out, force, tokenizers, say, options))
+    for path in exported.paths:
         click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")
-    return int(over)
+    return int(exported.over)

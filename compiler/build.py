@@ -283,6 +283,14 @@ def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
     return model_files(pipeline.uncached_plan(spec, target, _source_name(spec)))
 
 
+def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
+    """Renders the files of the programs that `specc export` writes as graphs. No build writes them.
+
+    Raises ValueError if an operation cannot be exported, and LoweringError if the spec cannot be lowered.
+    """
+    return model_files(pipeline.exported_plan(spec, target, _source_name(spec)))
+
+
 def _files(
     spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock, source: Source | None
 ) -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
+from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.optimizers import assign_optimizers
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
@@ -23,7 +24,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.targets import TARGETS
 
-Form = Literal["trained", "deployed", "uncached"]
+Form = Literal["trained", "deployed", "uncached", "exported"]
 Pass = tuple[str, Callable[[Programs, Spec], Programs]]
 LOWER, SELECT_KERNELS = "lower", "select_kernels"  # steps before and after all passes: Spec -> Programs -> Plan
 
@@ -33,13 +34,16 @@ FAKE_QUANTIZE: Pass = ("fake_quantize", lambda programs, spec: round_inputs(prog
 FUSE: Pass = ("fuse", lambda programs, spec: fuse(programs, spec.fuse))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec: uncached(programs))
+LOGITS: Pass = ("logits", lambda programs, spec: with_logits(programs))
 
 # The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
-# sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`.
+# sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is in files for
+# other programs, such as ONNX.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, FUSE),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
+    "exported": (ASSIGN_QUANT, LOGITS),
 }
 
 
@@ -166,3 +170,11 @@ def uncached_plan(spec: Spec, target: str, source: str) -> Plan:
     """
     programs = run(spec, target, form="uncached")
     return select_kernels(programs, TARGETS[target], spec.model.title, source)
+
+
+def exported_plan(spec: Spec, target: str, source: str) -> Plan:
+    """Plans the programs `score` and `logits` without fusion, for export.
+
+    Raises ValueError if an operation cannot be exported, and LoweringError if the spec cannot be lowered.
+    """
+    return select_kernels(run(spec, target, form="exported"), TARGETS[target], spec.model.title, source)

@@ -32,6 +32,12 @@ class RunFailure(RuntimeFailure):
     """Training, quantization, evaluation or export could not finish."""
 
 
+class ExportError(RuntimeFailure):
+    """The place for an exported file is not free or not usable, or the run has no form of this format."""
+
+    exit_code = 2
+
+
 class QuantizeError(RunFailure):
     """A parameter cannot be quantized as requested, or no allocation of bits fits the budget."""
 

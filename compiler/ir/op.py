@@ -32,6 +32,8 @@ class Op:
     keeps_features: ClassVar[bool] = False
     # torch.compile does not compile it, so that a program with it is not a single graph.
     apart: ClassVar[bool] = False
+    # Why a program with it cannot be exported with sizes that vary; empty if it can.
+    unexportable: ClassVar[str] = ""
     # It modifies its first input, a state, and returns it.
     in_place: ClassVar[bool] = False
     # Inside fused groups, the plan selects a kernel for it.

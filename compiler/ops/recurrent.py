@@ -56,6 +56,7 @@ class Lstm(Op):
 
     name: ClassVar[str] = "lstm"
     apart: ClassVar[bool] = True
+    unexportable: ClassVar[str] = "a loop over tokens: an exported program would have a fixed number of steps"
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "recurrence"
     output_labels: ClassVar[tuple[str, ...]] = ("y", "h", "c")

@@ -74,6 +74,7 @@ class Scan(Op):
 
     name: ClassVar[str] = "scan"
     apart: ClassVar[bool] = True
+    unexportable: ClassVar[str] = "a loop over tokens: an exported program would have a fixed number of steps"
     inline: ClassVar[bool] = False
     arity: ClassVar[int] = 0
     flops_per_output: ClassVar[int] = 0

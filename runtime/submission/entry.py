@@ -166,7 +166,7 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     """Trains, unless the command is `quantize`, then quantizes on rank 0 and writes `options.weights`."""
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost
-        raise RunFailure(f"{out} is not a place for a file", "name a file in a folder that exists")
+        raise RunFailure(f"{out} is not a path of a file", "name a file in a folder that exists")
     compress(b"", 0, CODEC)  # raises before training if brotli is not installed
     places = [shlex.quote(str(place)) for place in (sys.argv[0], out, options.data)]
     chosen = f" --target {options.target}" if options.target else ""

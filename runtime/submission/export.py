@@ -11,8 +11,7 @@ from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
-from specc.runtime.errors import IntegrityError, RunFailure, cannot_write
-from specc.runtime.export.run import ExportError
+from specc.runtime.errors import ExportError, IntegrityError, RunFailure, cannot_write
 from specc.runtime.model.load import choose_target
 from specc.runtime.open_model import Say, as_trained, read_verified
 from specc.runtime.quantize.written_artifact import write_quantized

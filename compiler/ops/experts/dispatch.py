@@ -138,6 +138,9 @@ class GroupedLinear(Op):
 
     name: ClassVar[str] = GROUPED_LINEAR
     matrix: ClassVar[bool] = True
+    unexportable: ClassVar[str] = (
+        "a product for each expert: the number of its rows is a value, and exported programs have sizes only"
+    )
     work: ClassVar[str] = "products"
     arity: ClassVar[int] = 3
 

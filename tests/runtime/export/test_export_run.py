@@ -8,13 +8,21 @@ import torch
 from run_samples import add_checkpoint, make_run, random_weights, small_spec, write_text
 from safetensors import safe_open
 
-from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.export.run import ExportError, Format, export
+from specc.runtime.errors import ExportError, IntegrityError, RunFailure
+from specc.runtime.export.format import ExportRequest
+from specc.runtime.export.formats import format_names, format_of, formats_with
+from specc.runtime.log import Say
 from specc.runtime.open_model import open_model
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage.run_directory import Run
 
-FORMATS: tuple[Format, ...] = ("artifact", "safetensors")
+FORMATS = ("artifact", "safetensors")
+
+
+def export(path: Path, format: str, out: Path | None = None, *, force: bool = False, say: Say = lambda _: None) -> Path:
+    """The one file of a format."""
+    (written,) = format_of(format).write(ExportRequest(path, out, force, say=say)).paths
+    return written
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,7 @@ def test_safetensors_are_the_weights_that_the_run_ends_with(run: Run, tmp_path: 
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_it_goes_into_the_run_unless_told_and_is_the_same_again(run: Run, format: Format) -> None:
+def test_it_goes_into_the_run_unless_told_and_is_the_same_again(run: Run, format: str) -> None:
     out = export(run.directory, format)
     assert out == run.directory / {"artifact": "gpt_mini.specc"}.get(format, "gpt_mini.safetensors")
     data = out.read_bytes()
@@ -64,7 +72,7 @@ def test_it_goes_into_the_run_unless_told_and_is_the_same_again(run: Run, format
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_place_that_is_none_is_a_usage_error(run: Run, tmp_path: Path, format: Format) -> None:
+def test_a_place_that_is_none_is_a_usage_error(run: Run, tmp_path: Path, format: str) -> None:
     for out in (tmp_path, tmp_path / "none" / "x"):
         with pytest.raises(ExportError, match="is not a path of a file"):
             export(run.directory, format, out, force=True)
@@ -96,7 +104,7 @@ def test_what_does_not_read_back_leaves_nothing(run: Run, tmp_path: Path, monkey
         finally:
             path.unlink()
 
-    monkeypatch.setattr("specc.runtime.export.run.write_atomically", spoiled)
+    monkeypatch.setattr("specc.runtime.export.formats.artifact.write_atomically", spoiled)
     with pytest.raises(IntegrityError):
         export(run.directory, "artifact", tmp_path / "x.specc")
     assert list(tmp_path.glob("*.specc")) == []
@@ -109,3 +117,29 @@ def test_an_artifact_older_than_the_weights_is_told(run: Run, tmp_path: Path) ->
     add_checkpoint(run, seed=2, step=9)
     export(run.directory, "artifact", tmp_path / "b.specc", say=said.append)
     assert len(said) == 1 and "the artifact is of step 3" in said[0] and "step_00000009" in said[0]
+
+
+def test_each_format_is_a_file_of_its_name_and_the_only_reader_of_its_options() -> None:
+    assert format_names() == ("artifact", "hf", "onnx", "pt2", "safetensors", "submission")
+    readers = {option: formats_with(option) for name in format_names() for option in format_of(name).options}
+    assert readers == {
+        "dtype": ("hf",),
+        "shard_bytes": ("hf",),
+        "codec": ("submission",),
+        "targets": ("submission",),
+        "program": ("onnx", "pt2"),
+        "quantized": ("onnx", "pt2"),
+    }
+
+
+def test_an_option_of_another_format_is_a_usage_error(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    from specc.cli.app import run as specc
+
+    for words, formats in (
+        (["--dtype", "f16"], "--dtype is for --format hf"),
+        (["--target", "cpu"], "--target is for --format submission"),
+        (["--quantized"], "--quantized is for --format onnx or pt2"),
+    ):
+        assert specc(["export", str(run.directory), "--format", "safetensors", *words]) == 2
+        assert formats in capsys.readouterr().err
+    assert not list(run.directory.glob("*.safetensors"))

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.export.safetensors import export_safetensors
+from specc.runtime.export.safetensors_file import export_safetensors
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -26,10 +26,9 @@ from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import ExportError, IntegrityError, RunFailure
 from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateOptions
-from specc.runtime.export.run import ExportError
 from specc.runtime.export.size import size
 from specc.runtime.model.load import TargetError
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specc.runtime.errors import RuntimeFailure
-from specc.runtime.export.run import export
+from specc.runtime.export.format import ExportRequest
+from specc.runtime.export.formats import format_of
 from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage import checkpoint
@@ -54,7 +55,8 @@ def test_from_a_run_its_artifact_and_its_export(base: Run, tmp_path: Path) -> No
     artifact = quantize(run.directory, QuantizeOptions(cache=tmp_path / "cache", max_tokens=64), lines.append).artifact
     run, weights, _ = begin(tmp_path, "from_artifact", str(artifact))
     assert same(weights, read_verified(artifact).weights) and run.start is not None and run.start.kind == "artifact"
-    run, weights, _ = begin(tmp_path, "from_file", str(export(base.directory, "safetensors")))
+    (file,) = format_of("safetensors").write(ExportRequest(base.directory)).paths
+    run, weights, _ = begin(tmp_path, "from_file", str(file))
     assert same(weights, wanted) and run.start is not None and run.start.kind == "safetensors"
     assert open_model(run.directory, "cpu").spec.train.start is not None
 

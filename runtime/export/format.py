@@ -1,0 +1,69 @@
+"""The base class of export formats, and what a format is asked for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specc.runtime.errors import ExportError
+from specc.runtime.log import Say
+from specc.runtime.storage.run_directory import Run
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What `specc export` is asked for.
+
+    Attributes:
+        run: the run directory.
+        out: the output file or folder; None for the default in the run directory.
+        force: whether to replace an existing output.
+        search: additional folders to search for the tokenizer.
+        say: called with lines of text for the user.
+        options: the values of the options that the user gave, by name.
+    """
+
+    run: Path
+    out: Path | None = None
+    force: bool = False
+    search: tuple[Path, ...] = ()
+    say: Say = lambda _: None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def file(self, run: Run, suffix: str) -> Path:
+        """Returns the path of an output file, NAME and `suffix` in the run directory by default.
+
+        Raises ExportError if it exists and `force` is False, if it is a folder, or if its folder does not exist.
+        """
+        out = self.out if self.out is not None else run.directory / f"{run.spec.name}{suffix}"
+        if out.is_dir() or not out.parent.is_dir():
+            raise ExportError(f"{out} is not a path of a file", "name a file in a folder that exists")
+        if out.exists() and not self.force:
+            raise ExportError(f"{out} exists", "name another file with --out, or replace it with --force")
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The files of an export. `over` is True if they exceed the budget of the spec."""
+
+    paths: tuple[Path, ...]
+    over: bool = False
+
+
+class ExportFormat(ABC):
+    """A format. A subclass is in a file of `runtime/export/formats`, which has its name.
+
+    Attributes:
+        options: the names of the options that the format reads.
+    """
+
+    options: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def write(self, request: ExportRequest) -> Exported:
+        """Writes the output, reads it back, compares it, and only then moves it to its place.
+
+        After an error, the place is as before.
+        """

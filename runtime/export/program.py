@@ -1,0 +1,319 @@
+"""A program of a run as a torch.export graph of ATen operations, and its comparison with the model of the run.
+
+The formats that contain a graph share this module. The code is that of the CPU target in f32, without fusion.
+"""
+
+import logging
+import math
+import random
+import re
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.nn import functional as F
+
+from specc.compiler.build import exported_files
+from specc.compiler.pipeline import run as passed
+from specc.compiler.programs.programs import Programs
+from specc.compiler.spec.spec import Spec
+from specc.runtime.errors import ExportError, IntegrityError
+from specc.runtime.export.format import ExportRequest
+from specc.runtime.log import Say
+from specc.runtime.model.guards import Unchecked
+from specc.runtime.model.load import import_model
+from specc.runtime.model.parameters import assign
+from specc.runtime.open_model import as_trained, read_verified, realize
+from specc.runtime.storage.quantized_run import quantized_artifact
+from specc.runtime.storage.run_directory import Run
+
+ProgramName = Literal["logits", "score"]
+Call = Callable[[Mapping[str, Tensor]], Tensor]  # the inputs of a program by name -> its output
+
+TARGET = "cpu"
+BATCHES = 64
+TOLERANCE = 1e-4  # of logits and nats in f32, and of bits per token
+ROWS, TOKENS = 4, 2048  # the most rows and tokens of a batch that is compared, except for one row of the whole context
+LOWER_BOUNDS = (1, 2, 3)  # torch.export specializes on lengths of 0 and 1, and some programs on the length less one
+GENERATED_OPS = "specc_generated"  # prefix of the namespaces of custom ops in generated code
+
+
+@dataclass(frozen=True)
+class ProgramExport:
+    """A program of a run, exported.
+
+    Attributes:
+        spec: the spec of the model.
+        name: the name of the program.
+        inputs: the names of its inputs, i64 [batch, tokens] each.
+        graph: the exported program, of ATen operations only. The sizes of its inputs are dynamic.
+        least: the smallest number of tokens that the graph accepts.
+        most: the largest number of tokens, the context of the model.
+        reference: the same program of the generated code without fusion.
+        score: the program `score` of the model as `specc eval` runs it on the CPU, with its fused kernels.
+        about: facts for the metadata of a file, text by name.
+    """
+
+    spec: Spec
+    name: ProgramName
+    inputs: tuple[str, ...]
+    graph: ExportedProgram
+    least: int
+    most: int
+    reference: Call
+    score: Call
+    about: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far an exported file is from the model of the run.
+
+    Attributes:
+        batches: the number of batches that were compared, of random ids and various sizes.
+        largest: the largest difference of an output.
+        bits: the difference of the mean loss in bits per token. Every token has at least one byte of text, or none, so
+            bits per byte differ by at most as much.
+    """
+
+    batches: int
+    largest: float
+    bits: float
+
+    def line(self) -> str:
+        return (
+            f"compared on {self.batches} batches: outputs differ by at most {self.largest:.1e}, "
+            f"bits per token by {self.bits:.1e}"
+        )
+
+
+def export_program(request: ExportRequest, run: Run) -> ProgramExport:
+    """Exports a program of a run.
+
+    The options `program` ("logits" by default, or "score") and `quantized` of the request apply. With `quantized`, the
+    weights are the dequantized weights of the run's artifact; otherwise, they are the trained weights.
+
+    Raises:
+        ExportError (exit code 2): the program of this model cannot be exported, with the reason.
+        RunFailure (4): the run has no checkpoint, or is not quantized.
+        IntegrityError (5): the run is damaged.
+    """
+    name: ProgramName = request.options.get("program", "logits")
+    spec, weights, about = _weights(run, bool(request.options.get("quantized")), request.say)
+    spec = spec.at_rest.model_copy(update={"targets": (TARGET,)})
+    try:
+        files, programs = exported_files(spec, TARGET), passed(spec, TARGET, form="exported")
+    except ValueError as error:
+        hint = "export the weights with --format safetensors, or the model with --format artifact"
+        raise ExportError(f"{spec.name} cannot be exported as a graph: {error}", hint) from None
+    needed = {param.name for param in programs.params}
+    model = _module(files, {key: value for key, value in weights.items() if key in needed})
+    inputs = tuple(entry for entry, _ in programs.program(name).inputs)
+    graph, least = _graph(_Program(model, name), spec, programs)
+    fused = realize(spec, TARGET, None, weights).model
+    return ProgramExport(
+        spec=spec,
+        name=name,
+        inputs=inputs,
+        graph=graph,
+        least=least,
+        most=programs.context or spec.model.window,
+        reference=lambda given: _Program(model, name)(*(given[key] for key in inputs)),
+        score=lambda given: Unchecked(fused).score(*given.values()),
+        about={"name": spec.name, "program": name, "spec_digest": run.spec_digest, **about},
+    )
+
+
+def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
+    """Compares a file that was read back with the model of the run, on batches of various sizes.
+
+    Outputs are compared with the generated code without fusion, and the loss with the code that `specc eval` runs.
+
+    Args:
+        export: the program.
+        call: runs the file.
+        say: called with the result as a line of text.
+
+    Raises IntegrityError if they differ by more than `TOLERANCE`, or if the file cannot be run.
+    """
+    nats, expected, tokens = 0.0, 0.0, 0
+    differences: list[Tensor] = []
+    with torch.no_grad():
+        for batch in islice(_batches(export), BATCHES):
+            given = {key: batch[key] for key in export.inputs}
+            try:
+                output = call(given)
+            except Exception as error:
+                shape = ", ".join(f"{key} {list(value.shape)}" for key, value in given.items())
+                message = f"the exported program does not run for {shape}: {str(error).splitlines()[0]}"
+                raise IntegrityError(message, "this is a bug; export safetensors instead") from error
+            wanted, truth = export.reference(given), export.score(batch)
+            if output.shape != wanted.shape or output.dtype != wanted.dtype:
+                raise IntegrityError(f"the exported program returns {output.dtype} {list(output.shape)}")
+            differences.append((output - wanted).abs().max())
+            counted = truth != 0  # pads of lines have no loss
+            targets = list(batch.values())[-1]
+            loss = output if export.name == "score" else F.cross_entropy(output.mT, targets, reduction="none")
+            nats += float((loss * counted).double().sum())
+            expected += float(truth.double().sum())
+            tokens += int(counted.sum())
+    largest = float(torch.stack(differences).max())  # NaN if one is
+    agreement = Agreement(BATCHES, largest, abs(nats - expected) / max(tokens, 1) / math.log(2))
+    if not (largest <= TOLERANCE and agreement.bits <= TOLERANCE):
+        raise IntegrityError(f"{export.spec.name}: the exported program is not the model: {agreement.line()}")
+    say(agreement.line())
+    return agreement
+
+
+def describe(export: ProgramExport) -> str:
+    """Returns a line about the inputs and output of a program."""
+    inputs = ", ".join(f"{name} i64[batch, tokens]" for name in export.inputs)
+    output = "f32[batch, tokens, vocabulary]" if export.name == "logits" else "nats f32[batch, tokens]"
+    return f"program {export.name}: {inputs} -> {output}; {export.least} to {export.most:,} tokens, any batch"
+
+
+def _weights(run: Run, quantized: bool, say: Say) -> tuple[Spec, dict[str, Tensor], dict[str, str]]:
+    if quantized:
+        source = quantized_artifact(run, say)
+        artifact = read_verified(source)
+        say(f"the weights are the dequantized weights of {source}, in f32; products are computed in floats")
+        return artifact.spec, artifact.weights, {"weights": "dequantized"}
+    run, weights, step = as_trained(run, say)
+    if run.quantized.is_dir():
+        say("the weights are the trained ones; with --quantized, they are the dequantized ones of the artifact")
+    return run.spec, weights, {"weights": "trained", "step": str(step)}
+
+
+def _module(files: Mapping[str, str], weights: Mapping[str, Tensor]) -> nn.Module:
+    """Imports generated files and fills the parameters. The files are deleted with the module."""
+    folder = Path(tempfile.mkdtemp(prefix="specc-"))
+    try:
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        model: nn.Module = import_model(folder).Model()
+        assign(model, weights)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return model.eval().requires_grad_(False)
+
+
+class _Program(nn.Module):
+    """A program of a model as the method `forward`."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        self.model, self.name = model, name
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        output: Tensor = getattr(self.model, self.name)(*inputs)
+        return output
+
+
+def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[ExportedProgram, int]:
+    """Exports a program with dynamic sizes. Returns it, and the smallest number of tokens that it accepts.
+
+    Raises ExportError with the reason of torch.export.
+    """
+    most = programs.context or spec.model.window
+    graph = programs.program(program.name)
+    lengths = {type.shape[1] for _, type in graph.inputs}  # the names of dims: T, and S of a source
+    rows = Dim("batch", min=1, max=2**20)
+    reason = ""
+    for least in LOWER_BOUNDS:
+        if least > most:
+            break
+        dims = {name: Dim({"T": "tokens", "S": "source_tokens"}[str(name)], min=least, max=most) for name in lengths}
+        sizes = {name: min(most, least + 7 + 2 * i) for i, name in enumerate(sorted(map(str, lengths)))}
+        example = tuple(torch.ones(3, sizes[str(type.shape[1])], dtype=torch.int64) for _, type in graph.inputs)
+        shapes = tuple({0: rows, 1: dims[type.shape[1]]} for _, type in graph.inputs)
+        try:
+            with torch.no_grad(), quiet():
+                exported = torch.export.export(program, example, dynamic_shapes=(shapes,), strict=False)
+                exported = exported.run_decompositions(_decompositions(exported))
+        except Exception as error:  # torch.export raises many types
+            reason = _reason(error)
+            continue
+        unknown = sorted(
+            {
+                node.target.namespace
+                for node in exported.graph.nodes
+                if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten"
+            }
+        )
+        if unknown:
+            raise ExportError(f"{spec.name} cannot be exported as a graph: it has operations of {', '.join(unknown)}")
+        for node in exported.graph.nodes:
+            for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):  # paths of this machine
+                node.meta.pop(key, None)
+        return exported, least
+    raise ExportError(
+        f"{spec.name} cannot be exported as a graph with dynamic sizes: {reason}",
+        "export the weights with --format safetensors, or the model with --format artifact",
+    )
+
+
+def _decompositions(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """Maps each custom op of generated code to its Python function, which torch.export then traces.
+
+    A custom op keeps torch.compile from taking a function apart. In a file, it would need the generated code.
+    """
+    from torch._library.custom_ops import OPDEFS  # the public interface has no way from an op to its function
+
+    targets = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return {
+        target: OPDEFS[target._schema.name]._init_fn
+        for target in targets
+        if target.namespace.startswith(GENERATED_OPS) and target._schema.name in OPDEFS
+    }
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+    return re.sub(r"For more information.*", "", " ".join(lines[:2])).strip() or type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hides warnings of torch about its own deprecated functions, and its notes about packages that it could use."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _batches(export: ProgramExport) -> Iterator[dict[str, Tensor]]:
+    """Yields batches of random ids, with the inputs of `score` by name: first the extreme sizes, then random ones."""
+    from specc.compiler.passes.logits import SCORE
+
+    programs = passed(export.spec, TARGET, form="exported")
+    inputs = programs.program(SCORE).inputs
+    names = sorted({str(type.shape[1]) for _, type in inputs})
+    chooser = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    least = max(export.least, export.spec.model.unscored + 1)
+    sizes = [(1, dict.fromkeys(names, least)), (1, dict.fromkeys(names, export.most))]
+    while True:
+        lengths = {name: chooser.randint(least, export.most) for name in names}
+        most = max(1, min(ROWS, TOKENS // max(lengths.values())))
+        rows, lengths = sizes.pop(0) if sizes else (chooser.randint(1, most), lengths)
+        yield {
+            key: torch.randint(export.spec.model.vocabulary, (rows, lengths[str(type.shape[1])]), generator=generator)
+            for key, type in inputs
+        }
