@@ -26,6 +26,7 @@ LAYERS = (
     "import_",
     "generate",
     "size",
+    "report",
     "verify",
     "bench",
     "tune",
