@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_samples import HOSTILE, trained_log, write_log
 from run_samples import make_run, small_spec, write_text
-from test_report import HOSTILE, trained_log, write_log
 
 from specc.compiler.spec.check import load
 from specc.runtime.hugging_face.exporting import ExportFolderError, ExportOptions, export_folder
