@@ -28,6 +28,7 @@ LAYERS = (
     "import_",
     "generate",
     "size",
+    "report",
     "verify",
     "bench",
     "tune",

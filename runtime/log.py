@@ -49,12 +49,16 @@ Progress = Callable[[Step, float], None]  # shows a step, and the completed frac
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
-    The field `event` of an object is one of: start, step, validation, experts, reached,
+    The field `event` of an object is one of: machine, start, step, validation, experts, reached,
     checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
+
+    Args:
+        path: the file, which is continued if it exists.
+        memory: returns the most bytes that the process has used so far, for the records of steps; None leaves them out.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, memory: Callable[[], int] | None = None) -> None:
+        self._path, self._memory = path, memory
         try:
             self._file = path.open("ab", buffering=0)
             torn = path.stat().st_size > 0 and _last_byte(path) != b"\n"
@@ -74,7 +78,8 @@ class RunLog:
             raise cannot_write(self._path, error) from error
 
     def step(self, step: Step) -> None:
-        self.write("step", **{name: value for name, value in asdict(step).items() if value is not None})
+        values = {name: value for name, value in asdict(step).items() if value is not None}
+        self.write("step", **values, **({"memory_bytes": self._memory()} if self._memory else {}))
 
     def close(self) -> None:
         self._file.close()

@@ -1,6 +1,5 @@
 """The setup of a benchmark, the machine that it runs on, and the check that this machine can run a target."""
 
-import platform
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from specc.compiler.plan.lock import NO_LOCK, Lock, Machine
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import EnvironmentFailure
+from specc.runtime.machine import processor
 from specc.runtime.model.load import device_of, unavailable
 from specc.runtime.support.native import find_cutlass, find_nvcc, nvcc_release
 
@@ -64,7 +64,7 @@ def machine_of(device: torch.device) -> Machine:
     except PackageNotFoundError:
         triton = NONE
     return Machine(
-        gpu=torch.cuda.get_device_name() if gpu else f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}",
+        gpu=torch.cuda.get_device_name() if gpu else f"{processor()}, {threads} thread{'s' if threads > 1 else ''}",
         driver=_driver() if gpu else NONE,
         torch=torch.__version__,
         triton=triton,
@@ -81,12 +81,3 @@ def _driver() -> str:
         if output.strip():
             return output.split()[0]
     return "unknown"
-
-
-def _processor() -> str:
-    """Returns the name of the CPU from /proc/cpuinfo, because Python's `platform` provides it on few systems."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -24,7 +24,9 @@ from specc.runtime.hugging_face.origin import Origin
 from specc.runtime.hugging_face.recognizing import Recognized, decoder_of, recognized, same_programs
 from specc.runtime.hugging_face.tokenizer_files import tokenizer_files
 from specc.runtime.log import Say
+from specc.runtime.model_card import CARD, model_card
 from specc.runtime.open_model import as_trained
+from specc.runtime.run_facts import RunFacts
 from specc.runtime.storage.atomic import sync_folder, write_atomically
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.safetensors_stream import Entry, stream
@@ -60,7 +62,7 @@ class ExportOptions:
 
 
 def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
-    """Writes the final weights of a run, with its config and tokenizer, and returns the folder.
+    """Writes the final weights of a run, with its config, tokenizer and model card, and returns the folder.
 
     The folder is written under a temporary name, read back, compared, and renamed.
 
@@ -105,6 +107,8 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
         dtypes = {name: stated or origin.dtype_of(name) for row in rows for name in row.tensors}
         _write_weights(temporary, rows, weights, dtypes, options.shard)
         _compare(temporary, rows, weights, dtypes)
+        sizes = [(file.name, file.stat().st_size) for file in sorted(temporary.iterdir())]
+        _write(temporary / CARD, model_card(RunFacts.read(path), "transformers", sizes).encode())
         sync_folder(temporary)
         if out.exists():
             shutil.rmtree(out)
@@ -123,7 +127,7 @@ def _require_free(out: Path, force: bool) -> None:
         return
     if not force:
         raise ExportFolderError(f"{out} exists", "name another folder with --out, or replace it with --force")
-    known = {*CARRIED, INDEX, WEIGHTS}
+    known = {*CARRIED, INDEX, WEIGHTS, CARD}
     other = not out.is_dir() or out.is_symlink() or not (out / CONFIG).is_file()
     strange = [] if other else [e.name for e in out.iterdir() if e.name not in known and e.suffix != ".safetensors"]
     if other or strange:

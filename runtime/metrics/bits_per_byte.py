@@ -52,8 +52,9 @@ class BitsPerByte:
 
     def record(self) -> dict[str, float | None]:
         """Returns fields for the log of a run; `nats` is the mean per token."""
+        sizes = {"document_bytes": self.document_bytes, "piece_bytes": self.piece_bytes}
         nats = self.nats / self.tokens
-        return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces}
+        return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces, **sizes}
 
     def line(self) -> str:
         return f"{self.nats / self.tokens:.4f} nats/token, {self.summary()}"

@@ -1,5 +1,7 @@
 """Trains a spec in a run directory: creates or resumes the run, loads model and data, and runs the loop."""
 
+import os
+import platform
 import shutil
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -22,6 +24,7 @@ from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import IntegrityError
 from specc.runtime.log import Reporter, RunLog, Say, Silence, logged, open_progress, unfailing
+from specc.runtime.machine import device_name, peak_memory
 from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded, device_asked_for, initialize, instantiate
 from specc.runtime.storage import checkpoint
@@ -149,7 +152,8 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         run.create(source.files)
     reporter = Reporter(Silence(), lambda step, done: None, say)
     if leads:
-        log = stack.enter_context(closing(RunLog(run.log)))
+        log = stack.enter_context(closing(RunLog(run.log, partial(peak_memory, world.device))))
+        log.write("machine", name=device_name(world.device), system=platform.system(), cores=os.cpu_count())
         reporter = Reporter(log, stack.enter_context(open_progress(say)), say)
     limits = Limits(options.stop_after_steps, options.max_seconds)
     return Loop(run, trainer, validation, reporter, limits, partial(checkpoint.save, run.checkpoints)).run()

@@ -1,0 +1,29 @@
+"""The machine of a run: the name of its device, and the memory that a process has used."""
+
+import platform
+import resource
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+
+def processor() -> str:
+    """Returns the name of the CPU from /proc/cpuinfo, because Python's `platform` provides it on few systems."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of a GPU, or of the CPU."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else processor()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the most bytes that this process has used so far: of tensors on a GPU, or of memory on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -1,0 +1,110 @@
+"""Generates the samples of a report with the final weights of a run, once: they are stored in the run."""
+
+from dataclasses import dataclass
+from itertools import compress, islice
+from pathlib import Path
+
+from specc.compiler.spec.data.text import TextData
+from specc.runtime.data.lines.line_file import LineFile
+from specc.runtime.data.lines.task import task_of
+from specc.runtime.decode.lines import translator_of
+from specc.runtime.decode.text import Sampling
+from specc.runtime.generate import generate
+from specc.runtime.log import Say
+from specc.runtime.open_model import OpenedModel, open_model
+from specc.runtime.storage.run_directory import Run
+from specc.runtime.storage.samples import Sample, Samples, record_samples, recorded_samples
+
+LINES = 4  # of the validation split, if none are given
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOptions:
+    """The samples to show.
+
+    Attributes:
+        prompts: the prompts, or the lines to transform. If empty: for a model of text the empty prompt with two seeds,
+            for a model of lines the first lines of its validation split.
+        seed: the seed of each prompt.
+        max_tokens: the maximum number of tokens of a text.
+        temperature: the temperature of the sampling.
+        target: a target of the spec. None selects the best target that this machine can run.
+        search: folders to search for the tokenizer.
+    """
+
+    prompts: tuple[str, ...] = ()
+    seed: int = 0
+    max_tokens: int = 200
+    temperature: float = 0.8
+    target: str | None = None
+    search: tuple[Path, ...] = ()
+
+
+def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool, say: Say) -> Samples:
+    """Returns the samples of a run: those that it stores, or new ones, which are then stored.
+
+    Args:
+        run: the run.
+        step: the step of its newest checkpoint; None without one.
+        options: the samples to generate.
+        stated: whether the user stated the options. If not, stored samples of other options are returned too.
+        say: called with lines of text for the user.
+
+    Raises:
+        The errors of `open_model` and of `generate`.
+        EnvironmentFailure: the samples cannot be stored.
+    """
+    stored, lines = recorded_samples(run.directory), run.spec.model.reads == "lines"
+    if stored is not None and stored.step == step and (not stated or _fits(stored, options, lines)):
+        return stored
+    opened = open_model(run.directory, options.target, search=options.search, say=say)
+    samples = _lines(opened, options) if lines else _texts(opened, options)
+    record_samples(run.directory, samples)
+    return samples
+
+
+def _fits(stored: Samples, options: SampleOptions, lines: bool) -> bool:
+    """Returns whether stored samples are those of `options`."""
+    shown = [(sample.prompt, sample.seed) for sample in stored.samples]
+    if lines:
+        return shown == [(prompt, None) for prompt in options.prompts] or not options.prompts
+    settings = (options.max_tokens, options.temperature)
+    return shown == _asked(options) and (stored.max_tokens, stored.temperature) == settings
+
+
+def _asked(options: SampleOptions) -> list[tuple[str, int]]:
+    """Returns the prompts and seeds of texts."""
+    if options.prompts:
+        return [(prompt, options.seed) for prompt in options.prompts]
+    return [("", options.seed), ("", options.seed + 1)]
+
+
+def _texts(opened: OpenedModel, options: SampleOptions) -> Samples:
+    samples = []
+    for prompt, seed in _asked(options):
+        text = generate(opened, prompt, options.max_tokens, Sampling(options.temperature), seed)
+        samples.append(Sample(prompt=prompt, text=text.decode(errors="replace"), seed=seed))
+    return Samples(
+        step=opened.step or 0,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        samples=tuple(samples),
+    )
+
+
+def _lines(opened: OpenedModel, options: SampleOptions) -> Samples:
+    sources = list(options.prompts) or _validation_lines(opened)
+    targets = translator_of(opened).translate(sources)
+    pairs = zip(sources, targets, strict=True)
+    return Samples(step=opened.step or 0, samples=tuple(Sample(prompt=source, text=target) for source, target in pairs))
+
+
+def _validation_lines(opened: OpenedModel) -> list[str]:
+    """Returns the first sources of the validation split of a run of lines."""
+    assert not isinstance(opened.spec.train.data, TextData)
+    task = task_of(opened.spec.train.data)
+    if opened.data in (None, task.name):
+        codes, _ = task.held_out(task.splits[0], LINES).sides()
+        return ["".join(chr(code) for code in row if code) for row in codes.tolist()]
+    file = LineFile.read(Path(str(opened.data)).expanduser(), opened.characters, opened.spec.model.window)
+    return list(islice(compress(file.sources, file.held_out), LINES))

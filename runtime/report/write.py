@@ -1,0 +1,66 @@
+"""Writes the report or the model card of a run."""
+
+from pathlib import Path
+
+from specc.runtime.errors import RunFailure, RuntimeFailure, cannot_write
+from specc.runtime.log import Say
+from specc.runtime.model_card import CARD, model_card
+from specc.runtime.report.page import LIMIT, report_page
+from specc.runtime.report.sampling import SampleOptions, samples_of
+from specc.runtime.run_facts import RunFacts
+from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.samples import Samples, recorded_samples
+
+PAGE = "report.html"
+NONE = "specc report RUN generates them, without --no-samples."
+
+
+def write_report(run: Path, out: Path | None, options: SampleOptions | None, stated: bool, say: Say) -> Path:
+    """Writes the page of a run and returns its path.
+
+    Args:
+        run: the run directory.
+        out: the file; None for report.html in the run.
+        options: the samples to generate if the run does not store them; None generates none.
+        stated: whether the user stated the options of the samples. If not, stored samples of other options are shown.
+        say: called with lines of text for the user.
+
+    Raises:
+        RunDirectoryError: `run` is not a run (exit code 2).
+        EnvironmentFailure: the file cannot be written (3).
+        RunFailure: the page would be larger than 2 MB (4).
+        IntegrityError: the spec.json or run.json of the run is damaged (5).
+    """
+    facts = RunFacts.read(run)
+    samples, reason = _samples(facts, options, stated, say)
+    text = report_page(facts, samples, reason).encode()
+    if len(text) > LIMIT:
+        message = f"the report has {len(text):,} bytes, more than {LIMIT:,}"
+        raise RunFailure(message, "show fewer or shorter samples: lower --max-tokens")
+    return _written(out or run / PAGE, text)
+
+
+def write_card(run: Path, out: Path | None) -> Path:
+    """Writes the model card of a run, by default as README.md in the run, and returns its path. Raises as
+    `write_report`."""
+    return _written(out or run / CARD, model_card(RunFacts.read(run)).encode())
+
+
+def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: Say) -> tuple[Samples | None, str]:
+    """Returns the samples to show; None, and the reason, if there are none."""
+    try:
+        if options is not None:
+            return samples_of(facts.run, facts.step, options, stated, say), ""
+        stored = recorded_samples(facts.run.directory)
+        return (stored, "") if stored is not None and stored.step == facts.step else (None, NONE)
+    except RuntimeFailure as error:
+        if stated:
+            raise  # the user asked for these samples
+        return None, error.message
+
+
+def _written(path: Path, text: bytes) -> Path:
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise cannot_write(path, IsADirectoryError(21, "it is not a place for a file"))
+    write_atomically(path, [text])
+    return path

@@ -1,0 +1,237 @@
+"""What the files of a run state about it: the spec, the log, checkpoints, quantization and evaluations.
+
+Reports and model cards take every number from here. A number that no file states is missing, and is never estimated.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specc.compiler.pipeline import lower
+from specc.compiler.programs.programs import Parameter
+from specc.compiler.schedule import Schedule
+from specc.compiler.spec.start import StartSpec
+from specc.runtime.errors import IntegrityError
+from specc.runtime.storage import checkpoint
+from specc.runtime.storage.committed import Committed
+from specc.runtime.storage.evaluations import recorded_evaluations
+from specc.runtime.storage.quantized_run import REPORT
+from specc.runtime.storage.records import Record, Records, is_number
+from specc.runtime.storage.run_directory import Run
+
+MISSING = "not recorded"
+RAW, AVERAGED, QUANTIZED = "final weights", "averaged weights", "quantized"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A measured quality.
+
+    Attributes:
+        model: the weights that were scored.
+        step: their step; None if it is not recorded.
+        data: the data that they were scored on.
+        metric: the name of the metric.
+        value: its value.
+        error: its standard error; None if it is not recorded.
+        over: the number of items that it is a mean over, in words.
+    """
+
+    model: str
+    step: int | None
+    data: str
+    metric: str
+    value: float
+    error: float | None = None
+    over: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The facts of a run.
+
+    Attributes:
+        run: the run.
+        records: its log.
+        step: the step of its newest checkpoint; None without one.
+        parameters: the parameters of the final model.
+        quantization: the report of `specc quantize`; None if the run is not quantized.
+        evaluations: the results of `specc eval --task`.
+        problems: the files that cannot be read, in words.
+    """
+
+    run: Run
+    records: Records
+    step: int | None
+    parameters: tuple[Parameter, ...]
+    quantization: Mapping[str, Any] | None
+    evaluations: Sequence[Mapping[str, Any]]
+    problems: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> "RunFacts":
+        """Reads the files of a run. Raises RunDirectoryError if it is not a run, IntegrityError if its spec.json or
+        run.json is damaged."""
+        run = Run.open(path)
+        problems: list[str] = []
+        records = Records.read(run.log)
+        if records.unreadable:
+            problems.append(f"{run.log.name}: {records.unreadable} lines are not records, such as one that was cut off")
+        step, quantization = None, None
+        for folder in reversed(checkpoint.all_in(run.checkpoints)):
+            try:
+                step = checkpoint.read_state(folder).step
+                break
+            except IntegrityError as error:
+                problems.append(error.message)
+        if run.quantized.is_dir() and any(run.quantized.iterdir()):
+            try:
+                quantization = json.loads(Committed.open(run.quantized).read(REPORT))
+            except (IntegrityError, ValueError) as error:
+                problems.append(str(getattr(error, "message", error)))
+        parameters = tuple(p for p in lower(run.spec, run.target).params if not p.training)
+        evaluations = recorded_evaluations(run.directory)
+        return cls(run, records, step, parameters, quantization, evaluations, tuple(problems))
+
+    @property
+    def count(self) -> int:
+        """The number of parameters."""
+        return sum(parameter.count for parameter in self.parameters)
+
+    @property
+    def quantized_step(self) -> int | None:
+        step = (self.quantization or {}).get("step")
+        return step if isinstance(step, int) else None
+
+    @property
+    def start(self) -> Record:
+        """The record of the last start of the training loop."""
+        return self.records.last("start")
+
+    @property
+    def machine(self) -> str:
+        """The device that the run trained on last, in words."""
+        name, processes = self.records.last("machine").get("name"), self.start.get("processes")
+        if not isinstance(name, str):
+            device = self.start.get("device")
+            name = f"{device}, whose name is {MISSING}" if isinstance(device, str) else MISSING
+        return f"{processes} x {name}" if is_number(processes) and processes > 1 else name
+
+    def training(self) -> Iterator[tuple[str, str]]:
+        """Yields what was trained and how, as labels and values."""
+        run, train = self.run, self.run.spec.train
+        start, end = self.start, self.records.last("end")
+        yield "model", run.spec.model.title
+        yield "parameters", f"{self.count:,}"
+        yield "spec digest", run.spec_digest
+        yield "overrides", "  ".join(run.overrides) or "none"
+        yield "started from", self._origin()
+        yield "data", Path(run.data).name
+        digests = run.data_digests
+        yield "digest of the training split", digests.train if digests else MISSING
+        yield "digest of the validation split", digests.val if digests else MISSING
+        yield "seed", str(train.seed)
+        yield "steps", f"{self.step:,}" if self.step is not None else MISSING
+        unit, size = ("rows", train.batch) if train.batch is not None else ("tokens", train.tokens_per_step)
+        yield f"{unit} per step", size.words if isinstance(size, Schedule) else f"{size:,}"
+        if is_number(end.get("tokens")):
+            yield "tokens seen", f"{end['tokens']:,}"
+        seconds = end.get("seconds")
+        yield "training time", f"{seconds:,.1f} s" if is_number(seconds) else MISSING
+        yield "complete", {True: "yes", False: "no, it ended early"}.get(end.get("complete"), MISSING)  # type: ignore[arg-type]
+        yield "target", run.target
+        yield "machine", self.machine
+        yield "threads", _text(start.get("threads"))
+        yield "versions", f"Torch {_text(start.get('torch'))}, Python {_text(start.get('python'))}"
+
+    def _origin(self) -> str:
+        start, recorded = self.run.spec.train.starts_from, self.run.start
+        if recorded is not None:
+            step = f", step {recorded.step:,}" if recorded.step is not None else ""
+            return f"{recorded.kind} {Path(recorded.path).name}{step}"
+        return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
+
+    def final_validation(self) -> tuple[str, Record]:
+        """Returns the last validation of the final weights, and which weights they are; an empty record without one."""
+        end = self.records.last("end")
+        which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
+        record = self.records.last("validation", weights=which)
+        return (AVERAGED if which == "average" else RAW), record
+
+    def scores(self) -> Iterator[Score]:
+        """Yields the measured qualities: the last validation, the losses around quantization, and tasks."""
+        which, record = self.final_validation()
+        step = record.get("step")
+        yield from _scores(which, step if isinstance(step, int) else None, "validation split", record)
+        if self.quantization is not None:
+            for model, key in (("before quantization", "before"), (QUANTIZED, "after")):
+                results = self.quantization.get(key)
+                for result in results if isinstance(results, list) else [results]:
+                    if isinstance(result, Mapping):
+                        name = result.get("name") if isinstance(result.get("name"), str) else None
+                        yield from _scores(model, self.quantized_step, name or _split(result), result)
+        for result in self.evaluations:
+            measures, step = result.get("measures"), result.get("step")
+            model = QUANTIZED if result.get("model") == "quantized" else RAW
+            for metric, measure in measures.items() if isinstance(measures, Mapping) else ():
+                if isinstance(measure, Mapping) and is_number(measure.get("value")):
+                    error = measure.get("standard_error")
+                    yield Score(
+                        model,
+                        step if isinstance(step, int) else None,
+                        f"{_text(result.get('file'))} ({_text(result.get('task'))})",
+                        str(metric),
+                        measure["value"],
+                        error if is_number(error) else None,
+                        f"{result['examples']:,} examples" if is_number(result.get("examples")) else "",
+                    )
+
+    def commands(self) -> Sequence[str]:
+        """Returns the commands that repeat the run from `spec.json`, the resolved spec with its overrides."""
+        lines = [
+            f"specc train spec.json --data {_quoted(Path(self.run.data).name)} --target {self.run.target} --run RUN"
+        ]
+        if self.quantization is not None:
+            overrides = self.quantization.get("overrides")
+            sets = [f" --set {_quoted(str(text))}" for text in overrides] if isinstance(overrides, list) else []
+            lines.append(f"specc quantize RUN{''.join(sets)}")
+        return lines
+
+
+def _scores(model: str, step: int | None, data: str, record: Record) -> Iterator[Score]:
+    """Yields the metrics of a validation or of an evaluation."""
+    tokens, pieces, size = (record.get(key) for key in ("tokens", "piece_bytes", "document_bytes"))
+    counts = [f"{tokens:,} tokens"] if is_number(tokens) else []
+    known = size if is_number(size) else pieces
+    bits = [*counts, f"{known:,} bytes" if is_number(known) else f"bytes {MISSING}"]
+    lines = [f"{record['lines']:,} lines"] if is_number(record.get("lines")) else []
+    bpb = "bpb" if is_number(record.get("bpb")) else "bpb_pieces"
+    metrics = (
+        ("bits per byte" if bpb == "bpb" else "bits per byte of pieces", bpb, 1.0, bits),
+        ("exact match, %", "exact_match", 100.0, lines),
+        ("token accuracy, %", "token_accuracy", 100.0, counts),
+    )
+    for metric, key, scale, over in metrics:
+        if is_number(record.get(key)):
+            yield Score(model, step, data, metric, scale * record[key], None, ", ".join(over))
+    nats = record.get("nats")
+    if is_number(nats) and is_number(tokens) and "event" not in record and "name" not in record:
+        nats = nats / tokens  # a result of `quantize` states the sum, a record of the log the mean
+    if is_number(nats):
+        yield Score(model, step, data, "nats per token", nats, None, ", ".join(counts))
+
+
+def _split(result: Record) -> str:
+    split = {True: "validation split", False: "training split"}
+    return split.get(result.get("held_out"), "other text")  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str:
+    return MISSING if value is None else str(value)
+
+
+def _quoted(text: str) -> str:
+    return shlex.quote(text)

@@ -1,0 +1,70 @@
+"""The records of the log of a run, as its reader wants them: each step once, whole lines only."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of a log, in order.
+
+    Records that a resumption took back are left out: after a `start` at step n, those of later steps before it.
+
+    Attributes:
+        all: the records.
+        unreadable: the number of lines that are not records, such as one that a kill cut off.
+    """
+
+    all: tuple[Record, ...] = ()
+    unreadable: int = 0
+
+    @classmethod
+    def read(cls, path: Path) -> "Records":
+        """Reads a log; a missing file has no records."""
+        try:
+            lines = path.read_bytes().splitlines()
+        except FileNotFoundError:
+            return cls()
+        records: list[Record] = []
+        unreadable = 0
+        for line in filter(None, lines):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+                unreadable += 1
+                continue
+            step = record.get("step")
+            if record["event"] == "start" and is_number(step):
+                records = [old for old in records if not is_number(old.get("step")) or old["step"] <= step]
+            records.append(record)
+        return cls(tuple(records), unreadable)
+
+    def of(self, event: str, **fields: object) -> list[Record]:
+        """Returns the records of an event that have these values."""
+        return [
+            record
+            for record in self.all
+            if record["event"] == event and all(record.get(name) == value for name, value in fields.items())
+        ]
+
+    def last(self, event: str, **fields: object) -> Record:
+        """Returns the last such record; an empty one if there is none."""
+        return next(iter(reversed(self.of(event, **fields))), {})
+
+    def series(self, event: str, field: str, **fields: object) -> Sequence[tuple[float, float]]:
+        """Returns (step, value) of the records that have a finite number in `field`."""
+        records = self.of(event, **fields)
+        return [(r["step"], r[field]) for r in records if is_number(r.get("step")) and is_number(r.get(field))]
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Returns whether a value of a record is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,51 @@
+"""The texts that the final model of a run has generated, stored so that a report shows the same ones each time."""
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from specc.compiler.strict import StrictModel
+from specc.runtime.errors import IntegrityError
+from specc.runtime.storage.atomic import write_atomically
+
+FILE = "samples.json"
+HINT = "delete it; `specc report` generates it again"
+
+
+class Sample(StrictModel):
+    """A prompt, the seed of its random numbers, and the text that follows it. A line has no seed."""
+
+    prompt: str
+    text: str
+    seed: int | None = None
+
+
+class Samples(StrictModel):
+    """The content of the file.
+
+    Attributes:
+        step: the step of the checkpoint whose final weights generated the texts.
+        max_tokens: the maximum number of tokens of a text; None for lines.
+        temperature: the temperature of the sampling; None for lines.
+        samples: the samples.
+    """
+
+    step: int
+    max_tokens: int | None = None
+    temperature: float | None = None
+    samples: tuple[Sample, ...]
+
+
+def record_samples(run: Path, samples: Samples) -> None:
+    """Writes the samples of a run. Raises EnvironmentFailure if the file cannot be written."""
+    write_atomically(run / FILE, [(samples.model_dump_json(indent=1) + "\n").encode()])
+
+
+def recorded_samples(run: Path) -> Samples | None:
+    """Returns the samples of a run; None if it has none. Raises IntegrityError if the file is damaged."""
+    try:
+        return Samples.model_validate_json((run / FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        raise IntegrityError(f"{run / FILE}: cannot be read: {error}", HINT) from None
