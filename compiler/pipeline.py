@@ -72,7 +72,7 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
 
 def lower(spec: Spec, target: str) -> Programs:
     """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if that fails."""
-    dtype = spec.model.computes_in or TARGETS[target].dtype
+    dtype = spec.computes_in or TARGETS[target].dtype
     programs = _lowered(spec.model, spec.name, dtype, spec.eval.halves, spec.train.losses)
     if programs.context is None or programs.context >= spec.eval.longest:
         return programs
