@@ -29,6 +29,7 @@ from specc.runtime.optim.optimizers import Optimizers, Work, sharded_parameters,
 from specc.runtime.optim.schedule import Moment, moment, value_at
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
+from specc.runtime.train.fp8_scales import Fp8Scales
 from specc.runtime.train.loss_scale import LossScale
 from specc.runtime.train.precision import products_in_tf32
 from specc.runtime.train.segments import (
@@ -126,6 +127,8 @@ class Trainer:
         self.average = Average(train.average, self.masters.tensors) if train.average else None
         scaling = train.precision.scaling
         self.loss_scale = LossScale(scaling, self.device) if scaling is not None else None
+        rows = train.at_once(world.size) * model.window
+        self._fp8 = Fp8Scales(self._module, rows, world, self._scale)
         self._norm = torch.zeros((), device=self.device)
         self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # of the terms of the loss
         self._segments = run_segments(model.phases, train, model.window, world.size)
@@ -161,6 +164,11 @@ class Trainer:
     def micro_batches(self) -> int:
         """The backward passes of a step of the current segment on this process."""
         return self.segment.micro_batches
+
+    @property
+    def _scale(self) -> float:
+        """The factor of the loss in the next backward pass."""
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
 
     @property
     def segments_left(self) -> int:
@@ -206,6 +214,7 @@ class Trainer:
         steps = self._arrived(lag=1 if self.device.type == "cuda" else 0)
         if not skipped:
             self._update(now)
+        self._fp8.update(self._scale)
         self.step += 1
         return steps
 
@@ -326,6 +335,7 @@ class Trainer:
                 **(self.average.state() if self.average is not None else {}),
                 **(self._input_scales.state() if self._input_scales is not None else {}),
                 **(self.loss_scale.state() if self.loss_scale is not None else {}),
+                **self._fp8.state(),
             },
             rng,
             self.loader.state(),
@@ -354,6 +364,7 @@ class Trainer:
             self._input_scales.restore(snapshot.optimizer)
         if self.loss_scale is not None:
             self.loss_scale.restore(snapshot.optimizer)
+        self._fp8.restore(snapshot.optimizer, self._scale)
         if self.average is not None and snapshot.average is not None:
             self.average.restore(snapshot.average, snapshot.optimizer)
         torch.set_rng_state(snapshot.rng["cpu"])
@@ -371,6 +382,7 @@ class Trainer:
     def _start(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces the initial weights at step 0. All other state is that of a new run."""
         self.masters.restore(weights)
+        self._fp8.begin(self._scale)
         if self.average is not None:
             self.average.restore(weights, self.average.state())
         self._enter(self._index)
@@ -395,9 +407,8 @@ class Trainer:
 
         A loss that layers state adds its gradient in the middle of a backward pass, so its weight has the loss scale.
         """
-        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
         terms = [term for term in self.train.losses if term.input]
-        if weights := [value_at(term.weight, now) * (scale if term.states else 1.0) for term in terms]:
+        if weights := [value_at(term.weight, now) * (self._scale if term.states else 1.0) for term in terms]:
             tensor = torch.tensor(weights)
             self._weights.copy_(tensor.pin_memory() if self._weights.is_cuda else tensor, non_blocking=True)
 
