@@ -11,6 +11,7 @@ from specc.compiler.int8.products import quantize_products
 from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
+from specc.compiler.passes.fp8_products import fp8_products
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.optimizers import assign_optimizers
@@ -22,25 +23,26 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Programs, in_dtype
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
-from specc.compiler.targets import TARGETS
+from specc.compiler.targets import TARGETS, Target
 
 Form = Literal["trained", "deployed", "uncached", "exported"]
-Pass = tuple[str, Callable[[Programs, Spec], Programs]]
+Pass = tuple[str, Callable[[Programs, Spec, Target], Programs]]
 LOWER, SELECT_KERNELS = "lower", "select_kernels"  # steps before and after all passes: Spec -> Programs -> Plan
 
-ASSIGN_OPTIMIZERS: Pass = ("assign_optimizers", lambda programs, spec: assign_optimizers(programs, spec.train))
-ASSIGN_QUANT: Pass = ("assign_quant", lambda programs, spec: assign_quant(programs, spec.quant))
-FAKE_QUANTIZE: Pass = ("fake_quantize", lambda programs, spec: round_inputs(programs, spec.quant, spec.train))
-FUSE: Pass = ("fuse", lambda programs, spec: fuse(programs, spec.fuse))
-QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec: quantize_products(programs, spec.quant))
-UNCACHED: Pass = ("uncached", lambda programs, spec: uncached(programs))
-LOGITS: Pass = ("logits", lambda programs, spec: with_logits(programs))
+ASSIGN_OPTIMIZERS: Pass = ("assign_optimizers", lambda programs, spec, target: assign_optimizers(programs, spec.train))
+ASSIGN_QUANT: Pass = ("assign_quant", lambda programs, spec, target: assign_quant(programs, spec.quant))
+FAKE_QUANTIZE: Pass = ("fake_quantize", lambda programs, spec, target: round_inputs(programs, spec.quant, spec.train))
+FP8_PRODUCTS: Pass = ("fp8_products", lambda programs, spec, target: fp8_products(programs, spec.train, target))
+FUSE: Pass = ("fuse", lambda programs, spec, target: fuse(programs, spec.fuse))
+QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
+UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
+LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 
 # The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
 # sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is in files for
 # other programs, such as ONNX.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
-    "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, FUSE),
+    "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, FP8_PRODUCTS, FUSE),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
     "exported": (ASSIGN_QUANT, LOGITS),
@@ -76,7 +78,7 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
 
 def lower(spec: Spec, target: str) -> Programs:
     """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if that fails."""
-    dtype = spec.model.computes_in or TARGETS[target].dtype
+    dtype = spec.computes_in or TARGETS[target].dtype
     programs = _lowered(spec.model, spec.name, dtype, spec.eval.halves, spec.train.losses)
     if programs.context is None or programs.context >= spec.eval.longest:
         return programs
@@ -113,7 +115,7 @@ def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained
     problems: list[Problem] = []
     for name, step in PIPELINES[form] if until != LOWER else ():
         try:
-            before, programs = programs, step(programs, spec)
+            before, programs = programs, step(programs, spec, TARGETS[target])
             verify(programs, name, before)
         except LoweringError as error:
             problems += error.problems

@@ -1,6 +1,7 @@
 """Reports of a run: log.jsonl for programs, a progress bar or plain lines for people."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ class Step:
         seconds: training time so far.
         samples_per_second: throughput in samples; None if steps are not counted in samples.
         tokens: tokens of the step, counted as in `tokens_per_second`.
+        loss_scale: the factor of the loss in the backward passes; None if it does not change.
+        skipped: True if a gradient was not finite, so that the step changed no weights.
     """
 
     step: int
@@ -41,6 +44,8 @@ class Step:
     seconds: float
     samples_per_second: float | None = None
     tokens: int | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
 
 
 Progress = Callable[[Step, float], None]  # shows a step, and the completed fraction of the run, 0 to 1
@@ -78,7 +83,8 @@ class RunLog:
             raise cannot_write(self._path, error) from error
 
     def step(self, step: Step) -> None:
-        values = {name: value for name, value in asdict(step).items() if value is not None}
+        """Writes a step without the fields that have no value. In a skipped step, numbers may not be finite."""
+        values = {name: value for name, value in asdict(step).items() if value is not None and math.isfinite(value)}
         self.write("step", **values, **({"memory_bytes": self._memory()} if self._memory else {}))
 
     def close(self) -> None:
@@ -186,7 +192,8 @@ class Reporter:
 
 def _line_of(step: Step) -> str:
     samples = "" if step.samples_per_second is None else f"{step.samples_per_second:,.0f} samples/s  "
+    skipped = f"  skipped at loss scale {step.loss_scale:g}" if step.skipped else ""
     return (
         f"step {step.step:,}  loss {step.loss:.4f}  lr x{step.lr:.3f}  norm {step.grad_norm:.3f}  {samples}"
-        f"{step.tokens_per_second:,.0f} tokens/s  {step.seconds:.1f} s"
+        f"{step.tokens_per_second:,.0f} tokens/s  {step.seconds:.1f} s{skipped}"
     )

@@ -51,6 +51,8 @@ class Op:
     by_chunks: ClassVar[bool] = False
     # The number of sums in sequence, each over values that were rounded after the previous sum.
     chained: ClassVar[int] = 1
+    # Its operations per second on a GPU, in units of those of products in the compute dtype.
+    speed: ClassVar[int] = 1
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
 

@@ -11,6 +11,7 @@ from specc.compiler.int8.fake_quantize import SUFFIX
 from specc.compiler.ir.graph import Graph, Named, Node
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call
+from specc.compiler.passes.fp8_products import SUFFIX as FP8_SUFFIX
 from specc.compiler.passes.merge import Merged, Where, free, merge
 from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block, returns_of
 from specc.compiler.plan.plan import Plan
@@ -224,8 +225,10 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
     `cache`: the function extends a cache. `training`: the function trains, and another function scores. `rounded`: the
     function fake-quantizes. Any other function has its name as a flag.
     """
-    plain = _method(graph).removesuffix(SUFFIX)
-    flags = {"rounded"} if plain != _method(graph) else set()
+    name = _method(graph).removesuffix(FP8_SUFFIX)
+    flags = {"training"} if name != _method(graph) else set()
+    plain = name.removesuffix(SUFFIX)
+    flags |= {"rounded"} if plain != name else set()
     if plain == "forward":
         flags |= {"training"} if any(_method(other) == "score" for other in runs) else set()
     elif plain != "score":

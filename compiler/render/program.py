@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from specc.compiler.int8.fake_quantize import SUFFIX
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ir.types import TensorType, spelled
+from specc.compiler.passes.fp8_products import SUFFIX as FP8_SUFFIX
 from specc.compiler.passes.merge import Merged, Slot, Where, merge
 from specc.compiler.passes.roll import Begin, Loop, field_of, index_of, method_of
 from specc.compiler.plan.plan import Plan
@@ -39,7 +40,9 @@ def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
     for graph in programs.programs:
         name, plain = graph.name, graph.name.removesuffix(SUFFIX)
         holds = {"training": trains & {name, plain}, "rounded": name != plain, "once": plain.endswith(ONCE)}
-        methods = {method_of(node).removesuffix(SUFFIX) for node in graph.nodes if field_of(node)}
+        methods = {
+            method_of(node).removesuffix(FP8_SUFFIX).removesuffix(SUFFIX) for node in graph.nodes if field_of(node)
+        }
         phases = {method for method in methods if method.startswith(PHASE)}
         flags[name] = frozenset((*(flag for flag, true in holds.items() if true), *phases))
     return flags

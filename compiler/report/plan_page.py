@@ -6,6 +6,7 @@ from specc.compiler import fusions
 from specc.compiler.catalog import catalog
 from specc.compiler.expr import KEEPS
 from specc.compiler.fusions.fusion import Fusion
+from specc.compiler.ops.fp8 import Fp8Linear
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.ops.shape import CropColumns
@@ -59,6 +60,7 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts += [f"Cache: {summary.cached}."] if summary.cached else []
     facts += [f"Largest gap of what was measured: {summary.gap}."] if summary.gap else []
     facts += summary.changes
+    facts += (f"In 8 bits in training, not measured: {text}." for text in products_of_8_bits(main))
     facts += (f"Backward: {text}." for text in summary.saved)
     if summary.unmeasured:
         missing = ", ".join(f"{work.name} {percent(summary.step.share(work))}" for work in summary.unmeasured)
@@ -76,6 +78,17 @@ def _facts(summary: Summary) -> Iterator[str]:
     ]
     rows.append(("header and spec", "", "", f"{summary.storage.overhead:,}", ""))
     yield from table(heads, rows)
+
+
+def products_of_8_bits(plan: Plan) -> Iterator[str]:
+    """Yields the layers of training that multiply floats of 8 bits, in words, for each form of their scales."""
+    forms: dict[str, dict[str, None]] = {}
+    for graph in plan.programs.graphs:
+        for node in graph.nodes:
+            if isinstance(node.op, Fp8Linear):
+                path = place_pattern(plan.programs, (graph.name,), node.name)
+                forms.setdefault(node.op.words, {})[path] = None
+    yield from (f"{', '.join(paths)} ({words})" for words, paths in forms.items())
 
 
 def _ceilings(target: Target) -> str:

@@ -213,7 +213,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
             flops = node.op.flops(inputs, node.types, sizes)
             moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
             name = f"{_pattern(node.name)}.grad"
-            yield _plain_row(plan, name, node.op.work, f"gradient of {node.op.words}", 2 * flops, 2 * moved)
+            yield _plain_row(plan, name, node.op.work, f"gradient of {node.op.words}", 2 * flops, 2 * moved, node.op)
         for suffix, op, types in backward.added:
             gradient = Node(f"{node.name}.{suffix}", op, (), op.infer(types))
             if op.matrix:
@@ -261,12 +261,14 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
     work = op.work if op.work != "products" else FUSED if fused else LIBRARY
     kernel = choice.kernel.made_of if choice is not None and fused else TORCH
     label = choice.site.label if choice is not None else site.label
-    floor, ms = plan.target.floor_ms(flops, moved), _measured(plan, site, choice, sizes["B"] * sizes["T"])
+    floor, ms = plan.target.floor_ms(flops // op.speed, moved), _measured(plan, site, choice, sizes["B"] * sizes["T"])
     return StepRow(label, work, words_of(site), kernel, 1, flops, moved, floor, ms, site, choice)
 
 
-def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int) -> StepRow:
-    return StepRow(node, work, what, TORCH, 1, flops, moved, plan.target.floor_ms(flops, moved), None)
+def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int, op: Op | type[Op] = Op) -> StepRow:
+    """Returns a row without a kernel. `op` determines the category of its work, and its speed."""
+    floor = plan.target.floor_ms(flops // op.speed, moved)
+    return StepRow(node, LIBRARY if work == "products" else work, what, TORCH, 1, flops, moved, floor, None)
 
 
 def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:

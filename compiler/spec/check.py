@@ -118,6 +118,8 @@ CODES: Mapping[str, str] = {
     "S288": "an optimizer that never updates, or a cautious decay of 0",
     "S289": "pooled keys of a block that the model does not have, or settings that do not go with the pooling",
     "S290": "a cache in pages, and a layer with another state",
+    "S293": "settings of precision that contradict each other or the model",
+    "S294": "a rule of 8-bit products that matches none",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that matches only some of the blocks that share their code",

@@ -1,4 +1,5 @@
-"""Rewrites specs of version 1 in version 2. Parameters, programs and scores of the model stay as they are."""
+"""Rewrites specs of version 1 and old keys of version 2. Parameters, programs and scores of the model stay as they
+are."""
 
 import io
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -21,20 +22,42 @@ Data = MutableMapping[str, Any]
 
 def upgraded(data: Any) -> Any:
     """Returns the data of a spec in the current version. Data of another form are returned unchanged."""
-    if not isinstance(data, Mapping) or data.get("spec_version") != 1 or isinstance(data["spec_version"], bool):
+    if not _of_version_1(data) and not _has_tf32(data):
         return data
     new = _plain(data)
     migrate(new)
     return _frozen(new)
 
 
+def _of_version_1(data: Any) -> bool:
+    """Returns whether the data of a spec have version 1."""
+    return isinstance(data, Mapping) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool)
+
+
+def _has_tf32(data: Any) -> bool:
+    """Returns whether the data of a spec have the key `train.tf32`, which is now in `train.precision`."""
+    return isinstance(data, Mapping) and isinstance(train := data.get("train"), Mapping) and "tf32" in train
+
+
+def _move_tf32(train: Data) -> None:
+    """Moves `tf32` to `precision`, in its place in a file and with its comment."""
+    if not isinstance(train, CommentedMap):
+        train["precision"] = {"tf32": train.pop("tf32")}
+        return
+    place, comment = list(train).index("tf32"), train.ca.items.get("tf32")
+    train.insert(place, "precision", _flow({"tf32": train.pop("tf32")}))
+    if comment is not None:
+        train.ca.items["precision"] = comment
+
+
 def refuse_old(source: Source) -> None:
-    """Raises SpecError if a spec has version 1, with the command that rewrites it."""
-    data = source.data
-    if isinstance(data, dict) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool):
-        place = source.value(("spec_version",))
-        hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
-        message = f"the spec is of version 1; this specc reads version {VERSION}"
+    """Raises SpecError if a spec has version 1 or an old key, with the command that rewrites it."""
+    hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
+    if (old := _of_version_1(source.data)) or _has_tf32(source.data):
+        place = source.value(("spec_version",) if old else ("train", "tf32"))
+        message = "train.tf32 is now tf32 in train.precision"
+        if old:
+            message = f"the spec is of version 1; this specc reads version {VERSION}"
         raise SpecError((Diagnostic("S108", message, hint, place.file, place.mark),), source.texts)
 
 
@@ -45,7 +68,7 @@ def migrated_text(path: FilePath) -> str | None:
         SpecError: if the file is not a spec of version 1.
     """
     source = read(path)
-    if not isinstance(source.data, dict) or source.data.get("spec_version") != 1:
+    if upgraded(source.data) is source.data:
         return None
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 4096
@@ -82,10 +105,14 @@ def migrated_text(path: FilePath) -> str | None:
 
 
 def migrate(data: Data) -> None:
-    """Rewrites the data of a spec of version 1 in place.
+    """Rewrites the data of an old spec in place.
 
     Unknown fields stay in the data and are reported when the spec is read.
     """
+    if _has_tf32(data):
+        _move_tf32(data["train"])
+    if not _of_version_1(data):
+        return
     data["spec_version"] = VERSION
     model = data.get("model")
     for part in (

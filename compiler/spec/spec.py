@@ -272,6 +272,21 @@ class Spec(StrictModel):
             message = f"the model generates text from one token, but the prefix has {least}"
             yield Problem(("quant", "calibrate", "source"), "S279", message, "use `source: train`")
 
+    @property
+    def computes_in(self) -> str | None:
+        """The compute dtype that the spec sets; None if it is the target's."""
+        return self.train.precision.compute or self.model.computes_in
+
+    def _problems_of_precision(self) -> Iterator[Problem]:
+        """Yields the problems of `train.precision` that involve the model."""
+        stated, model = self.train.precision.compute, self.model.computes_in
+        if stated is not None and model is not None and stated != model:
+            message = f"training computes in {stated}, but the model has `dtype: {model}`"
+            yield Problem(("compute",), "S293", message, "remove one of the two", (("the model", ("model", "dtype")),))
+        if self.train.precision.tf32 and self.computes_in != "f32":
+            message = f"tf32 changes products in f32, but the model computes in {self.computes_in or 'bf16'} on a GPU"
+            yield Problem(("tf32",), "S277", message, "remove tf32, or set `compute: f32`")
+
     def problems(self) -> Iterator[Problem]:
         """Yields the problems that involve several sections of the spec.
 
@@ -299,11 +314,7 @@ class Spec(StrictModel):
         if self.train.teacher_forcing is not None and reads != "lines":
             message = "teacher_forcing is only for models of kind encoder_decoder"
             yield Problem(("train", "teacher_forcing"), "S227", message, "remove teacher_forcing")
-        if self.train.tf32 and self.model.computes_in != "f32":
-            message = "train.tf32 changes products in f32, but the model computes in bf16 on a GPU"
-            yield Problem(
-                ("train", "tf32"), "S277", message, "remove tf32; a model of kind encoder_decoder can have `dtype: f32`"
-            )
+        yield from (problem.under("train", "precision") for problem in self._problems_of_precision())
         if self.train.qat is not None and self.quant is None:
             message = "train.qat rounds weights as quant will store them, but the spec has no quant"
             yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")

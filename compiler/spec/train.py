@@ -25,6 +25,7 @@ from specc.compiler.spec.adapt.adaptation import Adaptation
 from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.spec.data.text import TextData
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
+from specc.compiler.spec.precision import PrecisionSpec
 from specc.compiler.spec.start import Place, StartSpec
 from specc.compiler.strict import NonNegative, Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
@@ -226,8 +227,7 @@ class TrainSpec(StrictModel):
         schedule: the schedule of the learning rate.
         clip_norm: the largest norm of the gradient over all parameters but those of optimizers of kind `sign`. If
             unset, gradients are not clipped.
-        tf32: whether f32 matrix products of a training step on a GPU round their inputs to TF32, which has 10 bits of
-            mantissa. Strict f32 does not use tensor cores. Evaluation stays in strict f32.
+        precision: the dtypes of training.
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
         validate_every: the steps between two validations; 0 for a single validation at the end.
@@ -251,7 +251,7 @@ class TrainSpec(StrictModel):
     optimizers: OptimizerList
     schedule: ScheduleSpec = ScheduleSpec.model_construct()
     clip_norm: PositiveFloat | None = None
-    tf32: bool = later(False)
+    precision: PrecisionSpec = later(PrecisionSpec())
     average: AverageSpec | None = None
     qat: QatSpec | None = later(None)
     validate_every: NonNegative = 0

@@ -100,6 +100,12 @@ class World:
             with _peers():
                 dist.all_reduce(tensor, group=self._wire)
 
+    def largest(self, tensor: Tensor) -> None:
+        """Replaces a tensor on `device` by its elementwise maximum over all ranks. The host does not wait for a GPU."""
+        if self.size > 1:
+            with _peers():
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._wire)
+
     def add_parts(self, whole: Tensor, part: Tensor) -> "Waiting":
         """Begins a reduce-scatter: sums `whole` over all ranks, divides the sum into equal parts along the first axis,
         and writes the part of this rank into `part`. Both tensors are contiguous and on `device`."""

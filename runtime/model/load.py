@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specc.compiler.build import DEPLOYED, compile_loaded
 from specc.compiler.generated_folder import write
+from specc.compiler.ops.fp8 import STORAGE, begin_scales
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs.programs import Group, Programs, group_functions
 from specc.compiler.render.function import applied
@@ -63,7 +64,11 @@ def instantiate(
     write(directory, built.files, force=True)
     code = directory / target / DEPLOYED if deployed else directory / target
     plan = built.deployed[target] if deployed else built.plans[target]
-    return Loaded(spec, TARGETS[target], plan.programs, import_model(code).Model(), code)
+    model = import_model(code).Model()
+    for name, type in plan.programs.buffers:
+        if type.storage == STORAGE:
+            begin_scales(model.get_buffer(name))
+    return Loaded(spec, TARGETS[target], plan.programs, model, code)
 
 
 def replace_fuse(spec: Spec) -> Spec:

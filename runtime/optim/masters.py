@@ -140,7 +140,12 @@ class Masters:
             group.collect()
 
     def finish(
-        self, micro_batches: int, clip_norm: float | None, banks: Sequence[Bank] = (), world: World = _ALONE
+        self,
+        micro_batches: int,
+        clip_norm: float | None,
+        banks: Sequence[Bank] = (),
+        world: World = _ALONE,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """Replaces the sums of this process by means over all micro-batches of all processes, and clips them.
 
@@ -152,6 +157,8 @@ class Masters:
             banks: the banks of the sharded parameters. Each receives the mean of this process's part of its matrices;
                 the entries of `gradients` for sharded parameters are not used.
             world: the processes.
+            scale: the factor of the loss in the backward passes, f32 [], by which the gradients are divided. None for
+                gradients of the loss itself.
 
         Returns:
             The 2-norm over all gradients but those of `unclipped`, before clipping, f32 [], with the same bits on every
@@ -168,6 +175,9 @@ class Masters:
         if (passes := micro_batches * world.size) > 1:
             for tensor in (self.common, *local):
                 tensor.mul_(1 / passes)
+        if scale is not None:
+            for tensor in (self.common[:-1], *local):  # without the loss itself
+                tensor.div_(scale)
         norm = get_total_norm(self._in_norm)
         if local:
             squares = get_total_norm(local).square()

@@ -242,6 +242,9 @@ class Loop:
         weights = "raw" if averaged is None else "average"
         reached = self._reached is not None
         ends: dict[str, Any] = {"reached": True} if reached else {}
+        if trainer.loss_scale is not None and trainer.loss_scale.changes:
+            ends["skipped_steps"] = skipped = trainer.loss_scale.skipped
+            self._say(f"{skipped:,} of {step:,} steps skipped; the loss scale is {trainer.loss_scale.value:g}")
         if (cropped := trainer.feed.cropped_share()) is not None:
             ends["cropped_share"] = cropped
             self._say(f"packing left out {100 * cropped:.1f} % of the tokens of the documents")

@@ -29,6 +29,8 @@ from specc.runtime.optim.optimizers import Optimizers, Work, sharded_parameters,
 from specc.runtime.optim.schedule import Moment, moment, value_at
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
+from specc.runtime.train.fp8_scales import Fp8Scales
+from specc.runtime.train.loss_scale import LossScale
 from specc.runtime.train.precision import products_in_tf32
 from specc.runtime.train.segments import (
     Function,
@@ -80,6 +82,8 @@ class _Launched:
     numbers: Tensor  # f32 [2]: loss, gradient norm
     arrived: torch.cuda.Event | None
     counted: tuple[int | None, int]  # samples and tokens so far, including this step
+    scale: float | None = None  # the loss scale, if it changes
+    skipped: bool = False
 
 
 class Trainer:
@@ -99,6 +103,7 @@ class Trainer:
 
     Attributes:
         loads: the load of each expert by layer in the last evaluation, as from `expert_loads`.
+        loss_scale: the factor of the loss in backward passes. None if the loss is not scaled.
 
     Raises:
         BatchError: if a step cannot be cut into micro-batches.
@@ -120,6 +125,10 @@ class Trainer:
         self.masters = Masters(self._module, dtypes, sharded, copied, unclipped)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
         self.average = Average(train.average, self.masters.tensors) if train.average else None
+        scaling = train.precision.scaling
+        self.loss_scale = LossScale(scaling, self.device) if scaling is not None else None
+        rows = train.at_once(world.size) * model.window
+        self._fp8 = Fp8Scales(self._module, rows, world, self._scale)
         self._norm = torch.zeros((), device=self.device)
         self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # of the terms of the loss
         self._segments = run_segments(model.phases, train, model.window, world.size)
@@ -157,6 +166,11 @@ class Trainer:
         return self.segment.micro_batches
 
     @property
+    def _scale(self) -> float:
+        """The factor of the loss in the next backward pass."""
+        return self.loss_scale.value if self.loss_scale is not None else 1.0
+
+    @property
     def segments_left(self) -> int:
         """The number of segments of the run after the current segment."""
         return len(self._segments) - 1 - self._index
@@ -181,7 +195,9 @@ class Trainer:
 
     def advance(self) -> list[Step]:
         """Performs one update and returns the steps whose results have arrived: this step on the CPU, the previous step
-        on a GPU, so that the device never waits.
+        on a GPU, so that the device never waits. It waits if the loss scale changes, which the gradients decide.
+
+        A step that the loss scale skips changes no weights. It counts as a step, and its data are used up.
 
         Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights are then
         those before the step.
@@ -193,9 +209,12 @@ class Trainer:
             self._enter(index)
         self._done_before = now.done
         self._gradients((self.loader.next() for _ in range(self.micro_batches)), now)
-        self._launch(now.multiplier, torch.stack((self.masters.loss, self._norm)))
+        numbers = torch.stack((self.masters.loss, self._norm))
+        skipped = self._launch(now.multiplier, numbers)
         steps = self._arrived(lag=1 if self.device.type == "cuda" else 0)
-        self._update(now)
+        if not skipped:
+            self._update(now)
+        self._fp8.update(self._scale)
         self.step += 1
         return steps
 
@@ -315,6 +334,8 @@ class Trainer:
                 **self.optimizers.state(),
                 **(self.average.state() if self.average is not None else {}),
                 **(self._input_scales.state() if self._input_scales is not None else {}),
+                **(self.loss_scale.state() if self.loss_scale is not None else {}),
+                **self._fp8.state(),
             },
             rng,
             self.loader.state(),
@@ -341,6 +362,9 @@ class Trainer:
         self.optimizers.restore(snapshot.optimizer)
         if self._input_scales is not None:
             self._input_scales.restore(snapshot.optimizer)
+        if self.loss_scale is not None:
+            self.loss_scale.restore(snapshot.optimizer)
+        self._fp8.restore(snapshot.optimizer, self._scale)
         if self.average is not None and snapshot.average is not None:
             self.average.restore(snapshot.average, snapshot.optimizer)
         torch.set_rng_state(snapshot.rng["cpu"])
@@ -358,6 +382,7 @@ class Trainer:
     def _start(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces the initial weights at step 0. All other state is that of a new run."""
         self.masters.restore(weights)
+        self._fp8.begin(self._scale)
         if self.average is not None:
             self.average.restore(weights, self.average.state())
         self._enter(self._index)
@@ -368,7 +393,7 @@ class Trainer:
         each other on the host, because a collective call on the device would time out while another rank compiles."""
         self.masters.clear()
         self._set_weights(now)
-        with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
+        with products_in_tf32(self.train.precision.tf32 and self.device.type == "cuda"):
             for part, batch in enumerate(batches):
                 batch = tuple(tensor.to(self.device) for tensor in batch)
                 self._passes[self._index](*self.feed.arguments(batch, now, part, self.segment.phase))
@@ -378,8 +403,12 @@ class Trainer:
         self.masters.attach()  # sets Python attributes, which a graph replay does not
 
     def _set_weights(self, now: Moment) -> None:
-        """Writes the weights of the terms of the loss to the device, without waiting for it."""
-        if weights := [value_at(weight, now) for weight in self.train.loss_weights.values()]:
+        """Writes the weights of the terms of the loss to the device, without waiting for it.
+
+        A loss that layers state adds its gradient in the middle of a backward pass, so its weight has the loss scale.
+        """
+        terms = [term for term in self.train.losses if term.input]
+        if weights := [value_at(term.weight, now) * (self._scale if term.states else 1.0) for term in terms]:
             tensor = torch.tensor(weights)
             self._weights.copy_(tensor.pin_memory() if self._weights.is_cuda else tensor, non_blocking=True)
 
@@ -388,7 +417,7 @@ class Trainer:
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(lambda *inputs: train(*inputs, *self._weights.unbind()), *arguments)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, self.loss_scale.factor if self.loss_scale is not None else None)
         self.masters.collect()
         self.masters.loss.add_(loss.detach())
 
@@ -440,7 +469,8 @@ class Trainer:
 
     def _mean_gradients(self, micro_batches: int) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
-        self._norm.copy_(self.masters.finish(micro_batches, clip_norm, banks, self.world))
+        scale = self.loss_scale.factor if self.loss_scale is not None else None
+        self._norm.copy_(self.masters.finish(micro_batches, clip_norm, banks, self.world, scale))
 
     def _update(self, now: Moment) -> None:
         self.optimizers.set(now)
@@ -453,13 +483,22 @@ class Trainer:
         unused.restore()
         self.masters.refresh()
 
-    def _launch(self, multiplier: float, numbers: Tensor) -> None:
-        arrived = None
+    def _launch(self, multiplier: float, numbers: Tensor) -> bool:
+        """Begins to read the loss and the gradient norm from the device. Returns whether the loss scale skips the
+        update; it then waits for them."""
+        arrived, scale, skipped = None, None, False
         if numbers.is_cuda:
             numbers = numbers.to("cpu", non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        self._launched.append(_Launched(self.step + 1, multiplier, numbers, arrived, self.feed.counted()))
+        if self.loss_scale is not None and self.loss_scale.changes:
+            if arrived is not None:
+                arrived.synchronize()
+            scale = self.loss_scale.value
+            skipped = self.loss_scale.skips(bool(numbers.isfinite().all()))
+        counted = self.feed.counted()
+        self._launched.append(_Launched(self.step + 1, multiplier, numbers, arrived, counted, scale, skipped))
+        return skipped
 
     def _arrived(self, lag: int) -> list[Step]:
         steps = []
@@ -468,7 +507,7 @@ class Trainer:
             if launched.arrived is not None:
                 launched.arrived.synchronize()
             loss, norm = launched.numbers.tolist()
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if not (math.isfinite(loss) and math.isfinite(norm)) and not launched.skipped:
                 place = self.masters.first_not_finite()
                 first = f"; the first parameter hit is {place}" if place is not None else ""
                 message = f"step {launched.step}: the loss is {loss} and the gradient norm {norm}{first}"
@@ -476,7 +515,9 @@ class Trainer:
             seconds, (samples, tokens), (last_samples, last_tokens) = self.clock.seconds, launched.counted, self._last
             elapsed = max(seconds - self._last_seconds, 1e-9)
             rows = None if samples is None else (samples - (last_samples or 0)) / elapsed
-            count = tokens - last_tokens
-            steps.append(Step(launched.step, loss, launched.multiplier, norm, count / elapsed, seconds, rows, count))
+            count, scale, skipped = tokens - last_tokens, launched.scale, launched.skipped or None
+            step, rate = launched.step, count / elapsed
+            numbers = (loss, launched.multiplier, norm, rate, seconds, rows, count, scale, skipped)
+            steps.append(Step(step, *numbers))
             self._last_seconds, self._last = seconds, launched.counted
         return steps

@@ -7,8 +7,9 @@ import copy
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.ops.attention import Sdpa, SdpaCached
 from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.fp8 import HISTORY, MOST, SCALES, STORAGE, Fp8Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.pooled.attention import SdpaPooled, SdpaPooledCached
 from specc.compiler.ops.saved_attention import IDS, starts_of
@@ -42,6 +44,8 @@ from specc.runtime.verify.random_inputs import random_tensor
 from specc.runtime.verify.reduced import reduced
 
 ATTENTION_ERROR = 1e-10  # largest error of attention in f64
+ROUNDED = 0.08  # largest relative error of products whose factors have 3 and 2 bits of mantissa, in the Frobenius norm
+EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # largest error of their results, which have that dtype
 STEPS = 48  # the number of tokens that are decoded one by one
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
@@ -111,6 +115,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
             yield from _values(spec, fused, plain)
             yield from _kernels(spec, fused, lock)
             yield from _attention(plain, seed)
+            yield from _products_of_8_bits(plain, seed)
             yield from _causality(fused)
             yield from _cache(spec, fused)
             yield from _documents(spec, fused)
@@ -233,10 +238,12 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
-    programs = pipeline.lower(replace_fuse(spec), fused.target.name)
+    programs = pipeline.run(replace_fuse(spec), fused.target.name, "fp8_products")  # with factors in 8 bits
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
+    exact |= {name: plain.model.get_buffer(name).double() for name, type in programs.buffers if type.storage == STORAGE}
     loss = reference.run(programs, program, inputs, exact)["loss"].mean()
     loss.backward()  # type: ignore[no-untyped-call]
+    exact = {name: value for name, value in exact.items() if value.requires_grad}
     truth = {name: _gradient(tensor) for name, tensor in exact.items()}
     least = dict.fromkeys(truth, 1e-5 * max(tensor.norm().item() for tensor in truth.values()))
     few = {path for path, value in exact.items() if value.numel() <= FEW}
@@ -360,6 +367,43 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
             shapes.append(f"{rows} x {tokens}")
         detail = f"{op.description}: largest error {worst:.1e} in f64, for {', '.join(shapes)} tokens"
         yield Check(loaded.target.name, f"{function} against float64", worst <= ATTENTION_ERROR, detail)
+
+
+def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
+    """Checks the products of 8-bit floats: against their emulation in f32, and the error of their rounding against
+    float64."""
+    module = sys.modules[type(loaded.model).__module__]
+    sites: dict[tuple[Fp8Linear, tuple[Any, ...]], None] = {}
+    for graph in loaded.programs.graphs:
+        for node in graph.nodes:
+            if isinstance(node.op, Fp8Linear):
+                sites[node.op, graph.types[node.inputs[1]].shape] = None
+    device, dtype = device_of(loaded.target), DTYPES[_dtype(loaded)]
+    for op, (n, k) in sites:
+        generator = torch.Generator().manual_seed(seed)
+        x, weight, dy = (torch.randn(shape, generator=generator) for shape in ((2, 64, k), (n, k), (2, 64, n)))
+        given = [value.to(device, dtype) for value in (x, weight / k**0.5, dy / 128)]
+        state = [torch.zeros(HISTORY, len(given), device=device)] if op.delayed else []
+        for values in state:
+            values[SCALES] = torch.stack([value.abs().amax() for value in given]) / torch.tensor(MOST).to(device)
+        words = {"by_rows": True} if op.by_rows else {}
+        have = _with_gradients(partial(module.fp8_linear, **words), given, state)
+        emulated = _with_gradients(op.reference, [value.float() for value in given], state)
+        exact = _with_gradients(lambda a, b: a @ b.T, [value.double() for value in given], ())
+        near, far = (
+            [_relative(a, b.double(), 0.0) for a, b in zip(have, other, strict=True)] for other in (emulated, exact)
+        )
+        ok = max(near) <= EMULATED.get(dtype, 1e-5) and max(far) <= ROUNDED
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in zip(("y", "dx", "dw"), far, strict=True))
+        detail = f"{errors} against float64; at most {max(near):.1e} against the emulation in f32"
+        yield Check(loaded.target.name, f"{op.words}, {n} x {k}", ok, detail)
+
+
+def _with_gradients(function: Callable[..., Any], given: Sequence[Tensor], state: Sequence[Tensor]) -> list[Tensor]:
+    """Returns y, dx and dw of a function of x, a weight and a state, for x, weight and dy."""
+    x, weight = (value.detach().requires_grad_() for value in given[:2])
+    y = function(x, weight, *state)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), given[2])]
 
 
 def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:

@@ -18,6 +18,7 @@ import torch
 from run_samples import gpt_mini
 from toy import Toy, Watch, stream, train_spec, trainer
 
+from specc.compiler.spec.precision import LossScaleSpec, PrecisionSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.distributed.signals import Preempted
@@ -181,7 +182,21 @@ def differs(folder: Path, world: World) -> dict[str, Any]:
     return {}
 
 
-SCENES = (calls, gradients, scores, clocks, ends, stops, reports, differs)
+def skips(folder: Path, world: World) -> dict[str, Any]:
+    """A gradient that overflows on rank 1 alone: all ranks skip the step and lower the loss scale."""
+    model = Toy(noise=0.0)
+    train = TRAIN.model_copy(update={"precision": PrecisionSpec(loss_scale=LossScaleSpec(initial=64.0))})
+    trainer_of_rank = trainer(folder, train, model, world=world)
+    results = []
+    for step in range(4):
+        model.spoil = partial(torch.mul, torch.tensor(float("inf") if step == 2 and world.rank else 1.0))
+        results += [[each.step, each.skipped, each.loss_scale] for each in trainer_of_rank.advance()]
+    trainer_of_rank.require_same()
+    trainer_of_rank.loader.close()
+    return {"skips": results}
+
+
+SCENES = (calls, gradients, scores, clocks, ends, stops, reports, differs, skips)
 
 
 def turn() -> None:

@@ -191,6 +191,8 @@ SAMPLES = [
     Sample("as_step f32[B,8]"),
     Sample("repeat f32[B,8] i64[B,T]"),
     Sample("dropout{p=0.5} f32[B,T,8]"),
+    Sample("fp8_linear f32[B,T,8] f32[16,8]"),
+    Sample("fp8_linear{by_rows=True} f32[B,T,8] f32[12,8]"),
     Sample("sinusoid{dim=6} i64[T]"),
     Sample("cross_entropy{reduction='mean', ignore=0} f32[B,T,7] i64[B,T]"),
     Sample("cross_entropy{reduction='none', ignore=0} f32[B,T,7] i64[B,T]"),

@@ -165,3 +165,37 @@ def test_what_changes_during_a_run_becomes_schedules(tmp_path: Path) -> None:
 def test_teacher_forcing_of_version_1_becomes_a_schedule(old: object, new: object) -> None:
     data = upgraded({"spec_version": 1, "train": {"teacher_forcing": old}})
     assert json.loads(json.dumps(data["train"]["teacher_forcing"])) == new
+
+
+def test_tf32_moves_to_precision_with_its_comment(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(
+        """\
+spec_version: 2
+name: old
+targets: [cpu]
+model:
+  kind: decoder
+  vocab: 257
+  dim: 8
+  context: 12
+  embed: [{kind: token}]
+  blocks: {count: 1, layers: [{kind: mlp, ratio: 1, act: relu(x)}]}
+train:
+  tokens_per_step: 24
+  micro_batch: 2
+  steps: 2
+  tf32: false      # strict
+  optimizers: [{kind: adamw, match: "*", lr: 0.01}]
+"""
+    )
+    with pytest.raises(SpecError, match=r"train.tf32 is now tf32 in train.precision"):
+        load(path)
+    text = migrated_text(path)
+    lines = "  steps: 2\n  precision: {tf32: false} # strict\n  optimizers"
+    assert text is not None and lines in re.sub(" +#", " #", text)
+    path.write_text(text)
+    assert load(path)[0].train.precision.tf32 is False and migrated_text(path) is None
+    data = json.loads(canonical(load(path)[0]))
+    data["train"]["tf32"] = data["train"].pop("precision", None) is None
+    assert spec_of(json.dumps(data)).train.precision.tf32 is True

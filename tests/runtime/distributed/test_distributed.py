@@ -299,6 +299,11 @@ def test_what_is_not_finite_on_one_rank_stops_all(scenes: Seen) -> None:
     assert rank_0 == rank_1 and rank_0.startswith("step 4: the loss is nan")
 
 
+def test_an_overflow_on_one_rank_skips_the_step_on_all(scenes: Seen) -> None:
+    rank_0, rank_1 = (seen["skips"]["skips"] for seen in scenes[1])
+    assert rank_0 == rank_1 == [[1, None, 64.0], [2, None, 64.0], [3, True, 64.0], [4, None, 32.0]]
+
+
 def test_ranks_that_differ_are_an_error(scenes: Seen) -> None:
     rank_0, rank_1 = (seen["differs"] for seen in scenes[1])
     assert not rank_0 and rank_1["differs"] == "the weight of rank 1 differs from that of rank 0: blocks.up"

@@ -1,0 +1,112 @@
+"""Linear layers whose products multiply floats of 8 bits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from specc.compiler.ir.op import Op
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.linear import Linear, rows
+
+STORAGE = "fp8"  # marks the buffer of a product with delayed scaling
+FACTORS = ("x", "weight", "dy")  # the factors of the three products of a layer, in the order of a buffer
+MOST = (448.0, 448.0, 57344.0)  # the largest values of e4m3, e4m3 and e5m2
+USUAL = (16.0, 4.0, 1.0)  # magnitudes before the first step
+SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer: HISTORY is the first of the last steps
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Linear(Op):
+    """Computes y = x w^T for x [..., K] and w [N, K], with factors rounded to 8 bits.
+
+    Inputs and weights are rounded to e4m3, gradients of outputs to e5m2, after a division by a scale that maps the
+    largest magnitude to the largest value of the format. The three products, y, dx = dy w and dw = dy^T x, sum in f32
+    and are multiplied by the scales of their factors.
+
+    Attributes:
+        by_rows: whether each row of a factor has a scale, along the dim that the product sums over. Otherwise, a factor
+            has one scale.
+        delayed: whether scales are given, with a third input f32 [2 + H, 3]: the scales of x, w and dy; the largest
+            magnitudes since they were set, which the product updates; and those of the last H steps.
+    """
+
+    name: ClassVar[str] = "fp8_linear"
+    matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
+    speed: ClassVar[int] = 2
+    inline: ClassVar[bool] = False
+    by_rows: bool = False
+    delayed: bool = False
+
+    @property
+    def arity(self) -> int:
+        return 3 if self.delayed else 2
+
+    @property
+    def words(self) -> str:
+        scales = "a scale per row" if self.by_rows else "a scale per tensor"
+        return f"fp8 linear, {scales}, {'delayed' if self.delayed else 'current'}"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        outputs = Linear().infer(inputs[:2])
+        if self.delayed and (inputs[2].width, inputs[2].dtype, inputs[2].storage) != (len(FACTORS), "f32", STORAGE):
+            raise TypeRuleError(f"reads scales f32 [2 + H, {len(FACTORS)}], not {inputs[2]}", (2,))
+        return outputs
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, weight = inputs[:2]
+        return 2 * x.with_shape(*rows(x)).count(sizes) * weight.count(sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        words = (("by_rows", True),) if self.by_rows else ()
+        return TorchCall("fp8_linear", tuple(map(Input, range(self.arity))), words)
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        x, weight, *state = inputs
+        y: Tensor = _rounded_products()(x, weight, state[0] if state else None, self.by_rows)
+        return y
+
+
+def begin_scales(state: Tensor) -> None:
+    """Fills the buffer f32 [2 + H, 3] of a product with scales for magnitudes that are usual before training."""
+    state.data.zero_()
+    for factor, (usual, most) in enumerate(zip(USUAL, MOST, strict=True)):
+        state.data[HISTORY:, factor] = usual
+        state.data[SCALES, factor] = usual / most
+
+
+def _rounded_products() -> Any:
+    """Returns the three products in the precision of their inputs, with rounded factors."""
+    import torch
+
+    def near(value: Tensor, factor: int, state: Tensor | None, dim: int | None) -> Tensor:
+        """Returns the value [R, K] rounded to 8 bits after division by its scale."""
+        if state is not None:
+            scale = state[0, factor].to(value.dtype)
+        else:
+            largest = value.abs().amax() if dim is None else value.abs().amax(dim, keepdim=True)
+            scale = torch.where(largest > 0, largest / MOST[factor], 1.0)
+        inside = (value / scale).clamp(-MOST[factor], MOST[factor])
+        nearest: Tensor = inside.to(torch.float8_e5m2 if factor == 2 else torch.float8_e4m3fn).to(value.dtype) * scale
+        return nearest
+
+    class Products(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, state: Tensor | None, by_rows: bool) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            ctx.state, ctx.by_rows = state, by_rows
+            along = -1 if by_rows else None
+            products = near(x.flatten(0, -2), 0, state, along) @ near(weight, 1, state, along).T
+            return products.view(*x.shape[:-1], len(weight))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+            x, weight = ctx.saved_tensors
+            dy, state = grads[0].flatten(0, -2), ctx.state
+            last, first = (1, 0) if ctx.by_rows else (None, None)
+            dx = near(dy, 2, state, last) @ near(weight, 1, state, first)
+            dw = near(dy, 2, state, first).T @ near(x.flatten(0, -2), 0, state, first)
+            return dx.view_as(x), dw, None, None
+
+    return Products.apply

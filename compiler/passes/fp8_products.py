@@ -1,0 +1,143 @@
+"""Replaces linear layers of training programs by layers whose products multiply floats of 8 bits."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from specc.compiler.ir.graph import Graph, Node, walk
+from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.fp8 import FACTORS, HISTORY, STORAGE, Fp8Linear
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.region import Call
+from specc.compiler.pattern import matches
+from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.spec.precision import Fp8Spec
+from specc.compiler.spec.train import TrainSpec
+from specc.compiler.strict import Path, Problem
+from specc.compiler.targets import Target
+
+SUFFIX = "_fp8"  # of functions that only training runs, and of the buffers of scales
+
+
+def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
+    """Returns the programs with the products of `train.precision.fp8` in 8 bits, in training programs only.
+
+    Scores, decoding and artifacts keep the compute dtype: scales of whole tensors depend on later tokens. A function
+    that a training program shares with others is copied. Programs that fake-quantize inputs are unchanged.
+
+    Args:
+        programs: The programs, before products are fused.
+        train: The training spec.
+        target: The target.
+
+    Raises:
+        LoweringError: If a rule matches no product, or only some of those that share their code; if a product cannot be
+            computed in 8 bits on the target.
+    """
+    rules = train.precision.fp8
+    if not rules:
+        return programs
+    names = {"train", *(phase.train for phase in programs.phases if not phase.rounds)}
+    trained = [graph for graph in programs.programs if graph.name in names]
+    table = {graph.name: graph for graph in programs.graphs}
+    places: dict[str, dict[str, None]] = {}  # the path prefixes of each graph
+    for program in trained:
+        places.setdefault(program.name, {})[""] = None
+        for node in program.nodes:
+            if isinstance(node.op, Call):
+                places.setdefault(node.op.callee, {})[f"{node.op.at}."] = None
+    problems = [*_unable(target)]
+    editor = _Products(rules, places)
+    changed = {name: editor.graph(table[name]) for name in places}
+    problems += editor.problems
+    for i, rule in enumerate(rules):
+        if i not in editor.used:
+            message = f"{rule.match} matches no product of training"
+            hint = f"the products are {', '.join(list(editor.products)[:8])}"
+            problems.append(Problem(_path(i, "match"), "S294", message, hint))
+    if problems:
+        raise LoweringError(tuple(problems))
+    functions = {graph.name: graph for graph in programs.functions}
+    copies = {name: f"{name}{SUFFIX}" for name, graph in changed.items() if name in functions and graph != table[name]}
+    functions |= {copy: replace(changed[name], name=copy) for name, copy in copies.items()}
+    graphs = tuple(
+        replace(changed[graph.name], nodes=tuple(_calling(node, copies) for node in changed[graph.name].nodes))
+        if graph.name in names
+        else graph
+        for graph in programs.programs
+    )
+    called = {graph.name for program in graphs for graph in walk({**table, **functions}, program)}
+    return replace(
+        programs,
+        programs=graphs,
+        functions=tuple(graph for name, graph in functions.items() if name in called),
+        buffers=(*programs.buffers, *editor.buffers.items()),
+    )
+
+
+def _path(rule: int, field: str) -> Path:
+    return "train", "precision", "fp8", rule, field
+
+
+def _unable(target: Target) -> Iterator[Problem]:
+    """Yields the problem of a GPU without products of 8-bit floats."""
+    if "gpu" in target.features and "fp8_mma" not in target.features:
+        message = f"{target.name} ({target.title}) has no products of 8-bit floats"
+        yield Problem(_path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later have them")
+
+
+def _calling(node: Node, copies: Mapping[str, str]) -> Node:
+    """Returns the node, redirected to the copy of its callee if there is one."""
+    if not isinstance(node.op, Call) or node.op.callee not in copies:
+        return node
+    return replace(node, op=replace(node.op, callee=copies[node.op.callee]))
+
+
+class _Products:
+    """Rewrites the linear layers of graphs.
+
+    Attributes:
+        products: The patterns of all products, in order.
+        used: The indices of the rules that match a product.
+        buffers: The types of the scales, by name.
+        problems: The problems found.
+    """
+
+    def __init__(self, rules: Sequence[Fp8Spec], places: Mapping[str, Mapping[str, None]]) -> None:
+        self._rules, self._places = rules, places
+        self.products: dict[str, None] = {}
+        self.used: set[int] = set()
+        self.buffers: dict[str, TensorType] = {}
+        self.problems: list[Problem] = []
+
+    def graph(self, graph: Graph) -> Graph:
+        """Returns the graph with its matching layers in 8 bits."""
+        params = dict(graph.params)
+        nodes = tuple(self._node(graph, node, params) for node in graph.nodes)
+        return graph if nodes == graph.nodes else replace(graph, nodes=nodes, params=tuple(params.items()))
+
+    def _node(self, graph: Graph, node: Node, params: dict[str, TensorType]) -> Node:
+        weight = node.inputs[1] if isinstance(node.op, Linear) else ""
+        if weight[:1] != "@":
+            return node
+        paths = [at + node.name for at in self._places[graph.name]]
+        self.products |= {".".join("*" if word.isdigit() else word for word in path.split(".")): None for path in paths}
+        chosen = [next((i for i, rule in enumerate(self._rules) if matches(rule.match, path)), None) for path in paths]
+        if (first := next((i for i in chosen if i is not None), None)) is None:
+            return node
+        self.used |= {i for i in chosen if i is not None}
+        if len(set(chosen)) > 1:
+            other = next(path for path, i in zip(paths, chosen, strict=True) if i != first)
+            message = (
+                f"{self._rules[first].match} matches {paths[chosen.index(first)]}, but not {other} with the same code"
+            )
+            hint = "match all blocks that share their code, e.g. `blocks.*.mlp.*`"
+            self.problems.append(Problem(_path(first, "match"), "S303", message, hint))
+            return node
+        rule = self._rules[first]
+        state: tuple[str, ...] = ()
+        if rule.scaling == "delayed":
+            name, type = f"{weight[1:]}{SUFFIX}", TensorType((HISTORY + rule.steps, len(FACTORS)), "f32", STORAGE)
+            params[name], state = type, (f"@{name}",)
+            self.buffers |= {at + name: type for at in self._places[graph.name]}
+        op = Fp8Linear(rule.scale == "row", rule.scaling == "delayed")
+        return replace(node, op=op, inputs=(*node.inputs, *state))

@@ -1,0 +1,95 @@
+"""The `train.precision` section of a spec: the dtypes of training, and the factors that keep small numbers in range."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specc.compiler.strict import Pattern, Positive, PositiveFloat, Problem, StrictModel, later
+
+
+class LossScaleSpec(StrictModel):
+    """A factor of the loss that follows the range of f16 (Micikevicius et al., 2018).
+
+    The gradients of a step are divided by the factor before they are clipped. If one is not finite, the step changes
+    neither weights, optimizer state nor average, and the factor falls.
+
+    Attributes:
+        initial: the factor at the first step.
+        growth: the factor is multiplied by this number after `every` steps in a row with finite gradients.
+        backoff: the factor is multiplied by this number after a step with a gradient that is not finite.
+        every: the steps with finite gradients before the factor grows.
+        least: the smallest factor. A gradient that is not finite at this factor ends the run.
+    """
+
+    initial: PositiveFloat = 65536.0
+    growth: Annotated[float, Field(ge=1, le=16)] = 2.0
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    every: Positive = 2000
+    least: PositiveFloat = 1.0
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields a problem if the first factor is below the smallest."""
+        if self.initial < self.least:
+            message = f"the loss scale begins at {self.initial:g}, below its least value {self.least:g}"
+            yield Problem(("initial",), "S293", message, "raise initial, or lower least")
+
+
+class Fp8Spec(StrictModel):
+    """Linear layers that multiply floats of 8 bits in training: e4m3 for inputs and weights, e5m2 for gradients.
+
+    Each factor of a product is divided by a scale, so that its largest magnitude is that of the format. A GPU has such
+    products from sm89 on; a CPU emulates them. The layers cannot be in a fusion point.
+
+    Attributes:
+        match: the pattern of the names of the layers, such as `blocks.*.mlp.*` or `head.logits`.
+        scale: one scale per `tensor`, or one per `row` of each factor, along the dim that its product sums over.
+        scaling: `current`: scales follow from the values themselves. `delayed`: scales follow from the largest
+            magnitudes of the last steps, which are part of checkpoints.
+        history: the steps that delayed scales follow from; 16 if unset.
+    """
+
+    match: Pattern
+    scale: Literal["tensor", "row"] = "tensor"
+    scaling: Literal["current", "delayed"] = "current"
+    history: Annotated[int, Field(ge=1, le=4096)] | None = None
+
+    @property
+    def steps(self) -> int:
+        """The steps that delayed scales follow from."""
+        return self.history or 16
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields a problem for delayed scales of rows, which are other tokens in each step, and for a history without
+        them."""
+        if self.scaling == "delayed" and self.scale == "row":
+            message = "the rows of a step are other tokens than those of the last, so their scales cannot be delayed"
+            yield Problem(("scaling",), "S293", message, "use `scaling: current`, or `scale: tensor`")
+        if self.scaling == "current" and self.history is not None:
+            message = "history is of delayed scales, but these are current"
+            yield Problem(("history",), "S293", message, "add `scaling: delayed`, or remove history")
+
+
+class PrecisionSpec(StrictModel):
+    """The dtypes of training.
+
+    Attributes:
+        compute: the dtype of activations, and of the weights in products. If unset, that of the target: f32 on a CPU,
+            bf16 on a GPU. Sums, losses, norms and the weights of the optimizers are f32 in every case.
+        loss_scale: a factor of the loss during the backward pass, so that small gradients do not vanish: a constant
+            number, or a mapping for a factor that changes. If unset, it changes with `compute: f16`, else it is 1.
+        tf32: whether f32 matrix products of a training step on a GPU round their inputs to TF32, which has 10 bits of
+            mantissa. Strict f32 does not use tensor cores. Evaluation stays in strict f32.
+        fp8: the linear layers that multiply floats of 8 bits in training steps. The first rule that matches a layer
+            applies. Evaluation and artifacts keep the compute dtype.
+    """
+
+    compute: Literal["f32", "bf16", "f16"] | None = None
+    loss_scale: PositiveFloat | LossScaleSpec | None = None
+    tf32: bool = later(False)
+    fp8: tuple[Fp8Spec, ...] = later(())
+
+    @property
+    def scaling(self) -> LossScaleSpec | float | None:
+        """The loss scale of training; None if the loss is not scaled."""
+        return LossScaleSpec() if self.loss_scale is None and self.compute == "f16" else self.loss_scale

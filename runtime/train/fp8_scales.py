@@ -1,0 +1,84 @@
+"""The delayed scales of products of 8-bit floats (`train.precision.fp8`)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.ops.fp8 import FACTORS, HISTORY, LARGEST, MOST, SCALES, USUAL, begin_scales
+from specc.compiler.passes.fp8_products import SUFFIX
+from specc.runtime.distributed.world import World
+
+SLOT = "fp8.largest"  # the key prefix in the state of a checkpoint
+X, WEIGHT, DY = range(len(FACTORS))
+
+
+class Fp8Scales:
+    """The scales of each product with delayed scaling, from the largest magnitudes of its factors in the last steps.
+
+    A product reads its scales from a buffer f32 [2 + H, 3] of the model, and records magnitudes there; see
+    `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates: the gradient
+    of a mean over rows is about 1 / rows. Values beyond a scale become the largest value of the format.
+
+    Args:
+        model: the model that trains, on its device.
+        rows: the tokens of a backward pass on this process.
+        world: the processes that train together. All have the same scales.
+        loss_scale: the factor of the loss in the first step.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, world: World, loss_scale: float = 1.0) -> None:
+        self._world, self._rows = world, rows
+        self._buffers = {
+            name.removesuffix(SUFFIX): buffer for name, buffer in model.named_buffers() if name.endswith(SUFFIX)
+        }
+        self._weights = {name: model.get_parameter(name) for name in self._buffers}
+        self._most = torch.tensor(MOST, device=world.device)
+        self.begin(loss_scale)
+
+    @torch.no_grad()
+    def begin(self, loss_scale: float) -> None:
+        """Sets the scales before the first step, for the current weights and a factor of the loss."""
+        for name, buffer in self._buffers.items():
+            begin_scales(buffer)
+            buffer[HISTORY:, WEIGHT] = self._weights[name].detach().abs().amax().float()
+            buffer[HISTORY:, DY] = USUAL[X] / self._rows
+        self._write(loss_scale)
+
+    @torch.no_grad()
+    def update(self, loss_scale: float) -> None:
+        """Takes over the magnitudes of a step, and sets the scales of the next.
+
+        The gradients of the step had the factor of the last call; those of the next have `loss_scale`. A magnitude that
+        is not finite, as after an overflow, is replaced by the largest of the history.
+        """
+        if not self._buffers:
+            return
+        seen = torch.stack([buffer[LARGEST] for buffer in self._buffers.values()])  # [P, 3]
+        self._world.largest(seen)
+        seen[:, DY] /= self._loss_scale
+        for buffer, new in zip(self._buffers.values(), seen, strict=True):
+            history = buffer[HISTORY:]
+            new = torch.where(new.isfinite(), new, history.amax(0))
+            history.copy_(torch.cat((history[1:], new[None])))
+        self._write(loss_scale)
+
+    def _write(self, loss_scale: float) -> None:
+        """Writes the scales, for gradients with a factor of the loss, and forgets recorded magnitudes."""
+        self._loss_scale = loss_scale
+        for buffer in self._buffers.values():
+            largest = buffer[HISTORY:].amax(0)
+            largest[DY] *= loss_scale
+            buffer[SCALES] = torch.where(largest > 0, largest / self._most, 1.0)
+            buffer[LARGEST] = 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the magnitudes of the last steps, f32 [H, 3], for a checkpoint, by name, not copied."""
+        return {f"{SLOT}/{name}": buffer[HISTORY:] for name, buffer in self._buffers.items()}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor], loss_scale: float) -> None:
+        """Copies the result of `state` into this state. Other names are ignored."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self._write(loss_scale)

@@ -1,0 +1,87 @@
+"""The factor of the loss during backward passes (`train.precision.loss_scale`)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specc.compiler.spec.precision import LossScaleSpec
+
+LARGEST = 2.0**32  # the factor stops growing here; the scaled loss itself must stay far from the largest f32
+
+
+class LossScale:
+    """The factor that the loss has during backward passes. Gradients are divided by it before they are clipped.
+
+    A changing factor follows the steps whose gradients are not finite (Micikevicius et al., 2018). Its state is saved
+    in checkpoints. All ranks see the same norm of the gradients, and therefore have the same factor.
+
+    Args:
+        spec: the settings, or a constant factor.
+        device: the device of `factor`.
+
+    Attributes:
+        factor: f32 []. Captured work reads it.
+    """
+
+    def __init__(self, spec: LossScaleSpec | float, device: torch.device) -> None:
+        self._spec = spec if isinstance(spec, LossScaleSpec) else None
+        first = spec.initial if isinstance(spec, LossScaleSpec) else spec
+        self._value = torch.tensor(first, dtype=torch.float64)
+        self._finite = torch.zeros((), dtype=torch.int64)  # steps in a row with finite gradients
+        self._skipped = torch.zeros((), dtype=torch.int64)
+        self.factor = torch.tensor(first, dtype=torch.float32, device=device)
+
+    @property
+    def value(self) -> float:
+        """The factor on the host."""
+        return float(self._value)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the factor follows the gradients. If not, gradients that are not finite end the run."""
+        return self._spec is not None
+
+    @property
+    def skipped(self) -> int:
+        """The steps of the run whose update was skipped."""
+        return int(self._skipped)
+
+    @torch.no_grad()
+    def skips(self, finite: bool) -> bool:
+        """Changes the factor after the gradients of a step, and returns whether the update is skipped.
+
+        Args:
+            finite: whether the loss and all gradients of the step are finite.
+        """
+        if (spec := self._spec) is None:
+            return False
+        if finite:
+            self._finite += 1
+            if int(self._finite) == spec.every:
+                self._set(min(self.value * spec.growth, max(LARGEST, self.value)))
+            return False
+        if self.value <= spec.least:
+            return False
+        self._skipped += 1
+        self._set(max(self.value * spec.backoff, spec.least))
+        return True
+
+    def _set(self, value: float) -> None:
+        self._value.fill_(value)
+        self._finite.zero_()
+        self.factor.fill_(value)
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the state for a checkpoint, by name, not copied."""
+        if self._spec is None:
+            return {}
+        names = ("value", "finite", "skipped")
+        return {f"loss_scale.{name}": getattr(self, f"_{name}") for name in names}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Copies the result of `state` into this state. Other names are ignored."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        self.factor.fill_(self.value)
