@@ -5,8 +5,9 @@ from typing import Any
 
 import rich_click as click
 
+from specc.cli.committed import require_built_run
 from specc.cli.options import folder, run_argument, tokenizers_option
-from specc.cli.output import say
+from specc.cli.output import find_over_budget, say
 
 
 @click.command("export")
@@ -71,6 +72,7 @@ def command(
         raise click.UsageError("--dtype is for --format hf")
     if (codec is not None or targets) and kind != "submission":
         raise click.UsageError("--codec and --target are for --format submission")
+    require_built_run(run)
     if kind == "submission":
         from specc.runtime.artifact.codecs import Codec
         from specc.runtime.submission.export import export_submission
@@ -85,7 +87,8 @@ def command(
             force=force,
             say=say,
         )
-        paths, over = [size.path / CODE, size.path / WEIGHTS], size.over
+        paths = [size.path / CODE, size.path / WEIGHTS]
+        over = find_over_budget(size.path, size.total, size.budget)
     elif kind == "hf":
         from specc.runtime.hugging_face.exporting import ExportOptions, export_folder
 

@@ -17,6 +17,7 @@ SUFFIXES: dict[Format, str] = {"artifact": ".specc", "safetensors": ".safetensor
 class ExportError(RuntimeFailure):
     """Raised if the output file exists, its path is not usable, or the run cannot be exported in this form."""
 
+    code = "U012"
     exit_code = 2
 
 
