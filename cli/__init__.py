@@ -9,6 +9,7 @@ LAYERS = (
     "output",
     "options",
     "processes",
+    "committed",
     "build",
     "validate",
     "schema",

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from importlib import import_module
 from keyword import iskeyword
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import rich_click as click
 from click.exceptions import Exit
 
-from specc.cli.output import keep_notes_going, requested_format, show, show_usage
+from specc.cli.output import Output, format_option, keep_notes_going
 
 _TRAIN = ("torch", "triton", "sentencepiece", "tiktoken", "tokenizers")
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
@@ -25,6 +25,8 @@ click.rich_click.STYLE_HELPTEXT = ""
 
 class LazyGroup(click.RichGroup):
     """A group whose subcommands are the `command` objects of the modules of a package, imported when they run.
+
+    Every subcommand has the option `--format` of errors and findings, unless its own option has this name.
 
     Args:
         name: the name of the group.
@@ -39,7 +41,7 @@ class LazyGroup(click.RichGroup):
             for key, entry in entries.items()
         }
         settings = {"help_option_names": ["-h", "--help"]}
-        super().__init__(name=name, commands=commands, help=help, context_settings=settings)
+        super().__init__(name=name, commands=commands, help=help, context_settings=settings, params=[format_option])
         self.package = package
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -57,6 +59,8 @@ class LazyGroup(click.RichGroup):
             return entry
         module = f"{entry.name}_" if iskeyword(entry.name or "") else entry.name
         command: click.Command = import_module(f"{self.package}.{module}").command
+        if not any("--format" in parameter.opts for parameter in command.params):
+            command.params.append(format_option)
         return command
 
 
@@ -92,7 +96,7 @@ specc = click.option(
             "validate": "Check specs and report all errors at once.",
             "schema": "Print the JSON Schema of specs, which editors use for completion.",
             "plan": "Summarize a spec: parameters, bytes, FLOPs, kernels and times.",
-            "explain": "Show the kernel of each node, and why each other kernel was not chosen.",
+            "explain": "Explain an error code, or the kernel of each node of a spec.",
             "ir": "Print the graphs of a spec as text.",
             "diff": "Compare two specs and the code that is generated from them.",
             "init": "Copy a spec, with its comments, to a new name.",
@@ -165,62 +169,102 @@ def _flushed(code: int) -> int:
 
 
 def _not_written(error: OSError) -> int:
-    click.echo(f"error: standard output cannot be written: {error.strerror}", err=True)
+    from specc.compiler.errors import DiskProblem
+
+    Output(sys.argv[1:]).fail(DiskProblem(f"standard output cannot be written: {error.strerror}"))
     return EXIT_ENVIRONMENT
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command and returns its exit code."""
-    form = requested_format(arguments)
+    output, stream = Output(arguments), sys.stdout
+    with output.results():
+        code, shown = _run(arguments, output)
+    if shown:
+        output.close(code, stream)
+    return code
+
+
+def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
+    """Returns the exit code of a command, and whether the command, and not its help, was run."""
     try:
-        result = specc.main([*arguments], prog_name="specc", obj=form, standalone_mode=False)
-        return result if isinstance(result, int) else 0
+        result = specc.main([*arguments], prog_name="specc", obj=output, standalone_mode=False)
+        return (result if isinstance(result, int) else 0), True
     except Exit as end:
-        return int(end.exit_code)
+        return int(end.exit_code), False
     except SystemExit as end:  # raised by Click after implicit help, and after a closed pipe
         left = isinstance(end.__context__, BrokenPipeError)
-        return end.code if isinstance(end.code, int) and not left else 0
+        return (end.code if isinstance(end.code, int) and not left else 0), False
     except click.ClickException as error:
-        show_usage(error, form)
-        return int(error.exit_code)
+        _misused(error, output)
+        return int(error.exit_code), True
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
-        return EXIT_INTERRUPTED
+        return _ended("P002", "interrupted", EXIT_INTERRUPTED, output), True
     except Terminated as end:
-        click.echo(f"pre-empted by {end}", err=True)
-        return EXIT_PREEMPTED
+        return _ended("P001", f"pre-empted by {end}", EXIT_PREEMPTED, output), True
     except BrokenPipeError:  # the reader of the output closed the pipe
-        return 0
+        return 0, False
     except Exception as error:
-        return failed(error, form)
+        return failed(error, output), True
 
 
-def failed(error: Exception, form: str = "text") -> int:
+def _misused(error: click.ClickException, output: Output) -> None:
+    """Shows an error of the command line itself. Click provides the message and, for text, the layout."""
+    if output.form == "text":
+        error.show()
+        return
+    from specc.compiler.errors import UsageProblem
+
+    context = getattr(error, "ctx", None)
+    hint = f"{context.command_path if context is not None else 'specc'} --help"
+    output.fail(UsageProblem(error.format_message(), hint))
+
+
+def _ended(code: str, message: str, exit_code: int, output: Output) -> int:
+    """Shows that a signal ended the command."""
+    if output.form == "text":
+        click.echo(message, err=True)
+    else:
+        from specc.compiler.errors import Ended
+
+        output.fail(Ended(code, message))
+    return exit_code
+
+
+def failed(error: Exception, output: Output) -> int:
     """Shows an error that is meant for users, or reports a bug. Returns the exit code."""
-    from specc.compiler.errors import FULL
+    if (problem := _problem(error)) is not None:
+        output.fail(problem)
+        return int(problem.exit_code)
+    import traceback
 
-    if (code := getattr(error, "exit_code", None)) is not None:
-        show(error, form)
-        return int(code)
+    from specc.compiler.errors import Bug
+
+    traceback.print_exception(error)
+    if output.form == "text":
+        click.echo(f"{Bug.code} {Bug.MESSAGE}", err=True)
+    else:
+        output.fail(Bug(error))
+    return EXIT_BUG
+
+
+def _problem(error: Exception) -> Any:
+    """Returns the error that a user can act on; None for a bug."""
+    from specc.compiler.errors import FULL, DiskProblem, MissingPackage
+
+    if getattr(error, "exit_code", None) is not None:
+        return error
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        hint = "\n  = help: free some space" if error.errno in FULL else ""
         # a full or read-only disk is not a bug
-        click.echo(f"error: {error.filename}: {error.strerror}{hint}", err=True)
-        return EXIT_ENVIRONMENT
+        return DiskProblem(f"{error.filename}: {error.strerror}", "free some space" if error.errno in FULL else "")
     if isinstance(error, OSError) and error.errno in FULL:
-        return _not_written(error)
+        return DiskProblem(f"standard output cannot be written: {error.strerror}")
     if isinstance(error, ModuleNotFoundError) and type(error).__name__ == "PackageNotFoundError":
         message = f"{error.name} is not installed, and its version is part of what it writes"
-        click.echo(f"error: {message}\n  = help: in the folder of its pyproject.toml: pip install -e .", err=True)
-        return EXIT_ENVIRONMENT
+        return MissingPackage(message, "in the folder of its pyproject.toml: pip install -e .")
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
         message = str(error)
         if message.startswith("No module named"):
             message = f"{error.name} is not installed"
-        click.echo(f"error: {message}\n  = help: pip install 'specc[{extra}]'", err=True)
-        return EXIT_ENVIRONMENT
-    import traceback
-
-    traceback.print_exception(error)
-    click.echo("this is a bug in specc; please report it with the spec and the command", err=True)
-    return EXIT_BUG
+        return MissingPackage(message, f"pip install 'specc[{extra}]'")
+    return None

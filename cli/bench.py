@@ -9,7 +9,7 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import device_option, format_option, json_option, set_option, spec_argument
+from specc.cli.options import device_option, json_option, set_option, spec_argument
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, given_arguments, joined_world, launched
 
@@ -52,7 +52,6 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     help="Write a roofline picture. Needs matplotlib.",
 )
 @json_option
-@format_option
 def command(
     spec: Path,
     target: str | None,

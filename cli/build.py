@@ -1,12 +1,15 @@
 """The `build` command, which writes the generated code of a spec."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import rich_click as click
 
-from specc.cli.options import Compiling, SpecPath, all_specs, format_option, generated_beside, only_spec
-from specc.cli.output import error_format, tell
+from specc.cli.options import Compiling, SpecPath, all_specs, generated_beside, only_spec
+from specc.cli.output import command_output, tell
+
+if TYPE_CHECKING:
+    from specc.compiler.errors import Diagnostic
 
 
 @click.command("build", cls=Compiling)
@@ -25,7 +28,6 @@ from specc.cli.output import error_format, tell
     help="Folder of the generated code. By default, generated/ next to the specs/ folder that contains the spec, or "
     "next to the spec itself if it is not in a specs/ folder.",
 )
-@format_option
 def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path | None) -> int:
     """Write the generated code of a spec.
 
@@ -44,17 +46,16 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
         folder = (into or generated_beside(path)) / built.spec.name
         if (first := folders.setdefault(folder, path)) != path:
             raise click.UsageError(f"{first} and {path} are both named {built.spec.name}")
-    findings: list[dict[str, Any]] = []
+    findings: list[Diagnostic] = []
+    output = command_output()
     for (path, built), folder in zip(outputs.items(), folders, strict=True):
         tell(built.lock_use.note(path))
         if diff:
             text = unified(folder, built.files, built.spec.name)
-            findings += [{"file": str(folder), "state": "changed"}] * bool(text)
+            findings += [_drifted(folder, "changed")] * bool(text)
             click.echo(text, nl=False)
         elif check:
-            findings += [
-                {"file": str(folder / entry.path), "state": entry.state} for entry in drift(folder, built.files)
-            ]
+            findings += [_drifted(folder / entry.path, entry.state) for entry in drift(folder, built.files)]
         else:
             changes = write(folder, built.files, force)
             for state, name in changes:
@@ -65,27 +66,17 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
     if check and every:
         roots = {folder.parent for folder in folders}
         beside = sorted(path for root in roots for path in root.glob("*") if path.is_dir() and path not in folders)
-        findings += [{"file": str(path), "state": "extra folder"} for path in beside]
-    if check:
-        _show(findings, len(chosen))
+        findings += [_drifted(path, "extra folder") for path in beside]
+    for finding in findings:
+        output.find(finding, f"{finding.file}: {finding.message}" if check else None)
+    if check and not findings:
+        click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: as built", err=output.form == "github")
     return 1 if findings else 0
 
 
-def _show(findings: list[dict[str, Any]], specs: int) -> None:
-    """Shows the files that differ from the build, in the requested format."""
-    form = error_format()
-    if form == "json":
-        import json
+def _drifted(path: Path, state: str) -> "Diagnostic":
+    """Returns the finding that a file or folder differs from a build."""
+    from specc.compiler.errors import Diagnostic
 
-        click.echo(json.dumps(findings, indent=2))
-        return
-    for finding in findings:
-        file, state = finding["file"], finding["state"]
-        more = " (no build made it; delete it)" if state == "extra" else ""
-        state = state.removesuffix(" folder")
-        if form == "github":
-            click.echo(f"::error file={file},title=drift::{state}{more}")
-        else:
-            click.echo(f"{file}: {state}{more}")
-    if form == "text" and not findings:
-        click.echo(f"{specs} spec{'s' if specs > 1 else ''}: as built")
+    message = {"extra": "extra (no build made it; delete it)", "extra folder": "extra"}.get(state, state)
+    return Diagnostic("F001", message, "" if state.startswith("extra") else "specc build", str(path))

@@ -5,7 +5,7 @@ from pathlib import Path
 import rich_click as click
 
 from specc.cli.options import Compiling
-from specc.cli.output import FORMATS
+from specc.cli.output import FORMATS, command_output
 
 
 @click.command("diff", cls=Compiling)
@@ -16,7 +16,7 @@ from specc.cli.output import FORMATS
     "form",
     type=click.Choice((*FORMATS, "markdown")),
     default=FORMATS[0],
-    help="Format of errors. With `markdown`, the output is a comment for a pull request.",
+    help="Format of errors and findings. With `markdown`, the output is a comment for a pull request.",
 )
 def command(before: Path, after: Path, form: str) -> int:
     """Compare two specs and the code that is generated from them.
@@ -25,7 +25,10 @@ def command(before: Path, after: Path, form: str) -> int:
     differ.
     """
     from specc.compiler.diff import Comparison
+    from specc.compiler.errors import Diagnostic
 
     comparison = Comparison.of(before, after)
     click.echo(comparison.markdown() if form == "markdown" else comparison.text(), nl=form != "markdown")
+    if not comparison.equal:
+        command_output().find(Diagnostic("F004", f"{before} and {after} differ", "", str(after)))
     return 0 if comparison.equal else 1

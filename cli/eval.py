@@ -10,7 +10,6 @@ import rich_click as click
 from specc.cli.options import (
     device_option,
     folder,
-    format_option,
     json_option,
     model_argument,
     stated,
@@ -63,7 +62,6 @@ from specc.cli.processes import Repeatable, joined_world, launched
 @device_option
 @tokenizers_option
 @json_option
-@format_option
 def command(
     model: Path,
     gpus: int | None,

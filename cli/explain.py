@@ -1,24 +1,57 @@
-"""The `explain` command, which shows the reason for the kernel of each node."""
+"""The `explain` command, which explains error codes and the kernels of nodes."""
 
 import shlex
 from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, checked_targets, format_option, json_option, spec_argument, target_option
+from specc.cli.options import Compiling, checked_targets, json_option, target_option
 
 
 @click.command("explain", cls=Compiling)
-@spec_argument
+@click.argument("subject", metavar="[CODE|SPEC]", required=False)
 @click.argument("node", required=False)
 @target_option
 @json_option
-@format_option
-def command(spec: Path, node: str | None, target: str | None, as_json: bool) -> None:
-    """Show the kernel of each node, and why each other kernel was not chosen.
+def command(subject: str | None, node: str | None, target: str | None, as_json: bool) -> None:
+    """Explain an error code, or the kernel of each node of a spec.
 
-    NODE limits the output to one node.
+    For a CODE such as S104, the meaning, the exit code, and a bad and a good example are shown. Without an argument,
+    all codes are listed.
+
+    For a SPEC, the kernel of each node is shown, and why each other kernel was not chosen. NODE limits the output to
+    one node.
     """
+    from specc.compiler.report.error_pages import CODE
+
+    if subject is not None and (CODE.fullmatch(subject) is None or Path(subject).exists()):
+        _explain_nodes(Path(subject), node, target, as_json)
+    elif node is not None or target is not None:
+        raise click.UsageError("NODE and --target are for a spec")
+    else:
+        _explain_codes(subject, as_json)
+
+
+def _explain_codes(code: str | None, as_json: bool) -> None:
+    """Shows one code with its examples, or all codes with their meanings."""
+    from dataclasses import asdict
+
+    from specc.compiler.codes import CODES
+    from specc.compiler.report.error_pages import page_of
+
+    pages = [page_of(code.upper())] if code is not None else []
+    if as_json:
+        import json
+
+        codes = [{"code": key, "meaning": meaning} for key, meaning in CODES.items()]
+        click.echo(json.dumps([asdict(page) for page in pages] or codes, indent=2))
+    else:
+        texts = [page.text() for page in pages] or [f"{key}  {meaning}" for key, meaning in CODES.items()]
+        click.echo("\n".join(texts))
+
+
+def _explain_nodes(spec: Path, node: str | None, target: str | None, as_json: bool) -> None:
+    """Shows the kernel of one node, or of all nodes."""
     from specc.compiler.build import DEPLOYED, plan_spec
     from specc.compiler.report.explain import explain as explained
     from specc.compiler.report.explain import text_of

@@ -6,8 +6,9 @@ from typing import Any
 import rich_click as click
 from click.core import ParameterSource
 
+from specc.cli.committed import require_built_run
 from specc.cli.options import folder, run_argument, tokenizers_option
-from specc.cli.output import say
+from specc.cli.output import find_over_budget, say
 from specc.runtime.export.formats import format_names, format_of, formats_with
 
 
@@ -87,8 +88,9 @@ def command(
         if name not in format.options:
             option = next(parameter for parameter in context.command.params if parameter.name == name)
             raise click.UsageError(f"{option.opts[0]} is for --format {' or '.join(formats_with(name))}")
+    require_built_run(run)
     options = {name: settings[name] for name in given}
     exported = format.write(ExportRequest(run, out, force, tokenizers, say, options))
     for path in exported.paths:
         click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")
-    return int(exported.over)
+    return int(find_over_budget(exported.paths[0].parent, exported.total, exported.budget))

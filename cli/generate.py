@@ -9,7 +9,7 @@ import rich_click as click
 from click import get_current_context
 from click.core import ParameterSource
 
-from specc.cli.options import device_option, format_option, model_argument, tokenizers_option
+from specc.cli.options import device_option, model_argument, tokenizers_option
 from specc.cli.output import say
 
 if TYPE_CHECKING:
@@ -128,7 +128,6 @@ def _write_many(
 @click.option("--quantized", is_flag=True, help="Use the quantized model of a run.")
 @device_option
 @tokenizers_option
-@format_option
 def command(
     model: Path,
     prompt: str,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import folder, format_option, stated
+from specc.cli.options import folder, stated
 from specc.cli.output import say
 
 
@@ -29,7 +29,6 @@ from specc.cli.output import say
     metavar="FIELD",
     help="Field of config.json that does not change the function of the model. Repeatable.",
 )
-@format_option
 def command(
     source: Path,
     name: str | None,

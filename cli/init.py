@@ -5,13 +5,12 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import SPECS, Compiling, format_option
+from specc.cli.options import SPECS, Compiling
 
 
 @click.command("init", cls=Compiling)
 @click.argument("name")
 @click.option("--from", "origin", type=click.Path(path_type=Path), required=True, help="Spec to copy.")
-@format_option
 def command(name: str, origin: Path) -> None:
     """Copy a spec, with its comments, to a new name."""
     from specc.compiler.spec.init import copied

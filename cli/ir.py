@@ -4,7 +4,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, checked_targets, format_option, spec_argument, target_option
+from specc.cli.options import Compiling, checked_targets, spec_argument, target_option
 
 
 @click.command("ir", cls=Compiling)
@@ -12,7 +12,6 @@ from specc.cli.options import Compiling, checked_targets, format_option, spec_ar
 @click.option("--after", "name", default="fuse", show_default=True, help="Pass after which to print.")
 @click.option("--program", help="Program to print, such as train. By default, all of them.")
 @target_option
-@format_option
 def command(spec: Path, name: str, program: str | None, target: str | None) -> None:
     """Print the graphs of a spec as text."""
     from specc.compiler.errors import SpecError

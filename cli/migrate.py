@@ -5,6 +5,7 @@ from pathlib import Path
 import rich_click as click
 
 from specc.cli.options import Compiling
+from specc.cli.output import command_output
 
 
 @click.command("migrate", cls=Compiling)
@@ -15,6 +16,7 @@ def command(specs: tuple[Path, ...], check: bool) -> int:
 
     Comments and the names of parameters are preserved. Runs and artifacts of the old spec remain valid.
     """
+    from specc.compiler.errors import Diagnostic
     from specc.compiler.generated_folder import replace_file
     from specc.compiler.spec.migrate import migrated_text
 
@@ -24,5 +26,9 @@ def command(specs: tuple[Path, ...], check: bool) -> int:
         old += text is not None
         if text is not None and not check:
             replace_file(path, text)
-        click.echo(f"{path}: {'current' if text is None else 'of an old version' if check else 'rewritten'}")
+        if text is not None and check:
+            finding = Diagnostic("F003", "of an old version", f"specc migrate {path}", str(path))
+            command_output().find(finding, f"{path}: {finding.message}")
+        else:
+            click.echo(f"{path}: {'current' if text is None else 'rewritten'}")
     return int(check and old > 0)

@@ -6,8 +6,6 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.output import FORMATS
-
 folder = click.Path(path_type=Path)
 SPECS = Path("specs")
 
@@ -63,9 +61,6 @@ spec_argument = click.argument("spec", type=click.Path(path_type=Path))
 target_option = click.option("--target", help="A target of the spec. By default, all of them.")
 device_option = click.option(
     "--target", help="A target of the spec. By default, the best one that this machine can run."
-)
-format_option = click.option(
-    "--format", type=click.Choice(FORMATS), default=FORMATS[0], expose_value=False, help="Format of errors."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 set_option = click.option(

@@ -1,17 +1,31 @@
-"""The output of commands: results on stdout; notes, progress and errors on stderr."""
+"""The output of commands: results on stdout, notes and progress on stderr, errors and findings in the format that the
+command line requests."""
 
 import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import rich_click as click
 from click import get_current_context
 
-FORMATS = ("text", "json", "github")
+if TYPE_CHECKING:
+    from specc.compiler.errors import Coded, Diagnostic
+
+FORMATS = ("text", "json", "github", "sarif")
+DOCUMENTS = ("json", "sarif")  # formats that are one document per command, alone on stdout
+format_option = click.Option(
+    ["--format"],
+    type=click.Choice(FORMATS),
+    default=FORMATS[0],
+    expose_value=False,
+    help="Format of errors and findings.",
+)
 
 
 class _Notes(io.FileIO):
@@ -33,46 +47,87 @@ def keep_notes_going() -> None:
     sys.stderr = io.TextIOWrapper(buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
-def requested_format(arguments: Sequence[str]) -> str:
-    """Returns the error format that a command line requests, even if the rest of the command line is invalid."""
-    form = FORMATS[0]
-    for option, value in pairwise([*arguments, ""]):
-        if option == "--":
-            break
-        name, _, joined = option.partition("=")
-        if name == "--format" and (choice := joined or value) in FORMATS:
-            form = choice
-    return form
+class Output:
+    """The errors and findings of one command.
+
+    As text, errors go to stderr, and findings, which are results, to stdout. As GitHub annotations, both go to stdout.
+    In the formats of DOCUMENTS, stdout is one document of both, and other results go to stderr. With `--json`, stdout
+    is the JSON result of the command, which contains its findings, or else the document of its errors.
+
+    Args:
+        arguments: the command line, which may be invalid.
+    """
+
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self.form, self._has_result = FORMATS[0], False
+        self.delegated = False  # whether other processes run the command and show its errors and findings
+        self._errors: list[Diagnostic] = []
+        self._findings: list[Diagnostic] = []
+        for option, value in pairwise([*arguments, ""]):
+            if option == "--":
+                break
+            name, _, joined = option.partition("=")
+            if name == "--format" and (choice := joined or value) in FORMATS:
+                self.form = choice
+            self._has_result |= option == "--json"
+
+    @contextmanager
+    def results(self) -> Iterator[None]:
+        """A context manager in which results go to stderr if stdout is a document of errors and findings."""
+        with redirect_stdout(sys.stderr if self.form in DOCUMENTS and not self._has_result else sys.stdout):
+            yield
+
+    def find(self, finding: "Diagnostic", text: str | None = None) -> None:
+        """Shows or collects a finding. `text` is its line in the text format; None if the result contains it."""
+        if self.form == "text":
+            if text is not None:
+                click.echo(text)
+        elif not self._has_result:
+            self._findings.append(finding)
+
+    def fail(self, error: "Coded") -> None:
+        """Shows or collects an error."""
+        from specc.compiler.errors import diagnostics_of, render
+
+        if self.form == "text":
+            click.echo(render(error, colored()), err=True)
+        else:
+            self._errors += diagnostics_of(error)
+
+    def close(self, code: int, stream: TextIO | None = None) -> None:
+        """Writes what was collected, when the command ends with an exit code."""
+        shown = sorted([*self._errors, *self._findings], key=lambda finding: (finding.file, finding.mark))
+        if self.form == "text" or self.delegated or (not shown and (self._has_result or code or not _leads())):
+            return
+        if not shown and self.form == "json":  # the usual end, without an import
+            click.echo("[]", file=stream)
+            return
+        from specc.compiler.error_formats import FORMATS
+
+        if text := FORMATS[self.form](shown):
+            click.echo(text, file=stream)
 
 
-def error_format() -> str:
-    """Returns the error format that the running command requests."""
-    return str(get_current_context().obj)
+def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
+    """Returns whether a file or folder has more bytes than its budget, which then is a finding."""
+    over = budget is not None and total > budget
+    if over:
+        from specc.compiler.errors import Diagnostic
+
+        message = f"{total:,} bytes exceed the budget of {budget:,} by {total - (budget or 0):,}"
+        command_output().find(Diagnostic("F005", message, "", str(path)))
+    return over
 
 
-def show(error: Exception, form: str) -> None:
-    """Shows an error as text on stderr, or as JSON or GitHub annotations on stdout."""
-    from specc.compiler.errors import SpeccError, render
-
-    message, hint = getattr(error, "message", str(error)), getattr(error, "hint", "")
-    if isinstance(error, SpeccError):
-        click.echo(render(error, form, colored()), err=form == "text")  # type: ignore[arg-type]
-    elif form == "text":
-        click.echo(f"error: {message}" + (f"\n  = help: {hint}" if hint else ""), err=True)
-    else:
-        show(SpeccError(message, hint), form)
+def _leads() -> bool:
+    """Returns False for a process of a distributed run that is not the first."""
+    return os.environ.get("RANK", "0") == "0"
 
 
-def show_usage(error: click.ClickException, form: str) -> None:
-    """Shows an error of the command line itself. Click provides the message and, for text, the layout."""
-    if form == "text":
-        error.show()
-        return
-    context = getattr(error, "ctx", None)
-    from specc.compiler.errors import SpeccError
-
-    hint = f"{context.command_path if context is not None else 'specc'} --help"
-    show(SpeccError(error.format_message(), hint), form)
+def command_output() -> Output:
+    """Returns the output of the running command."""
+    output = get_current_context().find_object(Output)
+    return output if output is not None else Output()
 
 
 def colored() -> bool:

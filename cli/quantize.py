@@ -6,9 +6,9 @@ from typing import Any
 
 import rich_click as click
 
+from specc.cli.committed import require_built_run
 from specc.cli.options import (
     device_option,
-    format_option,
     json_option,
     run_argument,
     stated,
@@ -47,7 +47,6 @@ from specc.cli.processes import end_with_parent
 @device_option
 @tokenizers_option
 @json_option
-@format_option
 def command(
     run: Path, overrides: tuple[str, ...], purpose: str, tokenizers: tuple[Path, ...], as_json: bool, **settings: Any
 ) -> None:
@@ -57,6 +56,7 @@ def command(
     from specc.runtime.quantize.report import input_table, solution_line, table
 
     end_with_parent()
+    require_built_run(run)
     places, code = with_data(tokenizers, settings["data"]), 0
     if purpose == "submission":
         from specc.runtime.submission.export import code_bytes

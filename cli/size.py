@@ -6,8 +6,8 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option, json_option, model_argument
-from specc.cli.output import say
+from specc.cli.options import json_option, model_argument
+from specc.cli.output import find_over_budget, say
 
 
 @click.command("size")
@@ -19,7 +19,6 @@ from specc.cli.output import say
     help="Also compress the same arrays as parameter-golf PR 1105 does, and compare the sizes. Takes minutes.",
 )
 @json_option
-@format_option
 def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     """Count the bytes of an artifact or a submission exactly.
 
@@ -39,7 +38,7 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         counted = submission_size(model, budget)
         for line in [json.dumps({**counted.facts(), **more}, indent=2)] if as_json else counted.report():
             click.echo(line)
-        return int(counted.over)
+        return int(find_over_budget(model, counted.total, counted.budget))
     from specc.runtime.export.size import size as count
     from specc.runtime.storage.evaluations import evaluation_line, recorded_evaluations
 
@@ -50,7 +49,7 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         scores = {"evaluations": evaluations} if evaluations else {}
         groups = [asdict(group) for group in sizes.groups]
         click.echo(json.dumps({**facts, "groups": groups, **more, **scores}, indent=2))
-        return int(sizes.over)
+        return int(find_over_budget(sizes.path, sizes.total, sizes.budget))
     for group in sizes.groups:
         click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
     for section in sizes.sections:
@@ -63,4 +62,4 @@ def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     for evaluation in evaluations:
         click.echo(evaluation_line(evaluation))
     click.echo(f"{sizes.path}: {sizes.total:,} bytes{against}")
-    return int(sizes.over)
+    return int(find_over_budget(sizes.path, sizes.total, sizes.budget))

@@ -7,11 +7,11 @@ from typing import Any
 
 import rich_click as click
 
+from specc.cli.committed import require_built
 from specc.cli.options import (
     SPECS,
     device_option,
     folder,
-    format_option,
     only_spec,
     set_option,
     stated,
@@ -57,7 +57,6 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
     help="Stop after this number of seconds. The schedule does not change.",
 )
 @tokenizers_option
-@format_option
 def command(
     spec: Path | None,
     directory: Path | None,
@@ -72,6 +71,8 @@ def command(
 ) -> int:
     """Train the model of a spec.
 
+    If the generated code of the spec is committed beside it, it must be what a build writes.
+
     To train on several machines, start this command with torchrun on each.
     """
     from specc.compiler.build import plan_spec
@@ -85,8 +86,9 @@ def command(
             if overrides:
                 raise click.UsageError("--set has no effect on a resumed run, whose spec is fixed")
             beside, loaded, lock, overrides = SPECS, known.spec, known.lock, known.overrides
+            built = None
         else:
-            path = spec or only_spec()
+            built = path = spec or only_spec()
             beside = path.parent
             overrides = (*overrides, *selecting(path, overrides, data))
             planned = plan_spec(path, overrides)
@@ -96,9 +98,12 @@ def command(
         from specc.runtime.train.train import TrainOptions
         from specc.runtime.train.train import train as run
 
+        chosen = target_of(loaded, target, gpus)
+        if built is not None and (world is None or world.rank == 0):
+            require_built(built, loaded.name, chosen)
         options = TrainOptions(
             loaded,
-            target_of(loaded, target, gpus),
+            chosen,
             data or loaded.train.data.usual,
             directory,
             overrides,

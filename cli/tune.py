@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option, json_option, set_option, spec_argument, target_option
+from specc.cli.options import json_option, set_option, spec_argument, target_option
 from specc.cli.output import say
 
 
@@ -21,7 +21,6 @@ from specc.cli.output import say
     "--rest", is_flag=True, help="Measure only library products and whole steps, and leave the tiles as they are."
 )
 @json_option
-@format_option
 def command(
     spec: Path,
     target: str | None,

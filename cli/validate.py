@@ -4,14 +4,13 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, SpecPath, format_option, set_option
-from specc.cli.output import error_format, show
+from specc.cli.options import Compiling, SpecPath, set_option
+from specc.cli.output import command_output
 
 
 @click.command("validate", cls=Compiling)
 @click.argument("specs", nargs=-1, required=True, type=SpecPath())
 @set_option
-@format_option
 def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
     """Check specs and report all errors at once.
 
@@ -21,7 +20,7 @@ def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
     from specc.compiler.errors import SpeccError, SpecError
     from specc.compiler.text.source import name_of
 
-    form = error_format()
+    output = command_output()
     errors: list[SpeccError] = []
     for path in specs:
         try:
@@ -29,15 +28,12 @@ def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
         except SpeccError as error:
             errors.append(error)
         else:
-            if form == "text":
-                click.echo(f"{name_of(path)}: ok")
+            click.echo(f"{name_of(path)}: ok", err=output.form == "github")
     placed = [bad for bad in errors if isinstance(bad, SpecError)]
     for other in errors:
         if other not in placed:
-            show(other, form)
+            output.fail(other)
     if placed:
         texts = {name: text for bad in placed for name, text in bad.texts.items()}
-        show(SpecError([d for bad in placed for d in bad.diagnostics], texts), form)
-    elif form == "json" and not errors:
-        click.echo("[]")
+        output.fail(SpecError([d for bad in placed for d in bad.diagnostics], texts))
     return 2 if errors else 0

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import checked_targets, format_option, json_option, spec_argument, target_option
+from specc.cli.options import checked_targets, json_option, spec_argument, target_option
+from specc.cli.output import command_output
 
 
 @click.command("verify")
 @spec_argument
 @target_option
 @json_option
-@format_option
 def command(spec: Path, target: str | None, as_json: bool) -> int:
     """Compare generated code with its plan and with float64 references.
 
@@ -24,6 +24,7 @@ def command(spec: Path, target: str | None, as_json: bool) -> int:
     The exit code is 1 if a check fails, and 3 if this machine cannot run the target of --target.
     """
     from specc.compiler.build import plan_spec
+    from specc.compiler.errors import Diagnostic
 
     selected = checked_targets(spec, target)
     planned = plan_spec(spec, (), selected)
@@ -37,6 +38,9 @@ def command(spec: Path, target: str | None, as_json: bool) -> int:
         results.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
+        if check.ok is False:
+            finding = Diagnostic("F006", f"{check.target}: {check.name}: {check.detail}", "", str(spec))
+            command_output().find(finding)
     if as_json:
         rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in results]
         click.echo(json.dumps(rows, indent=2))

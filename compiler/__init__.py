@@ -2,7 +2,9 @@
 
 # Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.
 LAYERS = (
+    "codes",
     "errors",
+    "error_formats",
     "strict",
     "pattern",
     "targets",

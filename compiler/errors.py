@@ -1,13 +1,12 @@
-"""Diagnostics with their location and hint, their rendering, and the exit codes of the command line."""
+"""Diagnostics with their code, location and hint, their text for a terminal, and the exit codes of the command line."""
 
 import errno
-import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Protocol
 
 EXIT_OK = 0
 EXIT_FINDINGS = 1
@@ -18,8 +17,6 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # error codes of a full disk or an exhausted quota
-
-Format = Literal["text", "json", "github"]
 
 SNIPPET_WIDTH = 100
 MESSAGE_WIDTH = 600
@@ -37,21 +34,39 @@ class Mark:
 class Diagnostic:
     """One problem, its location and a hint that states how to fix it.
 
-    `related` are (note, position) pairs in the same file.
+    Attributes:
+        code: the code of the problem, a key of `codes.CODES`.
+        message: the problem.
+        hint: how to fix it; empty if that is obvious.
+        file: the file at fault; empty if there is none.
+        mark: the position in the file.
+        related: (note, position) pairs in the same file.
     """
 
     code: str
     message: str
     hint: str
-    file: str
-    mark: Mark
+    file: str = ""
+    mark: Mark = Mark(1, 1)
     related: tuple[tuple[str, Mark], ...] = ()
+
+
+class Coded(Protocol):
+    """An error with a code, a message and a hint: a SpeccError, or an error of the runtime."""
+
+    @property
+    def code(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def hint(self) -> str: ...
 
 
 class SpeccError(Exception):
     """An error that the user can fix. It is shown without a traceback, and the command exits with `exit_code`."""
 
     exit_code: ClassVar[int] = EXIT_USAGE
+    code: ClassVar[str] = "U002"
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -63,6 +78,44 @@ class EnvironmentProblem(SpeccError):
     """An error of the machine: no GPU, no nvcc, a missing package, a full disk."""
 
     exit_code = EXIT_ENVIRONMENT
+    code = "E001"
+
+
+class MissingPackage(EnvironmentProblem):
+    """A package is not installed."""
+
+    code = "E002"
+
+
+class DiskProblem(EnvironmentProblem):
+    """A disk is full, or a file cannot be read or written."""
+
+    code = "E003"
+
+
+class UsageProblem(SpeccError):
+    """A command line is wrong."""
+
+    code = "U001"
+
+
+class Ended(Exception):
+    """A signal ended the command. `code` is P001 or P002."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message, self.hint = code, message, ""
+
+
+class Bug(Exception):
+    """An error that is not meant for users."""
+
+    code: ClassVar[str] = "B001"
+    MESSAGE: ClassVar[str] = "this is a bug in specc; please report it with the spec and the command"
+
+    def __init__(self, error: Exception) -> None:
+        self.message, self.hint = f"{type(error).__name__}: {error}", self.MESSAGE
+        super().__init__(self.message)
 
 
 class SpecError(SpeccError):
@@ -72,12 +125,13 @@ class SpecError(SpeccError):
         self.diagnostics = tuple(sorted(set(diagnostics), key=lambda d: (d.file, d.mark, d.code, d.message)))
         self.texts = dict(texts)
         first = self.diagnostics[0]
+        self.code = first.code  # type: ignore[misc]
         super().__init__(
             f"{first.file}:{first.mark.line}:{first.mark.column}: {first.code} {first.message}", first.hint
         )
 
     def __str__(self) -> str:
-        return render(self, "text")
+        return render(self)
 
 
 def quote(value: object, width: int = 60) -> str:
@@ -100,19 +154,19 @@ def safe(text: str) -> str:
     return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
-def render(error: SpeccError, format: Format = "text", color: bool = False) -> str:
-    """Formats an error as text for a terminal, as a JSON list, or as GitHub annotations.
+def diagnostics_of(error: Coded) -> tuple[Diagnostic, ...]:
+    """Returns the diagnostics of an error: all problems of a spec, or the error itself, which has no location."""
+    if isinstance(error, SpecError):
+        return error.diagnostics
+    return (Diagnostic(error.code, error.message, error.hint),)
 
-    The result has no final newline.
-    """
-    if not isinstance(error, SpecError):
-        error = SpecError([Diagnostic("", error.message, error.hint, "", Mark(1, 1))], {})
-    if format == "json":
-        return json.dumps([_as_json(diagnostic) for diagnostic in error.diagnostics], indent=2)
-    if format == "github":
-        return "\n".join(_as_annotation(diagnostic) for diagnostic in error.diagnostics)
-    texts = {file: text.replace("\r\n", "\n").split("\n") for file, text in error.texts.items()}
-    parts = [_as_text(diagnostic, texts.get(diagnostic.file, []), color) for diagnostic in error.diagnostics]
+
+def render(error: Coded, color: bool = False) -> str:
+    """Formats an error as text for a terminal. The result has no final newline."""
+    sources = error.texts if isinstance(error, SpecError) else {}
+    texts = {file: text.replace("\r\n", "\n").split("\n") for file, text in sources.items()}
+    diagnostics = diagnostics_of(error)
+    parts = [_as_text(diagnostic, texts.get(diagnostic.file, []), color) for diagnostic in diagnostics]
     if len(parts) > 1:
         parts.append(f"{len(parts)} errors")
     return "\n\n".join(parts)
@@ -146,8 +200,7 @@ def _as_text(diagnostic: Diagnostic, lines: list[str], color: bool) -> str:
     bold, red, blue = (partial(_styled, code, color) for code in ("1", "1;31", "1;34"))
     mark = diagnostic.mark
     place = f"{safe(diagnostic.file)}:{mark.line}:{mark.column}: " if diagnostic.file else "error: "
-    code = f"{red(diagnostic.code)} " if diagnostic.code else ""
-    shown = [bold(place) + code + _cut(diagnostic.message)]
+    shown = [bold(place) + f"{red(diagnostic.code)} " + _cut(diagnostic.message)]
     places = [("", mark), *diagnostic.related]
     margin = max(len(str(at.line)) for _, at in places)
     for number, (note, at) in enumerate(places):
@@ -188,25 +241,3 @@ def _width(char: str) -> int:
     if not char.isprintable():
         return 1
     return 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
-    place = {"file": diagnostic.file, "line": diagnostic.mark.line, "column": diagnostic.mark.column}
-    related = [{"message": note, "line": at.line, "column": at.column} for note, at in diagnostic.related]
-    words = {"code": diagnostic.code, "message": diagnostic.message, "hint": diagnostic.hint}
-    return {**words, **place, "related": related}
-
-
-def _as_annotation(diagnostic: Diagnostic) -> str:
-    mark = diagnostic.mark
-    place = f"file={_property(diagnostic.file)},line={mark.line},col={mark.column}," if diagnostic.file else ""
-    body = "\n".join(safe(text) for text in (diagnostic.message, diagnostic.hint) if text)
-    return f"::error {place}title={_property(diagnostic.code or 'specc')}::{_data(body)}"
-
-
-def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -23,10 +23,19 @@ State = Literal["changed", "missing", "extra", "line endings"]
 class OtherSource(SpeccError):
     """Raised if a generated folder was built from another spec file. Exit code 2."""
 
+    code = "G001"
+
+
+class StaleCode(SpeccError):
+    """Raised if a committed generated file is not what its spec builds. Exit code 2."""
+
+    code = "G002"
+
 
 class HandEdited(SpeccError):
     """Raised if a generated file has content that no build wrote. Exit code 1."""
 
+    code = "F009"
     exit_code = 1
 
 
@@ -58,6 +67,35 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
         elif (content := (folder / name).read_bytes()) != files[name].encode():
             same = content.replace(b"\r\n", b"\n") == files[name].encode()
             yield Drift(name, "line endings" if same else "changed")
+
+
+def changes(folder: Path, files: Files) -> tuple[tuple[str, str], ...]:
+    """Returns (state, name) of each file that a build would change, sorted by name. Writes nothing.
+
+    The state is `new`, `changed`, or `removed` for a file of an earlier build.
+    """
+    states = {"missing": "new", "changed": "changed", "line endings": "changed", "extra": "removed"}
+    owned = _owned(folder)
+    moved = [(states[entry.state], entry.path) for entry in drift(folder, files)]
+    return tuple((state, name) for state, name in moved if state != "removed" or name in owned)
+
+
+def require_current(folder: Path, files: Files, within: str, build: str) -> None:
+    """Raises StaleCode if a build would change the files of a folder on disk.
+
+    Args:
+        folder: the generated folder of a spec.
+        files: the files that a build writes there.
+        within: the subfolder to compare, such as `cpu`.
+        build: the command that builds the spec.
+    """
+    stale = [(state, name) for state, name in changes(folder, files) if name.startswith(f"{within}/")]
+    if stale:
+        (state, name), more = stale[0], len(stale) - 1
+        words = {"new": "is missing", "changed": "is not what its spec builds", "removed": "is of an earlier build"}
+        message = f"{folder / name} {words[state]}" + (f", and {more} more files differ" if more else "")
+        hint = f"build and review it: `{build}`; code that runs is always generated from the spec, not read from there"
+        raise StaleCode(message, hint)
 
 
 def unified(folder: Path, files: Files, root: str) -> str:
@@ -127,22 +165,22 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
             f"{folder / edited[0]} was edited by hand" + (f", and {len(edited) - 1} more" if len(edited) > 1 else ""),
             "move the edit into the spec or a template, delete the file, or build with --force to discard the edit",
         )
-    stale = sorted(name for name in _present(folder) & owned.keys() if name not in files)
-    moved = [(drift.state, drift.path) for drift in drift(folder, files) if drift.state != "extra"]
-    if moved or stale:
+    done = changes(folder, files)
+    if done:
         replace_file(folder / NEXT, files[MANIFEST])
-    done = [("new" if state == "missing" else "changed", name) for state, name in moved]
-    for _, name in done:
-        if name != MANIFEST:
+    for state, name in done:
+        if name != MANIFEST and state != "removed":
             replace_file(folder / name, files[name])
-    for name in stale:
-        (folder / name).unlink()
-        _prune(folder, (folder / name).parent)
-    if done:  # written last: until then the old manifest lists the other files of earlier builds
+    for state, name in done:
+        if state == "removed":
+            (folder / name).unlink()
+            _prune(folder, (folder / name).parent)
+    if any(state != "removed" for state, _ in done):
+        # written last: until then the old manifest lists the other files of earlier builds
         replace_file(folder / MANIFEST, files[MANIFEST])
     for path in [path for path in folder.rglob(".*") if _temporary(path)]:
         path.unlink()
-    return tuple(sorted([*done, *(("removed", name) for name in stale)], key=lambda entry: entry[1]))
+    return done
 
 
 def _require_same_source(folder: Path, files: Files) -> None:

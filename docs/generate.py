@@ -15,7 +15,9 @@ from typing import Any
 import click
 from pictures import pictures
 
-from specc.compiler.spec.check import CODES
+from specc.compiler.codes import CODES, INTERRUPTED, exit_code_of
+from specc.compiler.codes import EXIT_CODES as EXITS
+from specc.compiler.error_formats import schema_text as findings_schema
 from specc.compiler.spec.json_schema import schema_text
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,17 @@ EXIT_CODES = {
     75: "stopped by a signal; the run can be resumed",
     130: "interrupted",
 }
+KINDS = {
+    "S": "a problem of a spec",
+    "F": "a finding: drift, a difference, a failed check, too many bytes",
+    "G": "a problem of generated code",
+    "U": "a problem of use: an argument, a file, data",
+    "E": "a problem of the environment: a GPU, a package, a disk",
+    "R": "a run that failed",
+    "I": "integrity: bytes that are not what they should be",
+    "P": "a signal; the work can be resumed",
+    "B": "a bug in specc",
+}
 
 
 def files() -> dict[str, str]:
@@ -44,6 +57,7 @@ def files() -> dict[str, str]:
     pages = {"spec": spec_page, "commands": commands_page, "errors": errors_page}
     return {
         **{f"reference/{name}.md": page() for name, page in pages.items()},
+        "reference/findings.schema.json": findings_schema(),
         **{f"pictures/{name}": text for name, text in pictures().items()},
     }
 
@@ -215,20 +229,33 @@ def command_section(path: str, command: click.Command) -> str:
 def errors_page() -> str:
     cases = [case for family in FAMILIES for case in cases_of(family)]
     intro = (
-        "# Errors of a spec\n\nEach error code has one example: a change of a valid spec, and the message that the "
-        "change causes. The lines with `-` are valid. They are lines of "
-        "[decoder.yaml](../../tests/errors/decoder.yaml) or [pairs.yaml](../../tests/errors/pairs.yaml). The lines "
-        "with `+` are invalid. [tests/errors](../../tests/errors) contains these and more examples. Each test run "
-        "compares their messages.\n"
+        "# Errors and findings\n\n`specc explain CODE` prints the entry of this page for one code. The letter of a "
+        "code states the kind and the exit code:\n\n| letter | kind | exit code |\n|---|---|---|\n"
+        + "".join(f"| {letter} | {kind} | {EXITS[letter]} |\n" for letter, kind in KINDS.items())
+        + f"\nAn interruption with Ctrl-C, {INTERRUPTED}, has the exit code {exit_code_of(INTERRUPTED)}.\n\n"
+        "The example of a code of a spec is a change of a valid spec, and the message that the change causes. The "
+        "lines with `-` are valid. They are lines of [decoder.yaml](../../tests/errors/decoder.yaml) or "
+        "[pairs.yaml](../../tests/errors/pairs.yaml). The lines with `+` are invalid. Other examples are commands that "
+        "end with the error, their output, and commands without the error. `runs/first` is a quantized run of "
+        "decoder.yaml. [tests/errors](../../tests/errors) contains these and more examples. Each test run compares "
+        "their messages.\n"
     )
     return HEADER + "\n".join([intro, *(error_section(code, meaning, cases) for code, meaning in CODES.items())])
 
 
 def error_section(code: str, meaning: str, cases: list[Case]) -> str:
-    """A code with its simplest case: that with the fewest codes, then the shortest change."""
-    matching = [case for case in cases if f" {code} " in case.message]
-    case = min(matching, key=lambda case: (case.message.count("= help:"), len(case.change), case.family, case.name))
-    return f"## {code}: {meaning}\n\n```{case.language}\n{case.change}```\n\n```text\n{case.message}```\n"
+    """A code with its simplest case: one with a good example, of the fewest codes, then the shortest change."""
+    matching = [case for case in cases if case.shows(code)]
+    if not matching:
+        return f"## {code}: {meaning}\n\nThere is no short example.\n"
+
+    def key(case: Case) -> tuple[object, ...]:
+        complete = bool(case.good) or case.language == "diff"
+        return not complete, case.message.count("= help:"), len(case.change), case.family, case.name
+
+    case = min(matching, key=key)
+    good = f"\nWithout the error:\n\n```sh\n{case.good}```\n" if case.good else ""
+    return f"## {code}: {meaning}\n\n```{case.language}\n{case.change}```\n\n```text\n{case.message}```\n{good}"
 
 
 def main() -> int:

@@ -12,9 +12,11 @@ class RuntimeFailure(Exception):
         message: the problem and its location.
         hint: a suggested remedy; empty if there is none.
         exit_code: exit code of the command that ends with this error.
+        code: its code, a key of `specc.compiler.codes.CODES`.
     """
 
     exit_code = 4
+    code = "R001"
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message}\n{hint}" if hint else message)
@@ -25,6 +27,7 @@ class RuntimeFailure(Exception):
 class EnvironmentFailure(RuntimeFailure):
     """The machine lacks a requirement: a GPU, a compiler, a package, disk space, or write access to a file."""
 
+    code = "E001"
     exit_code = 3
 
 
@@ -35,16 +38,20 @@ class RunFailure(RuntimeFailure):
 class ExportError(RuntimeFailure):
     """The place for an exported file is not free or not usable, or the run has no form of this format."""
 
+    code = "U012"
     exit_code = 2
 
 
 class QuantizeError(RunFailure):
     """A parameter cannot be quantized as requested, or no allocation of bits fits the budget."""
 
+    code = "R002"
+
 
 class IntegrityError(RuntimeFailure):
     """A file is damaged, truncated, or does not match its header. No part of its content has been returned."""
 
+    code = "I001"
     exit_code = 5
 
 

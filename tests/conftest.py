@@ -1,4 +1,4 @@
-"""Requirements of tests: tests that need a GPU or nvcc are deselected without them, with a line that says so."""
+"""Requirements of tests: tests that need a GPU, nvcc or much time are deselected, with a line that says so."""
 
 import gc
 import os
@@ -60,6 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Processes of pytest-xdist take whole files: with short files at the end, all processes end together.
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SLOW)
     missing: dict[str, str] = {}
+    if "soak" not in (config.option.markexpr or ""):
+        missing["soak"] = "they take minutes; `-m soak` selects them"
     if any(item.get_closest_marker("nvcc") for item in items) and shutil.which("nvcc") is None:
         if os.environ.get("CI") == "true":
             raise pytest.UsageError("CI needs nvcc: the kernels have to compile")

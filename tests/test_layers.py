@@ -149,8 +149,9 @@ def test_no_name_explains_nothing() -> None:
     assert names.isdisjoint({"utils", "common", "helpers", "manager", "base", "misc"})
 
 
-@pytest.mark.parametrize("half", PRESENT)
+@pytest.mark.parametrize("half", ["compiler", "runtime"])
 def test_a_folder_is_one_screen(half: str) -> None:
+    """The folder of commands has one file per command, which `specc --help` lists."""
     crowd: dict[Path, int] = {}
     for path in (ROOT / half).rglob("*.py"):
         crowd[path.parent] = crowd.get(path.parent, 0) + 1

@@ -6,8 +6,8 @@ from pathlib import Path
 import rich_click as click
 
 from specc.cli import options
-from specc.cli.options import format_option, json_option, tokenizer_of, tokenizers_option
-from specc.cli.output import Stages
+from specc.cli.options import json_option, tokenizer_of, tokenizers_option
+from specc.cli.output import Stages, command_output
 
 
 @click.command("check")
@@ -17,12 +17,12 @@ from specc.cli.output import Stages
 )
 @tokenizers_option
 @json_option
-@format_option
 def command(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], as_json: bool) -> int:
     """Read a folder of token shards, and report its contents and problems.
 
     The exit code is 5 if the shards are damaged, and 1 for any other problem.
     """
+    from specc.compiler.errors import Diagnostic
     from specc.runtime.data.shards.check import check as read
     from specc.runtime.data.tokenizers.open import open_tokenizer
 
@@ -36,4 +36,7 @@ def command(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], a
     else:
         for line in check.report():
             click.echo(line)
+    for finding in check.findings:
+        code = "I002" if finding.damage else "F007"
+        command_output().find(Diagnostic(code, str(finding), "", str(folder)))
     return check.exit_code

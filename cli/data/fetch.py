@@ -6,7 +6,7 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import folder, format_option
+from specc.cli.options import folder
 from specc.cli.output import say
 
 
@@ -23,7 +23,6 @@ from specc.cli.output import say
 @click.option("--repo", help="Repository with the same files. By default, the official one.")
 @click.option("--revision", help="Branch, tag or commit of the repository. By default, main.")
 @click.option("--yes", is_flag=True, help="Download without a question.")
-@format_option
 def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None, yes: bool) -> None:
     """Download token shards or a tokenizer from the Hugging Face hub.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import folder, format_option, tokenizer_of, tokenizers_option
+from specc.cli.options import folder, tokenizer_of, tokenizers_option
 from specc.cli.output import say
 
 
@@ -57,7 +57,6 @@ def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
     help="Tokens per shard.",
 )
 @tokenizers_option
-@format_option
 def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
     """Pack text, jsonl, parquet or folders of `datasets` into a folder of token shards.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import folder, format_option
+from specc.cli.options import folder
 from specc.cli.output import say
 
 
@@ -40,7 +40,6 @@ from specc.cli.output import say
 @click.option(
     "--max-bytes", "most_bytes", type=click.IntRange(1), default=10**9, show_default=True, help="Bytes of text to read."
 )
-@format_option
 def command(**given: Any) -> None:
     """Train a tokenizer on text: a byte-level BPE or a SentencePiece model.
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
-from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, locked_kernel
+from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, LockError, locked_kernel
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
 from specc.compiler.programs.cost import graph_costs
 from specc.compiler.programs.programs import Group, LoweringError, Programs
@@ -41,7 +40,7 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
 
     Raises:
         LoweringError: If no kernel accepts a node, or if names of kernels clash. Lists all such nodes with reasons.
-        SpeccError: If a lock entry cannot be followed.
+        LockError: If a lock entry cannot be followed.
     """
     choices: list[Choice] = []
     save_choices: list[SaveChoices] = []
@@ -177,19 +176,19 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
 
 
 def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
-    """Returns the kernel of a lock entry. Raises SpeccError, with the lock's file name, if the kernel no longer accepts
+    """Returns the kernel of a lock entry. Raises LockError, with the lock's file name, if the kernel no longer accepts
     the node."""
     file = f"{site.module}.lock.json"
     try:
         kernel = locked_kernel(entry)
-    except SpeccError as error:
-        raise SpeccError(f"{file}, {site.target.name}: {error.message}", error.hint) from None
+    except LockError as error:
+        raise LockError(f"{file}, {site.target.name}: {error.message}", error.hint) from None
     reason: str | None = dict(rejected).get(kernel.name, "computes something else")
     if any(other.name == kernel.name for other in taking):
         reason = kernel.rejects(site)  # also checks the measured tile
     if reason is not None:
         message = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
-        raise SpeccError(f"{file}, {site.target.name}: {message}", MEASURE_AGAIN)
+        raise LockError(f"{file}, {site.target.name}: {message}", MEASURE_AGAIN)
     return kernel
 
 

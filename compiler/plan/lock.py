@@ -27,6 +27,12 @@ NodeKey = Annotated[str, Field(min_length=1, max_length=20_000)]
 NOTHING: Mapping[str, Any] = {}
 
 
+class LockError(SpeccError):
+    """An entry of a lock cannot be used, or a measurement must not replace it."""
+
+    code = "U015"
+
+
 class Entry(StrictModel):
     """The measured kernel of one node.
 
@@ -263,7 +269,7 @@ def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
 
 
 def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable[Site], rows: int) -> None:
-    """Raises SpeccError if `machine` has already measured one of the nodes on more rows.
+    """Raises LockError if `machine` has already measured one of the nodes on more rows.
 
     The fastest tile depends on the number of rows, so a measurement on fewer rows must not replace it.
 
@@ -278,7 +284,7 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
     known = (lock.entry(target, site) for site in sites if locked is not None and locked.machine == machine)
     if larger := next((entry for entry in known if entry is not None and entry.rows > rows), None):
         what = f"{larger.node} was measured on {larger.rows:,} rows, but this search has only {rows:,}"
-        raise SpeccError(what, "use the micro-batch of training, or replace the measurement with --fresh")
+        raise LockError(what, "use the micro-batch of training, or replace the measurement with --fresh")
 
 
 def site_digest(site: Site) -> str:
@@ -329,20 +335,20 @@ def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:
 def locked_kernel(entry: Entry) -> Kernel:
     """Returns the kernel of an entry, with its tile.
 
-    Raises SpeccError if this compiler does not have the kernel, or if the tile is invalid.
+    Raises LockError if this compiler does not have the kernel, or if the tile is invalid.
     """
     known_kernels: dict[str, Kernel] = {kernel.name: kernel for kernel in catalog(kernels, Kernel).values()}
     kernel, node = known_kernels.get(entry.kernel), entry.node
     if kernel is None:
-        raise SpeccError(f"{node}: {entry.kernel} is not a kernel of this compiler", MEASURE_AGAIN)
+        raise LockError(f"{node}: {entry.kernel} is not a kernel of this compiler", MEASURE_AGAIN)
     if entry.tile is None and kernel.TILE is None:
         return kernel
     if entry.tile is None:
-        raise SpeccError(f"{node}: the entry has no tile; {entry.kernel} needs one", MEASURE_AGAIN)
+        raise LockError(f"{node}: the entry has no tile; {entry.kernel} needs one", MEASURE_AGAIN)
     if kernel.TILE is None:
-        raise SpeccError(f"{node}: the entry has a tile; {entry.kernel} takes none", MEASURE_AGAIN)
+        raise LockError(f"{node}: the entry has a tile; {entry.kernel} takes none", MEASURE_AGAIN)
     if unknown := sorted(set(entry.tile) - {field.name for field in fields(kernel.TILE)}):
-        raise SpeccError(f"{node}: {unknown[0]} is not a valid key of a tile of {entry.kernel}", MEASURE_AGAIN)
+        raise LockError(f"{node}: {unknown[0]} is not a valid key of a tile of {entry.kernel}", MEASURE_AGAIN)
     try:
         settings: dict[str, Any] = {
             "tile": TypeAdapter(kernel.TILE).validate_json(json.dumps(dict(entry.tile)), strict=True)
@@ -352,4 +358,4 @@ def locked_kernel(entry: Entry) -> Kernel:
         first = error.errors()[0]
         place = "".join(f"{key}: " for key in first["loc"])
         what = place + first["msg"].removeprefix("Value error, ")
-        raise SpeccError(f"{node}: the tile is not valid for {entry.kernel}: {what}", MEASURE_AGAIN) from None
+        raise LockError(f"{node}: the tile is not valid for {entry.kernel}: {what}", MEASURE_AGAIN) from None

@@ -48,6 +48,8 @@ def _ident(value: object) -> str:
 class TemplateFault(SpeccError):
     """An error in a template. `message` states its file and line."""
 
+    code = "G003"
+
 
 def exists(template: str) -> bool:
     """Returns whether the template exists."""

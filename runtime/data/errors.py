@@ -11,17 +11,21 @@ class DataError(RuntimeFailure):
         hint: a suggested remedy; empty if there is none.
     """
 
+    code = "U005"
     exit_code = 2
 
 
 class DataIntegrityError(DataError):
     """A file on disk is truncated, damaged, or was changed while in use (exit code 5)."""
 
+    code = "I002"
     exit_code = 5
 
 
 class LineError(DataError):
     """A line cannot be used. `row` is its index among several lines, from 0."""
+
+    code = "U006"
 
     def __init__(self, row: int, message: str, hint: str = "") -> None:
         super().__init__(message, hint)

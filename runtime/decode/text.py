@@ -22,6 +22,7 @@ PAGE = 1024  # random numbers per row that are generated at once
 class SamplingError(RuntimeFailure):
     """A sampling setting is out of range."""
 
+    code = "U011"
     exit_code = 2
 
 

@@ -12,12 +12,14 @@ from specc.runtime.errors import RuntimeFailure
 class Preempted(RuntimeFailure):
     """SIGTERM or SIGHUP was received. The work is saved and can be resumed."""
 
+    code = "P001"
     exit_code = 75
 
 
 class Interrupted(RuntimeFailure):
     """Ctrl-C was received. The work is saved and can be resumed."""
 
+    code = "P002"
     exit_code = 130
 
 

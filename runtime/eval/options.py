@@ -18,6 +18,7 @@ FEWER = "lower --batch, or eval.batch in the spec"  # the hint for full GPU memo
 class EvaluateError(RuntimeFailure):
     """A model cannot be scored with these options. For example, there is no data, or the stride exceeds the window."""
 
+    code = "U009"
     exit_code = 2
 
 

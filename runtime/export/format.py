@@ -46,10 +46,11 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The files of an export. `over` is True if they exceed the budget of the spec."""
+    """The files of an export. If the format has a budget, `total` and `budget` are in bytes."""
 
     paths: tuple[Path, ...]
-    over: bool = False
+    total: int = 0
+    budget: int | None = None
 
 
 class ExportFormat(ABC):

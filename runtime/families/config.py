@@ -34,6 +34,7 @@ HARMLESS = frozenset(
 class ConfigError(RuntimeFailure):
     """A config.json is not valid, or states a feature that specc lacks (exit code 2)."""
 
+    code = "U013"
     exit_code = 2
 
 

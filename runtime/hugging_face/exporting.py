@@ -39,6 +39,7 @@ SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class ExportFolderError(RuntimeFailure):
     """The folder cannot be written there (exit code 2)."""
 
+    code = "U012"
     exit_code = 2
 
 

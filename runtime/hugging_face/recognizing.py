@@ -24,6 +24,7 @@ OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change th
 class NoFamily(RuntimeFailure):
     """No family of Transformers that specc knows has this model (exit code 2)."""
 
+    code = "U013"
     exit_code = 2
 
 

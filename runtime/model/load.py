@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 class TargetError(RuntimeFailure):
     """The target is not in the spec, or the code of no target runs on the device."""
 
+    code = "U004"
     exit_code = 2
 
 

@@ -47,6 +47,7 @@ FILES = "files"
 class RunDirectoryError(RuntimeFailure):
     """The run directory does not exist, is in use, or belongs to another run."""
 
+    code = "U003"
     exit_code = 2
 
 

@@ -97,6 +97,7 @@ class NodeResult:
 class TuneError(RuntimeFailure):
     """Raised if the requested search is not possible. Exit code 2."""
 
+    code = "U014"
     exit_code = 2
 
 

@@ -16,6 +16,7 @@ Kind = Literal["run", "artifact", "hugging_face", "safetensors"]
 class StartError(RuntimeFailure):
     """The weights to start from do not exist, or do not fit the model."""
 
+    code = "U007"
     exit_code = 2
 
 

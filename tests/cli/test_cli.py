@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import jsonschema
 import pytest
 from tiny_models import spec_data
 
 from specc.cli import LAYERS, app, output
+from specc.compiler.codes import CODES
+from specc.compiler.error_formats import schema_text
 from specc.compiler.errors import EnvironmentProblem, SpeccError
 from specc.compiler.spec.check import load
 
@@ -126,7 +129,7 @@ def test_each_error_has_its_exit_code(
     def failing(*args: object, **words: object) -> None:
         raise error
 
-    monkeypatch.setattr("specc.compiler.build.plan_spec", failing)
+    monkeypatch.setattr("specc.compiler.build.compile_spec", failing)
     assert specc("plan", "specs/tiny.yaml") == code
     assert ("Traceback" in specc.err) == (code == 70)
     if code == 70:
@@ -135,14 +138,14 @@ def test_each_error_has_its_exit_code(
     elif code == 130:
         assert specc.err.strip() == "interrupted"
     else:
-        assert specc.err == "error: m\n  = help: h\n"
+        assert specc.err == f"error: {error.code} m\n  = help: h\n"
 
 
 def test_a_disk_that_refuses_is_no_bug(here: Path, specc: Shell) -> None:
     shutil.rmtree("specs")
     Path("specs").write_text("a file\n")
     assert specc("init", "other", "--from", str(ROOT / "specs/gpt_mini.yaml")) == 3
-    assert specc.err == "error: specs: File exists\n"
+    assert specc.err == "error: E003 specs: File exists\n"
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
@@ -202,6 +205,32 @@ def stamps(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in sorted([folder, *folder.rglob("*")])}
 
 
+def test_plan_compares_with_what_is_on_disk(here: Path, specc: Shell) -> None:
+    assert specc("plan", "specs/tiny.yaml") == 0
+    line = specc.out.splitlines()[-1]
+    assert re.fullmatch(r"files        \d+ new: PLAN.md, .* and \d+ more, in generated/tiny", line)
+    assert not Path("generated").exists()
+    assert specc("build") == 0
+    before = stamps(here / "generated")
+    assert specc("plan", "specs/tiny.yaml", "--diff") == 0
+    assert specc.out.splitlines()[-1] == "files        as built, in generated/tiny"
+    (here / "other.yaml").write_text(Path("specs/tiny.yaml").read_text().replace("relu(x) ** 2", "gelu(x)"))
+    shutil.copytree("generated", "was")
+    assert specc("plan", "specs/tiny.yaml", "--json", "--set", "model.blocks.layers.1.act=gelu(x)") == 0
+    files = json.loads(specc.out)["files"]
+    Path("specs/tiny.yaml").write_text(Path("other.yaml").read_text())
+    assert specc("plan", "specs/tiny.yaml", "--json") == 0 and json.loads(specc.out)["files"] == files
+    assert specc("plan", "specs/tiny.yaml", "--diff") == 0
+    assert "--- a/tiny/cpu/model.py\n+++ b/tiny/cpu/model.py\n" in specc.out
+    assert "--- /dev/null\n+++ b/tiny/cpu/linear_gelu__n12_k8.py\n" in specc.out
+    assert stamps(here / "generated") == before
+    assert specc("build") == 0
+    built = [line.split() for line in specc.out.splitlines() if line.split()[0] in files]
+    names = {state: [name.removeprefix("generated/tiny/") for its, name in built if its == state] for state in files}
+    assert names == files
+    assert all(files.values()), "files are added, changed and removed"
+
+
 def test_build_check_diff_and_hand_edits(here: Path, specc: Shell) -> None:
     assert specc("build", "--check") == 1
     assert "generated/tiny/cpu/model.py: missing" in specc.out.splitlines()
@@ -235,7 +264,7 @@ def test_build_check_diff_and_hand_edits(here: Path, specc: Shell) -> None:
     assert stamps(here / "generated") == edited != before
     assert specc("build") == 1
     assert (
-        specc.err.startswith("error: generated/tiny/PLAN.md was edited by hand")
+        specc.err.startswith("error: F009 generated/tiny/PLAN.md was edited by hand")
         or "cpu/model.py was edited by hand" in specc.err
     )
     assert "build with --force" in specc.err
@@ -393,7 +422,7 @@ def test_errors_of_the_command_line_have_the_format_too(specc: Shell, arguments:
     (error,) = json.loads(specc.out)
     assert error["message"] and error["hint"].endswith("--help")
     assert specc("--format=github", *arguments) == 2 and specc.err == ""
-    assert specc.out.startswith("::error title=specc::")
+    assert specc.out.startswith("::error title=U001::")
 
 
 @pytest.mark.parametrize(
@@ -412,15 +441,107 @@ def test_colors_are_for_terminals_that_want_them(
     assert output.colored() == colors
 
 
+def test_every_command_takes_every_format(specc: Shell) -> None:
+    for group, entry in commands(app.specc):
+        command = group.loaded(entry)
+        own = next(option for option in command.params if "--format" in option.opts)
+        assert isinstance(own.type, click.Choice)
+        if entry.name == "export":  # its format is that of the export; `specc --format json export` has that of errors
+            continue
+        assert set(own.type.choices) >= {"text", "json", "github", "sarif"}, entry.name
+        words = [*([group.name] if group is not app.specc else []), entry.name, "--no-such-option"]
+        assert specc(*map(str, words), "--format", "json") == 2 and specc.err == ""
+        require_findings(specc.out, ["U001"])
+        assert specc(*map(str, words), "--format", "sarif") == 2
+        assert json.loads(specc.out)["runs"][0]["results"][0]["ruleId"] == "U001"
+    assert specc("--format", "json", "export", "nowhere", "--format", "safetensors") == 2
+    require_findings(specc.out, ["U002"])
+
+
+def require_findings(document: str, codes: list[str]) -> list[dict[str, object]]:
+    """Holds a document to the published schema, and to the codes of its findings."""
+    findings: list[dict[str, object]] = json.loads(document)
+    jsonschema.validate(findings, json.loads(schema_text()), jsonschema.Draft202012Validator)
+    assert [finding["code"] for finding in findings] == codes
+    return findings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "codes"),
+    [
+        (["validate", "specs/tiny.yaml"], 0, []),
+        (["plan", "specs/tiny.yaml"], 0, []),
+        (["plan", "nope.yaml"], 2, ["S001"]),
+        (["build", "specs/tiny.yaml", "--check"], 1, ["F001"] * 6),
+        (["build", "specs/tiny.yaml", "--diff"], 1, ["F001"]),
+        (["explain", "specs/tiny.yaml"], 0, []),
+        (["explain", "S104"], 0, []),
+        (["explain", "S999"], 2, ["U001"]),
+        (["ir", "specs/tiny.yaml"], 0, []),
+        (["ir", "specs/tiny.yaml", "--after", "nope"], 2, ["U001"]),
+        (["diff", "specs/tiny.yaml", "specs/tiny.yaml"], 0, []),
+        (["diff", "specs/tiny.yaml", "other.yaml"], 1, ["F004"]),
+        (["init", "a-b", "--from", "tiny"], 2, ["U002"]),
+        (["schema"], 0, []),
+        (["schema", "--check"], 1, ["F002"]),
+        (["migrate", "old.yaml", "--check"], 1, ["F003"]),
+        (["migrate", "specs/tiny.yaml", "--check"], 0, []),
+    ],
+)
+def test_the_document_of_a_command_has_its_findings_and_nothing_else(
+    here: Path, specc: Shell, arguments: list[str], code: int, codes: list[str]
+) -> None:
+    text = Path("specs/tiny.yaml").read_text()
+    Path("other.yaml").write_text(text.replace("relu(x) ** 2", "gelu(x)"))
+    Path("old.yaml").write_text(re.sub(r'"spec_version": \d', '"spec_version": 1', text))
+    assert specc(*arguments, "--format", "json") == code
+    require_findings(specc.out, codes)
+    assert specc(*arguments, "--format", "sarif") == code
+    assert [result["ruleId"] for result in json.loads(specc.out)["runs"][0]["results"]] == codes
+    assert specc(*arguments, "--format", "github") == code
+    assert re.findall(r"^::error .*title=(\w+)::", specc.out, re.MULTILINE) == codes
+    assert specc(*arguments) == code and "::error" not in specc.out
+
+
+def test_with_json_the_result_is_the_only_document(here: Path, specc: Shell) -> None:
+    assert specc("plan", "specs/tiny.yaml", "--json", "--format", "json") == 0
+    assert json.loads(specc.out)["parameters"] > 0
+    assert specc("plan", "nope.yaml", "--json", "--format", "json") == 2
+    require_findings(specc.out, ["S001"])
+
+
+def test_a_bug_has_a_code_and_a_document(here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: object, **words: object) -> None:
+        raise Broken("boom")
+
+    monkeypatch.setattr("specc.compiler.build.plan_spec", failing)
+    assert specc("validate", "specs/tiny.yaml", "--format", "json") == 70 and "Traceback" in specc.err
+    (finding,) = require_findings(specc.out, ["B001"])
+    assert finding["message"] == "Broken: boom"
+
+
+def test_explain_of_a_code(here: Path, specc: Shell) -> None:
+    assert specc("explain", "S104") == 0
+    assert specc.out.startswith("S104: a value out of range, or not one of the choices (exit code 2)\n\nbad:\n")
+    assert specc("explain", "s104", "--json") == 0
+    (page,) = json.loads(specc.out)
+    assert page["code"] == "S104" and page["bad"] != page["good"] and "S104" in page["message"]
+    assert specc("explain") == 0 and f"S101  {CODES['S101']}\n" in specc.out
+    assert specc("explain", "S104", "node") == 2 and specc("explain", "S1O4") == 2
+    Path("S104").write_text(Path("specs/tiny.yaml").read_text())  # a file of this name is a spec
+    assert specc("explain", "S104") == 0 and "on cpu" in specc.out
+
+
 def test_drift_in_the_format_that_was_asked_for(here: Path, specc: Shell) -> None:
     assert specc("build") == 0
     assert specc("build", "--check", "--format", "json") == 0 and json.loads(specc.out) == []
     assert specc("build", "--check", "--format", "github") == 0 and specc.out == ""
     Path("generated/tiny/PLAN.md").unlink()
     assert specc("build", "--check", "--format", "json") == 1
-    assert json.loads(specc.out) == [{"file": "generated/tiny/PLAN.md", "state": "missing"}]
+    (finding,) = json.loads(specc.out)
+    assert (finding["code"], finding["file"], finding["message"]) == ("F001", "generated/tiny/PLAN.md", "missing")
     assert specc("build", "--check", "--format", "github") == 1
-    assert specc.out == "::error file=generated/tiny/PLAN.md,title=drift::missing\n"
+    assert specc.out == "::error file=generated/tiny/PLAN.md,line=1,col=1,title=F001::missing%0Aspecc build\n"
 
 
 def test_a_named_pipe_is_no_spec(here: Path, specc: Shell) -> None:
@@ -503,5 +624,5 @@ def test_without_an_installation_there_is_one_clear_line(
     monkeypatch.setattr(importlib.metadata, "version", missing)
     for arguments in (["--version"], ["build"]):
         assert specc(*arguments) == 3
-        assert specc.err.startswith("error: specc is not installed") and "pip install -e ." in specc.err
+        assert specc.err.startswith("error: E002 specc is not installed") and "pip install -e ." in specc.err
         assert "Traceback" not in specc.err

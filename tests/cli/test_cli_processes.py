@@ -109,7 +109,7 @@ def test_output_to_a_full_disk_is_an_environment_error(arguments: list[str]) -> 
         command = [sys.executable, "-m", "specc.cli", *arguments]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
-    assert done.stderr == "error: standard output cannot be written: No space left on device\n"
+    assert done.stderr == "error: E003 standard output cannot be written: No space left on device\n"
 
 
 def test_notes_that_cannot_be_written_change_nothing() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 
+from specc.compiler.error_formats import github_text, json_text
 from specc.compiler.errors import Diagnostic, Mark, SpeccError, SpecError, render
 
 TWO = SpecError(
@@ -46,7 +47,7 @@ def test_color_only_colors() -> None:
 
 
 def test_json_form() -> None:
-    first, second = json.loads(render(TWO, "json"))
+    first, second = json.loads(json_text(TWO.diagnostics))
     assert first == {
         "code": "S211",
         "message": "kv_heads 3 does not divide heads 4",
@@ -60,7 +61,7 @@ def test_json_form() -> None:
 
 
 def test_github_form() -> None:
-    first, second = render(TWO, "github").split("\n")
+    first, second = github_text(TWO.diagnostics).split("\n")
     where = "file=a.yaml,line=2,col=13,title=S211"
     assert first == f"::error {where}::kv_heads 3 does not divide heads 4%0Achoose 1, 2 or 4"
     assert second.startswith("::error file=z%2Cb%3Ac.yaml,line=9,col=1,title=S101::100%25 wrong:")
@@ -74,4 +75,4 @@ def test_long_lines_wide_letters_and_errors_without_a_place() -> None:
     assert caret.index("^") == shown.index("HERE") and caret.count("^") == 4
     error = SpecError([Diagnostic("S101", "m", "h", "f", Mark(1, 3))], {"f": "名名key"})
     assert "  |     ^^^" in render(error), "a wide letter takes two columns"
-    assert render(SpeccError("no nvcc", "install CUDA")) == "error: no nvcc\n  = help: install CUDA"
+    assert render(SpeccError("no nvcc", "install CUDA")) == "error: U002 no nvcc\n  = help: install CUDA"

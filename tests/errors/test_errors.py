@@ -5,18 +5,20 @@
 
 import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copy
-from subprocess import run
+from shutil import copy, copytree
+from subprocess import CompletedProcess, run
 
 import pytest
 from error_cases import BASES, FAMILIES, FOLDER, Case, cases_of, write_message
 
 from specc.compiler.build import plan_spec
+from specc.compiler.codes import CODES, exit_code_of
+from specc.compiler.error_formats import FORMATS
 from specc.compiler.errors import SpecError, render
-from specc.compiler.spec.check import CODES
 
 SPECS = sorted((FOLDER.parents[1] / "specs").glob("*.yaml"))
 CASES = [case for family in FAMILIES for case in cases_of(family)]
@@ -30,28 +32,83 @@ def message_of_spec(case: Case) -> str:
     return render(caught.value) + "\n"
 
 
-def message_of_commands(case: Case) -> str:
+@pytest.fixture(scope="session")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a quantized run of decoder.yaml."""
+    folder = tmp_path_factory.mktemp("run")
+    copy(FOLDER / "decoder.yaml", folder)
+    small = "--set train.steps=2 --set train.validate_tokens=512"
+    for command in (f"train decoder.yaml --data stdlib --run first {small}", "quantize first --max-tokens 512"):
+        end = shell(f"specc {command}", folder)
+        assert end.returncode == 0, end.stderr
+    return folder
+
+
+def shell(commands: str, folder: Path) -> CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
+    return run(["sh", "-ec", commands], env=environment, capture_output=True, text=True, cwd=folder)
+
+
+def beside_the_bases(commands: str, request: pytest.FixtureRequest) -> CompletedProcess[str]:
+    """Runs commands in this folder, with the base specs and, if they name it, a run."""
     for base in BASES:
         copy(FOLDER / base, base)
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    end = run(["sh", "-ec", case.text], env={**os.environ, "PATH": path}, capture_output=True, text=True)
-    assert end.returncode == 2
-    return end.stderr
+    if "runs/first" in commands:
+        copytree(request.getfixturevalue("a_run") / "first", "runs/first")
+    return shell(commands, Path())
+
+
+def message_of_commands(case: Case, request: pytest.FixtureRequest) -> str:
+    end = beside_the_bases(case.text, request)
+    code = case.name if case.name in CODES else "S001"
+    assert end.returncode == exit_code_of(code), end.stdout + end.stderr
+    return end.stdout + end.stderr
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.name}")
-def test_a_bad_spec_has_its_message(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_spec_has_its_message(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
-    message = message_of_commands(case) if case.language == "sh" else message_of_spec(case)
+    message = message_of_commands(case, request) if case.language == "sh" else message_of_spec(case)
     if GOLDEN:
         write_message(case, message)
     else:
         assert message == case.message
 
 
-def test_every_code_has_a_case() -> None:
-    messages = "".join(case.message for case in CASES)
-    assert [code for code in CODES if f" {code} " not in messages] == []
+def with_torch(case: Case) -> bool:
+    """Whether the good commands of a case import torch, which takes seconds for each."""
+    return re.search(r"specc (?!validate|build|plan|schema|migrate|diff|init)", case.good) is not None
+
+
+GOOD = [
+    pytest.param(case, marks=[pytest.mark.soak] * with_torch(case), id=f"{case.family}-{case.name}")
+    for case in CASES
+    if case.good
+]
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_the_good_example_of_a_code_is_good(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    end = beside_the_bases(case.good, request)
+    assert end.returncode == 0, end.stderr
+
+
+# These need what no short command makes: another machine, a damaged compiler, hours, or a model of lines.
+WITHOUT_A_CASE = {"B001", "E002", "F006", "G003", "R002", "U006", "U008", "U015"}
+WITHOUT_A_GOOD_CASE = {*WITHOUT_A_CASE, "U013", "U014"}  # a folder of Transformers; a GPU
+
+
+def test_every_code_has_a_bad_and_a_good_case() -> None:
+    """The good case of a diff is its base spec."""
+    bad = {code for code in CODES if any(case.shows(code) for case in CASES)}
+    good = {code for code in bad if any(case.good or case.language == "diff" for case in CASES if case.shows(code))}
+    assert (CODES.keys() - bad, CODES.keys() - good) == (WITHOUT_A_CASE, WITHOUT_A_GOOD_CASE)
 
 
 def test_names_of_cases_are_unique() -> None:
@@ -130,5 +187,5 @@ def test_damage_to_a_spec_is_an_error_with_a_place(tmp_path: Path) -> None:
                 for mark in (diagnostic.mark, *(mark for _, mark in diagnostic.related)):
                     assert 1 <= mark.line <= len(lines), (raw, diagnostic)
                     assert 1 <= mark.column <= len(lines[mark.line - 1]) + 1, (raw, diagnostic)
-            assert render(error) and render(error, "json") and render(error, "github")
+            assert render(error) and all(form(error.diagnostics) for form in FORMATS.values())
     assert refused > 120

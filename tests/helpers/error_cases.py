@@ -3,7 +3,8 @@
 A family is a Markdown file of tests/errors. A case is a heading `## name` and two fenced blocks: the change, and the
 message. The change is a diff against decoder.yaml, or against the base that the fence names (`diff pairs.yaml`).
 Lines that begin with a space or `-` stand once in the base, one after the other; `@@` separates places. A block of
-YAML instead of a diff is a whole spec; a block of sh is commands that run beside the bases, the last of which fails.
+YAML instead of a diff is a whole spec; a block of sh is commands that run beside the bases, the last of which fails. A
+third block, `sh good`, has commands without the error. Cases of commands.md are named after their code.
 """
 
 import re
@@ -15,7 +16,8 @@ FOLDER = Path(__file__).parents[1] / "errors"
 FAMILIES = tuple(sorted(path.stem for path in FOLDER.glob("*.md")))
 BASES = tuple(sorted(path.name for path in FOLDER.glob("*.yaml")))
 CASE = re.compile(
-    r"^## (\S+)\n+```(diff|yaml|sh)(?: (\S+))?\n(.*?)^```\n+```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL
+    r"^## (\S+)\n+```(diff|yaml|sh)(?: (\S+))?\n(.*?)^```\n+```text\n(.*?)^```\n(?:```sh good\n(.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -30,6 +32,11 @@ class Case:
     language: str
     change: str
     message: str
+    good: str = ""
+
+    def shows(self, code: str) -> bool:
+        """Whether the case is one of a code."""
+        return self.name == code or f" {code} " in self.message
 
 
 @cache
@@ -58,10 +65,10 @@ def cases_of(family: str) -> list[Case]:
     """The cases of one file, in its order."""
     text = (FOLDER / f"{family}.md").read_text()
     cases = []
-    for name, language, base, change, message in CASE.findall(text):
+    for name, language, base, change, message, good in CASE.findall(text):
         file = base or ("decoder.yaml" if language == "diff" else "spec.yaml")
         spec = patched(base_text(file), change) if language == "diff" else change
-        cases.append(Case(family, name, file, spec, language, change, message))
+        cases.append(Case(family, name, file, spec, language, change, message, good))
     if len(cases) != len(re.findall(r"^## ", text, re.MULTILINE)):
         raise ValueError(f"{family}.md: a case is a heading, a block of diff or yaml, and a block of text")
     return cases

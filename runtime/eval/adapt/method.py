@@ -21,6 +21,7 @@ from specc.runtime.metrics.validation import Score
 class AdaptError(RuntimeFailure):
     """The settings of a method do not fit the model."""
 
+    code = "U010"
     exit_code = 2
 
 

@@ -21,4 +21,4 @@ class SubmissionFormat(ExportFormat):
             force=request.force,
             say=request.say,
         )
-        return Exported((size.path / CODE, size.path / WEIGHTS), size.over)
+        return Exported((size.path / CODE, size.path / WEIGHTS), size.total, size.budget)

@@ -8,6 +8,7 @@ from specc.runtime.errors import RuntimeFailure
 class BatchError(RuntimeFailure):
     """The batch of the spec cannot be cut into micro-batches."""
 
+    code = "U008"
     exit_code = 2
 
 

@@ -194,7 +194,7 @@ def spoiled(change: Callable[[Any], Any]) -> Callable[..., Loaded]:
     ("part", "change", "words"),
     [
         ("kernels", torch.empty_like, "output 0 has a wrong shape, NaN or infinity: it is incomplete or wrong"),
-        ("groups", lambda dx: 1.001 * dx, "error: group blocks.*.mlp: output 1 is off by"),
+        ("groups", lambda dx: 1.001 * dx, "error: R001 group blocks.*.mlp: output 1 is off by"),
     ],
 )
 def test_a_wrong_kernel_gets_no_time(

@@ -1,0 +1,62 @@
+"""Refuses to work with committed generated code that is out of date.
+
+Training, quantizing and exporting generate their code from the spec. Committed code that differs, because the spec, the
+compiler or the file changed, would be reviewed but not run.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from specc.cli.options import generated_beside
+
+
+def require_built(spec: Path, name: str, target: str) -> None:
+    """Raises StaleCode if generated/NAME beside a spec file is not what the spec builds for a target.
+
+    Without this folder, nothing is compared. Overrides do not count: the folder is of the spec as it is written.
+    """
+    folder = generated_beside(spec) / name
+    manifest = _manifest(folder)
+    if manifest is None or manifest.get("source", f"specs/{name}.yaml") not in (f"specs/{spec.name}", spec.name):
+        return
+    from specc.compiler.build import compile_spec
+    from specc.compiler.generated_folder import require_current
+
+    files = compile_spec(spec, (), (target,)).files
+    require_current(folder, files, target, f"specc build {shlex.quote(str(spec))}")
+
+
+def require_built_run(directory: Path) -> None:
+    """Raises StaleCode if generated/NAME in the working directory is of the spec and the lock of a run, and is not what
+    they build for its target.
+
+    The folder of another spec or lock, for example after the spec was edited or with overrides, is not compared.
+    """
+    from specc.compiler.build import canonical, compile_loaded
+    from specc.compiler.generated_folder import digest, require_current
+    from specc.runtime.storage.run_directory import Run, is_run
+
+    if not is_run(directory):  # the command reports it
+        return
+    run = Run.open(directory)
+    folder = Path("generated") / run.spec.name
+    manifest = _manifest(folder) or {}
+    lock = digest(run.lock.text()) if run.lock.targets else None
+    if manifest.get("spec") == digest(canonical(run.spec)) and manifest.get("lock") == lock:
+        files = compile_loaded(run.spec, None, (run.target,), run.lock).files
+        require_current(folder, files, run.target, f"specc build specs/{run.spec.name}.yaml")
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """Returns the manifest of a generated folder. None if there is none; empty if it cannot be read."""
+    from specc.compiler.generated_folder import MANIFEST
+
+    try:
+        data = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
