@@ -58,9 +58,14 @@ def show(error: Exception, form: str) -> None:
     if isinstance(error, SpeccError):
         click.echo(render(error, form, colored()), err=form == "text")  # type: ignore[arg-type]
     elif form == "text":
-        click.echo(f"error: {message}" + (f"\n  = help: {hint}" if hint else ""), err=True)
+        click.echo(f"error: {_printable(message)}" + (f"\n  = help: {_printable(hint)}" if hint else ""), err=True)
     else:
         show(SpeccError(message, hint), form)
+
+
+def _printable(text: str) -> str:
+    """Returns a text in which other characters are escapes: names in files must not control a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def show_usage(error: click.ClickException, form: str) -> None:
