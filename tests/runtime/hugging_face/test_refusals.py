@@ -121,6 +121,15 @@ def test_what_could_run_code_or_leave_the_folder_is_refused(sound: Path, tmp_pat
     assert error is not None and 'model_type: "bert"' in error.message
 
 
+def test_a_weight_that_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "folder")
+    tensors = load_file(sound / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.inf
+    save_file(tensors, tmp_path / "folder" / "model.safetensors", {"format": "pt"})
+    error = refusal(tmp_path / "folder", tmp_path / "a")
+    assert error is not None and error.exit_code == 5 and "model.norm.weight has NaN or infinity" in error.message
+
+
 def test_weights_that_do_not_fit_are_named(sound: Path, tmp_path: Path) -> None:
     tensors = load_file(sound / "model.safetensors")
     for i, change in enumerate(("model.norm.weight", "extra.weight", "lm_head.weight")):
