@@ -21,7 +21,6 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import SdpaSeen
 from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.programs.init import constant
@@ -280,8 +279,7 @@ class Attention(ScoreAndMask):
         x = self.wired(name, lambda: x, self.queries(shape) if name == "q" else self._groups(shape), context)
         rope = self._rope(shape)
         if rope is not None and self.rope is not None:
-            op = Rope(self.rope.pairs == "neighbors")
-            x = b.add(f"{name}.rope", op, (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
+            x = b.add(f"{name}.rope", self.rope.op(), (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
         return norm.lower(b, x, name) if norm is not None and norm.after_rope else x
 
     def _excluded(self, b: Builder, y: str, v: str) -> str:

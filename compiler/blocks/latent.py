@@ -16,7 +16,6 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import HeadLinear, Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Concat, Zeros
 from specc.compiler.ops.shape import ExpandHeads, FirstFeatures, MergeHeads, SplitHeads
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel
@@ -187,7 +186,7 @@ class Latent(ScoreAndMask):
     def _turned(self, b: Builder, x: str, name: str, shape: Shape, context: LoweringContext) -> str:
         table = self._table(shape)
         cos, sin = context.shared[table.name], context.shared[f"{table.name}:1"]
-        return b.add(f"{name}.turned", Rope(self.rope.pairs == "neighbors"), (x, cos, sin))
+        return b.add(f"{name}.turned", self.rope.op(), (x, cos, sin))
 
     def _normed(self, b: Builder, latent: str, name: str) -> str:
         if self.norm is None:

@@ -13,7 +13,7 @@ from specc.compiler.expr import ExprError, number, parse, variables
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import output_refs
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.positions import RopeAngles, RotaryAngles, RotaryFrequencies, RotaryPairs
+from specc.compiler.ops.positions import Rope, RopeAngles, RotaryAngles, RotaryFrequencies, RotaryPairs
 from specc.compiler.programs.init import formula, value_of
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
@@ -49,6 +49,10 @@ class Scaling(StrictModel):
     def multiplier(self) -> float:
         """The factor that rotated queries and keys are multiplied by."""
         return 1.0
+
+    def settings(self) -> str:
+        """Returns a text that is the same for scalings of equal angles."""
+        return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
         """Returns the unscaled share of each frequency, an expression of `f` and `pair`."""
@@ -93,6 +97,9 @@ class Yarn(Scaling):
     def multiplier(self) -> float:
         return value_of(self.magnitude, factor=self.factor)
 
+    def settings(self) -> str:
+        return self.model_copy(update={"magnitude": self.multiplier}).model_dump_json()
+
     def share(self, dims: int, base: float) -> str:
         first, last = (dims * log(self.trained / (turns * 2 * pi)) / (2 * log(base)) for turns in (self.high, self.low))
         if self.whole:
@@ -128,6 +135,15 @@ class RopeSpec(StrictModel):
     turn: Literal["forward", "backward"] = later("forward")
     scaling: Frequency | Annotated[Llama3 | Yarn, Field(discriminator="kind")] | None = later(None)
 
+    @property
+    def magnitude(self) -> float:
+        """The factor that rotated queries and keys are multiplied by."""
+        return self.scaling.multiplier if isinstance(self.scaling, Scaling) else 1.0
+
+    def op(self) -> Rope:
+        """Returns the rotation of heads by the angles."""
+        return Rope(self.pairs == "neighbors", self.magnitude != 1)
+
     def angles(self, size: int, context: int) -> RopeAngles:
         """Returns the angles, before scaling, for heads of `size` channels in a model of `context` tokens."""
         dims = self.dims or size
@@ -148,7 +164,7 @@ class RopeSpec(StrictModel):
         # the name holds every setting of the angles, so only layers with equal rotations share a table
         name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
         if self.scaling is not None:
-            settings = self.scaling if isinstance(self.scaling, str) else self.scaling.model_dump_json()
+            settings = self.scaling if isinstance(self.scaling, str) else self.scaling.settings()
             name += f"_{getattr(self.scaling, 'kind', 'scaled')}_{zlib.crc32(settings.encode()):08x}"
         name += "_backward" * (self.turn == "backward")
         formula = self.formula(size, context)
@@ -197,7 +213,7 @@ class RopeTable(Shared):
         assert self.angles is not None and self.spec is not None
         if self.formula is not None:
             b.constant("rope_base", self.angles.base, self.formula)
-        positions, scaling, magnitude = context.positions, self.spec.scaling, 1.0
+        positions, scaling = context.positions, self.spec.scaling
         if self.spec.turn == "forward":  # the ops turn backward
             positions = b.add(f"{self.name}.positions", Pointwise(("-positions",), ("positions",)), (positions,))
         if scaling is None:
@@ -211,5 +227,4 @@ class RopeTable(Shared):
             share = b.add(f"{self.name}.share", Pointwise((scaling.share(dims, base),), ("f", "pair")), (f, pair))
             blend = Pointwise((f"(1 - share) * f / {scaling.factor!r} + share * f",), ("f", "share"))
             scaled = b.add(f"{self.name}.scaled", blend, (f, share))
-            magnitude = scaling.multiplier
-        return output_refs(b.add(self.name, RotaryAngles(magnitude), (positions, scaled)), 2)
+        return output_refs(b.add(self.name, RotaryAngles(self.spec.magnitude), (positions, scaled)), 2)

@@ -54,7 +54,7 @@ class NormRopeFusion(Fusion):
     """Accepts a rope, an optional RMSNorm before it, and an optional product of the result with one gain per head.
 
     The weight of the norm may be a function of a parameter. A norm without a weight may also follow the rope, because a
-    rotation does not change the mean square. The group may have no other members.
+    rotation without a magnitude does not change the mean square. The group may have no other members.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
@@ -88,6 +88,8 @@ def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
     if norm is None and after is not None and isinstance(after.op, RmsNorm):
         if len(after.inputs) > 1:
             return f"takes a norm with a weight only before the rope; {after.name} is after it"
+        if isinstance(rope.op, Rope) and rope.op.scales:
+            return f"takes a norm only before a rope that changes lengths; the angles of {rope.name} have a magnitude"
         last = norm = after
     gain = next((member for member in members if last.name in member.inputs and member is not rope), None)
     weight = by_name.get(node_of(norm.inputs[1])) if norm is not None and len(norm.inputs) > 1 else None
@@ -127,5 +129,5 @@ def _factor(value: Node, gain: Node) -> str:
 NORM_ROPE = NormRopeFusion(
     "norm_rope",
     frozenset({Rope.name}),
-    {Rope: frozenset({"neighbors"}), RmsNorm: frozenset({"eps", "affine"}), Pointwise: POINTWISE},
+    {Rope: frozenset({"neighbors", "scales"}), RmsNorm: frozenset({"eps", "affine"}), Pointwise: POINTWISE},
 )

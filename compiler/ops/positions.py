@@ -1,10 +1,10 @@
 """Positions of tokens: rotary embedding (Su et al., 2021) of the first channels of each head, and sinusoids."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import ADDED, Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.pointwise import CASTS
@@ -134,13 +134,15 @@ class RotaryAngles(Op):
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
-    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1.
+    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1. `scales` says that the
+    angles have a magnitude, so that rotated channels change their length.
     """
 
     name: ClassVar[str] = "rope"
     keeps_features: ClassVar[bool] = True
     arity: ClassVar[int] = 3
     neighbors: bool = False
+    scales: bool = field(default=False, metadata=ADDED)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, cos, _ = inputs

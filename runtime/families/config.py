@@ -13,20 +13,19 @@ MOST = 2**31 - 1
 # Fields that do not change the function of a model: settings of training, of generation, of other tasks, and notes.
 HARMLESS = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _sliding_window_pattern architectures
-    attention_dropout attn_implementation attn_pdrop auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens
-    bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id
-    diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id ep_size
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
-    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
-    is_llama_config min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_labels
-    num_return_sequences
-    output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp
-    problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
-    router_aux_loss_coef router_jitter_noise sep_token_id seq_aux summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
-    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path _num_labels _sliding_window_pattern
+    architectures attention_dropout attn_implementation attn_pdrop auto_map aux_loss_alpha bad_words_ids
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size
+    eos_token_id ep_size exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing hidden_dropout id2label initializer_range is_decoder is_encoder_decoder is_llama_config
+    label2id length_penalty max_length min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_router_logits output_scores
+    pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty resid_pdrop return_dict
+    return_dict_in_generate router_aux_loss_coef router_jitter_noise sep_token_id seq_aux summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
+    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905
 )
 
@@ -70,6 +69,11 @@ class Config:
         """Returns a field; `default` if it is absent."""
         self.read.add(key)
         return self.fields.get(key, default)
+
+    def absent(self, key: str, default: T | None) -> T | None:
+        """Returns `default` if a field is absent, and None if it is present or null: some defaults differ from null."""
+        self.read.add(key)
+        return None if key in self.fields else default
 
     def stated(self, key: str) -> bool:
         """Returns whether a field is present and not null."""
@@ -150,7 +154,9 @@ def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> l
         ConfigError: if a field is neither read nor known to be harmless, and is neither null, false nor empty.
     """
     for key in config.unread():
-        if key not in HARMLESS and key not in ignored and config.fields[key] not in (None, False, [], {}, ""):
+        value = config.fields[key]
+        idle = value is None or value is False or value in ([], {}, "")
+        if key not in HARMLESS and key not in ignored and not idle:
             hint = f"if it does not change what the model computes: --ignore {key}"
             raise config.error(key, f"the family {family} of specc does not know this field", hint)
     return config.unread()

@@ -26,6 +26,7 @@ from specc.runtime.families.sections import (
     norm,
     qk_norm,
     sizes,
+    softcap_of,
     window_of,
 )
 from specc.runtime.families.tensors import same
@@ -42,16 +43,16 @@ def model(config: Config) -> Data:
     kinds = layer_types(config, count, (LOCAL, FULL)) or usual
     needed = "attention to later tokens needs an encoder"
     config.fixed("use_bidirectional_attention", (False, None), needed)
+    config.fixed("attn_logit_softcapping", (None,), "Transformers ignores this field in Gemma 3, so no model has it")
     masks = {LOCAL: f"j <= i and i - j < {config.whole('sliding_window', 4096)}", FULL: "j <= i"}
     turned = {kind: rope(config, base, kind, old) for kind, (base, old) in BASES.items()}
     first = LOCAL if LOCAL in kinds else FULL
     scale, size = config.number("query_pre_attn_scalar", 256), config.whole("head_dim", 256)
     fields: Data = {"qk_norm": qk_norm(eps, weight="1 + w"), **bias(config, "attention_bias")}
     fields |= {"scale": f"1/sqrt({scale:g})"} if scale != size else {}
-    fields |= {"score": f"{cap:g} * tanh(s / {cap:g})"} if (cap := _cap(config, "attn_logit_softcapping")) else {}
     fields |= {"mask": masks[first]} if first == LOCAL else {}
     layers = [
-        attention(config, turned[first], 256, **fields),
+        attention(config, turned[first], 256, 4, **fields),
         mlp(config, "gelu_pytorch_tanh", "hidden_activation"),
     ]
     full = [i for i, kind in enumerate(kinds) if kind == FULL]
@@ -61,13 +62,9 @@ def model(config: Config) -> Data:
         more["changes"] = [{"where": where(full, count), "attention": changed}]
     section = decoder(config, norm("rms", eps, weight="1 + w", places=["before", "after"]), layers, True, **more)
     section["embed"].append({"kind": "scale", "by": "sqrt(dim)"})
-    if cap := _cap(config, "final_logit_softcapping"):
-        section["head"]["softcap"] = cap
+    if config.stated("final_logit_softcapping"):
+        section["head"]["softcap"] = config.number("final_logit_softcapping")
     return section
-
-
-def _cap(config: Config, key: str) -> float | None:
-    return config.number(key) if config.stated(key) else None
 
 
 def config(model: Decoder) -> Data:
@@ -83,9 +80,8 @@ def config(model: Decoder) -> Data:
         for kind, (base, _) in BASES.items()
     }
     fields["query_pre_attn_scalar"] = _scalar(layers[0], model.dim)
-    fields["attn_logit_softcapping"] = _softcap(layers[0].score)
-    cap = model.head.softcap
-    return fields | {"final_logit_softcapping": cap if isinstance(cap, float) else None}
+    fields["attention_bias"] = bool(layers[0].bias)
+    return fields | {"final_logit_softcapping": softcap_of(model)}
 
 
 def _scalar(layer: Attention, dim: int) -> float:
@@ -94,11 +90,6 @@ def _scalar(layer: Attention, dim: int) -> float:
     number = text.removeprefix("1/sqrt(").removesuffix(")")
     size = layer.size(dim)
     return (float(number) if "." in number else int(number)) if number.replace(".", "", 1).isdigit() else size
-
-
-def _softcap(score: str) -> float | None:
-    number = score.partition("*")[0].strip()
-    return float(number) if number.replace(".", "", 1).isdigit() else None
 
 
 BEFORE = (

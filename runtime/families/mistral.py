@@ -24,7 +24,7 @@ from specc.runtime.families.sections import (
 
 def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
-    layers = [attention(config, rope(config), **window(config)), mlp(config)]
+    layers = [attention(config, rope(config), kv_heads=8, **window(config, 4096)), mlp(config)]
     return decoder(config, norm("rms", config.number("rms_norm_eps", 1e-6), weight="w"), layers, tied=False)
 
 

@@ -31,10 +31,9 @@ from specc.runtime.families.tensors import experts, same
 def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
     count = config.whole("num_local_experts", config.whole("num_experts", 8), most=32768)
-    chosen = config.whole("num_experts_per_tok", 2, most=count)
-    router = {"normalize": True} if chosen > 1 else {}
-    experts = moe(config, count, config.whole("intermediate_size"), router)
-    layers = [attention(config, rope(config, 1e6), **window(config)), experts]
+    config.whole("num_experts_per_tok", 2, most=count)
+    experts = moe(config, count, config.whole("intermediate_size"), {"normalize": True})
+    layers = [attention(config, rope(config, 1e6), kv_heads=8, **window(config)), experts]
     return decoder(config, norm("rms", config.number("rms_norm_eps", 1e-5), weight="w"), layers, tied=False)
 
 

@@ -21,6 +21,7 @@ from specc.runtime.families.sections import (
     norm,
     qk_norm,
     sizes,
+    softcap_of,
 )
 from specc.runtime.families.tensors import same
 
@@ -40,9 +41,8 @@ def model(config: Config) -> Data:
 def config(model: Decoder) -> Data:
     """Returns the fields of the config of a model."""
     fields = sizes(model) | heads(model) | feed_forward(model, gated=False) | {"rms_norm_eps": eps_of(model.norm)}
-    cap = model.head.softcap
     more = {"attention_bias": bool(layer_of(model, Attention).bias)}
-    return fields | more | {"final_logit_softcapping": cap if isinstance(cap, float) else None}
+    return fields | more | {"final_logit_softcapping": softcap_of(model)}
 
 
 PLAIN = (

@@ -36,9 +36,11 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     if parameters is None:
         return {"base": base, **more}
     turned: Data = {"base": parameters.number("rope_theta", base), **more}
-    parameters.value("type")
+    parameters.value("type"), parameters.value("finetuned")
     kind = parameters.choice("rope_type", parameters.fields.get("type") or "default", KINDS, NEEDED)
-    if "dims" not in more:
+    if "dims" in more:
+        parameters.value("partial_rotary_factor")  # of which GPT-NeoX computes `dims`
+    else:
         parameters.fixed("partial_rotary_factor", (1, 1.0, None), "only GPT-NeoX rotates a part of each head")
     if kind == "default":
         for name in parameters.unread():  # left over from other kinds, and without effect

@@ -25,16 +25,18 @@ from specc.runtime.families.sections import (
 )
 
 KINDS = ("full_attention", "sliding_attention")
+WINDOW = 4096  # tokens, of a config with use_sliding_window that states none
 
 
 def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
     eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
     windowed = _windowed(config, count)
-    everywhere = window(config) if len(windowed) == count else {}
+    masked = window(config, WINDOW)
+    everywhere = masked if len(windowed) == count else {}
     normed = {"qk_norm": qk_norm(eps, weight="w"), **everywhere, **bias(config, "attention_bias")}
-    layers = [attention(config, rope(config), 128, **normed), mlp(config)]
-    changes = [{"where": where(windowed, count), "attention": window(config)}] if windowed and not everywhere else []
+    layers = [attention(config, rope(config), 128, 32, **normed), mlp(config)]
+    changes = [{"where": where(windowed, count), "attention": masked}] if windowed and not everywhere else []
     more = {"changes": changes} if changes else {}
     return decoder(config, norm("rms", eps, weight="w"), layers, False, **more)
 
@@ -42,7 +44,7 @@ def model(config: Config) -> Data:
 def _windowed(config: Config, count: int) -> list[int]:
     """Returns the layers with a window."""
     sliding, first = config.flag("use_sliding_window", False), config.whole("max_window_layers", 28, least=0)
-    has_window = sliding and config.stated("sliding_window")
+    has_window = sliding and bool(window(config, WINDOW))
     kinds = layer_types(config, count, KINDS) or [KINDS[has_window and i >= first] for i in range(count)]
     windowed = [i for i, kind in enumerate(kinds) if kind == KINDS[1]]
     if windowed and not has_window:

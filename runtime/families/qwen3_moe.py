@@ -36,9 +36,9 @@ def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
     eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
     number = config.whole("num_local_experts", config.whole("num_experts", 128), most=32768)
-    normalize = config.flag("norm_topk_prob", False) and config.whole("num_experts_per_tok", 8) > 1
-    layer = moe(config, number, config.whole("moe_intermediate_size", 768), {"normalize": True} if normalize else {})
-    masked = window(config) if config.flag("use_sliding_window", False) else {}
+    router = {"normalize": True} if config.flag("norm_topk_prob", False) else {}
+    layer = moe(config, number, config.whole("moe_intermediate_size", 768), router)
+    masked = window(config, 4096) if config.flag("use_sliding_window", False) else {}
     config.value("sliding_window"), config.value("max_window_layers")
     fields = {"qk_norm": qk_norm(eps, weight="w"), **masked, **bias(config, "attention_bias")}
     dense = _dense(config, count)
@@ -46,7 +46,7 @@ def model(config: Config) -> Data:
         raise config.error("mlp_only_layers", "no layer has experts", "import it as qwen3")
     changes = {"changes": [{"where": where(dense, count), "mlp": mlp(config)}]} if dense else {}
     config.value("intermediate_size")
-    layers = [attention(config, rope(config), **fields), layer]
+    layers = [attention(config, rope(config), kv_heads=4, **fields), layer]
     return decoder(config, norm("rms", eps, weight="w"), layers, False, **changes)
 
 

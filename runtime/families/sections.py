@@ -30,21 +30,24 @@ def qk_norm(eps: float, **more: Any) -> Data:
     return {**more, **({"eps": eps} if eps != EPS["rms"] else {})}
 
 
-def attention(config: Config, rope: Data, head_dim: int | None = None, **more: Any) -> Data:
+def attention(
+    config: Config, rope: Data, head_dim: int | None = None, kv_heads: int | None = None, **more: Any
+) -> Data:
     """Returns a layer of attention with grouped queries.
 
     Args:
         config: the config.
         rope: the rotary positions.
         head_dim: the channels of a head if the config states none; None for the features divided by the heads.
+        kv_heads: the heads of keys if the config lacks the field; None for those of queries, which null also means.
         more: further fields, in front of the rotary positions.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
-    groups = config.whole("num_key_value_heads", heads)
+    groups = config.whole("num_key_value_heads", config.absent("num_key_value_heads", kv_heads) or heads)
     usual = dim // heads
     size = config.whole("head_dim", head_dim or max(usual, 1))
     if groups > heads or heads % groups:
-        raise config.error("num_key_value_heads", f"does not divide the {heads} heads", "use a divisor of them")
+        raise config.error("num_key_value_heads", f"{groups} does not divide {heads} heads", "use a divisor of them")
     stated = {"heads": heads, "kv_heads": groups if groups != heads else None}
     stated["head_dim"] = size if size * heads != dim else None
     return {"kind": "attention", **{key: value for key, value in stated.items() if value}, **more, "rope": rope}
@@ -87,9 +90,11 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
     }
 
 
-def window(config: Config, key: str = "sliding_window") -> Data:
-    """Returns the mask of a window of tokens; nothing if the field is null."""
-    return {"mask": f"j <= i and i - j < {config.whole(key)}"} if config.stated(key) else {}
+def window(config: Config, usual: int | None = None) -> Data:
+    """Returns the mask of a window of tokens; nothing if the field is null. `usual` is the window of a config that
+    lacks the field."""
+    size = config.whole("sliding_window") if config.stated("sliding_window") else config.absent("sliding_window", usual)
+    return {"mask": f"j <= i and i - j < {size}"} if size is not None else {}
 
 
 def window_of(mask: Any) -> int | None:
@@ -125,6 +130,12 @@ def sizes(model: Decoder) -> Data:
     }
 
 
+def softcap_of(model: Decoder) -> float | None:
+    """Returns the softcap of the logits; None if there is none, or a schedule."""
+    cap = model.head.softcap
+    return cap if isinstance(cap, float) else None
+
+
 def heads(model: Decoder) -> Data:
     """Returns the fields of attention with grouped queries in the first block, with its rotary positions."""
     layer = layer_of(model, Attention)
@@ -150,6 +161,9 @@ def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidd
 def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) -> Data:
     """Returns a layer of experts that is named `mlp`."""
     chosen = {"experts": experts, "top_k": config.whole("num_experts_per_tok", most=experts)}
+    if chosen["top_k"] == 1 and "normalize" in router:
+        message = "the weight of a single expert, divided by itself, is always 1, so its router would not learn"
+        raise config.error("num_experts_per_tok", message, "specc needs at least 2 experts of a token here")
     act = activation(config, "hidden_act", "silu", True)
     stated = {"router": router} if router else {}
     return {"kind": "moe", "name": "mlp", **chosen, **more, "hidden": hidden, "act": act, **stated}

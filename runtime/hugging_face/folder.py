@@ -111,14 +111,28 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise IntegrityError(f"{path}: is larger than {LARGEST_JSON:,} bytes", "use the original file")
-        data = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        data = _parsed(path.read_bytes())
     except OSError as error:
         raise IntegrityError(f"{path}: {error.strerror}", "copy the folder again") from None
     except (ValueError, RecursionError) as error:
-        what = error.args[0] if isinstance(error, ValueError) else "nested too deeply"
+        what = error if isinstance(error, ValueError) else "nested too deeply"
         raise IntegrityError(f"{path}: is not JSON: {what}", "copy the folder again") from None
     if not isinstance(data, dict):
         raise IntegrityError(f"{path}: is not an object", "copy the folder again")
+    return data
+
+
+def _parsed(text: bytes) -> Any:
+    """Returns the data of JSON text. Raises ValueError where readers of JSON differ: duplicate keys, and NaN."""
+    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in data:
+            raise ValueError(f"the key {name!r} stands there twice")
+        data[name] = value
     return data
 
 
@@ -146,7 +160,7 @@ def _tensors(path: Path) -> dict[str, Stored]:
 
 
 def _inside(path: Path, name: str) -> str:
-    if os.path.basename(name) != name or not name.endswith(".safetensors"):
+    if os.path.basename(name) != name or not name.endswith(".safetensors") or not name.isprintable():
         raise IntegrityError(f"{path / INDEX}: {name!r} is not a file of safetensors in this folder", "copy it again")
     return name
 
@@ -168,9 +182,9 @@ def _header(path: Path) -> dict[str, Stored]:
     except OSError as error:
         raise damaged(error.strerror or str(error)) from None
     try:
-        entries = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise damaged("its header is not JSON") from None
+        entries = _parsed(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"its header is not JSON: {error}") from None
     if not isinstance(entries, dict):
         raise damaged("its header is not an object")
     tensors, end = {}, 0

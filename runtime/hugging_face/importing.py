@@ -226,12 +226,22 @@ class FittedWeights:
         self._folder, self._ready = folder, dict[str, Tensor]()
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter, and keeps the others of its row until they are read."""
+        """Returns a parameter, and keeps the others of its row until they are read.
+
+        Raises IntegrityError if a tensor is damaged, or not finite.
+        """
         if name not in self._ready:
             row = self._row[name]
-            tensors = [self._folder.tensors[key].read().float() for key in row.tensors]
-            self._ready |= zip(row.parameters, row.split(tensors), strict=True)
+            self._ready |= zip(row.parameters, row.split([self._finite(key) for key in row.tensors]), strict=True)
         return self._ready.pop(name)
+
+    def _finite(self, key: str) -> Tensor:
+        """Returns a tensor of the folder in f32."""
+        stored = self._folder.tensors[key]
+        tensor = stored.read().float()
+        if not bool(torch.isfinite(tensor).all()):
+            raise IntegrityError(f"{stored.file}: {key} has NaN or infinity", "start from sound weights")
+        return tensor
 
 
 def fitted_weights(

@@ -12,15 +12,16 @@ from specc.runtime.data.tokenizers.open import find_file, open_tokenizer
 from specc.runtime.data.tokenizers.ranks import tokenizer_json
 from specc.runtime.data.tokenizers.tiktoken import parse_ranks
 from specc.runtime.data.tokenizers.tokenizer import read_file
+from specc.runtime.data.tokenizers.tokenizer_json import JsonTokenizer
 
 SEPARATOR = "<|endoftext|>"
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-MOVED = {".json": TOKENIZER, ".model": "tokenizer.model"}  # files that Transformers reads as they are
+TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer of a spec by name. They are empty if the tokenizer has no such form: a rank
-    file whose special tokens do not follow the ranks.
+    """Returns the files of the tokenizer of a spec by name: those of a tokenizer that puts the separator of documents
+    before a text, as `specc generate` does. A SentencePiece model remains as it is. There are none if the tokenizer has
+    no such form: a rank file whose special tokens do not follow the ranks.
 
     Raises DataError if a file is not found, or is not valid.
     """
@@ -28,16 +29,22 @@ def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
     assert isinstance(data, TextData)
     if data.tokenizer == ByteTokenizer.name:
         return {TOKENIZER: byte_level(), SETTINGS: _settings(SEPARATOR, spec.model.window)}
-    path = find_file(data.tokenizer, search)
-    if (name := MOVED.get(path.suffix)) is not None:
-        return {name: read_file(path)}
-    tokenizer, ranks = open_tokenizer(data, search), list(parse_ranks(read_file(path), path))
-    special = [entry.token for entry in data.special] or [SEPARATOR]
-    if tokenizer.bos is None or tokenizer.vocab != len(ranks) + len(special):
-        return {}
-    bos = special[tokenizer.bos - len(ranks)]
-    content = json.loads(tokenizer_json(ranks, data.pattern, special))
-    return {TOKENIZER: _json(_separated(content, bos, tokenizer.bos)), SETTINGS: _settings(bos, spec.model.window)}
+    path, tokenizer = find_file(data.tokenizer, search), open_tokenizer(data, search)
+    if path.suffix == ".model":
+        return {PIECES: read_file(path)}
+    if isinstance(tokenizer, JsonTokenizer):
+        if tokenizer.bos is None:
+            return {TOKENIZER: read_file(path)}
+        content, bos = json.loads(read_file(path)), tokenizer.word(tokenizer.bos)
+        text = read_file(path) if tokenizer.inserted == [tokenizer.bos] else None
+    else:
+        ranks, text = list(parse_ranks(read_file(path), path)), None
+        special = [entry.token for entry in data.special] or [SEPARATOR]
+        if tokenizer.bos is None or tokenizer.vocab != len(ranks) + len(special):
+            return {}
+        content, bos = json.loads(tokenizer_json(ranks, data.pattern, special)), special[tokenizer.bos - len(ranks)]
+    text = text or _json(_separated(content, bos, tokenizer.bos))
+    return {TOKENIZER: text, SETTINGS: _settings(bos, spec.model.window)}
 
 
 def byte_level() -> bytes:
@@ -61,6 +68,9 @@ def _separated(content: Mapping[str, Any], bos: str, identity: int) -> Mapping[s
         "pair": [first, *({"Sequence": {"id": name, "type_id": 0}} for name in "AB")],
         "special_tokens": {bos: {"id": bos, "ids": [identity], "tokens": [bos]}},
     }
+    before = content.get("post_processor")
+    if before is not None and before["type"] == "ByteLevel":  # which trims offsets, and inserts nothing
+        return {**content, "post_processor": {"type": "Sequence", "processors": [before, template]}}
     return {**content, "post_processor": template}
 
 

@@ -50,6 +50,9 @@ class JsonTokenizer(Tokenizer):
         bos: the token before each document. By default, the token that the file's post-processor inserts first, or the
             only special token, or the first of SEPARATORS that is a special token.
 
+    Attributes:
+        inserted: the ids that the file's post-processor adds to a text.
+
     Raises:
         DataError: the file is invalid, its model is not supported, or `bos` is not in it.
         EnvironmentFailure: tokenizers is not installed.
@@ -79,6 +82,7 @@ class JsonTokenizer(Tokenizer):
         words: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         self.vocab = max(words.values(), default=-1) + 1
         self._specials = {token["id"] for token in content.get("added_tokens") or () if token["special"]}
+        self.inserted: list[int] = self._library.encode("", add_special_tokens=True).ids
         self.bos = self._separator(bos, path)
         self._pieces = _pieces(content, words, self._specials, self.vocab)
         self.lossless = _is_lossless(content, words)
@@ -92,11 +96,14 @@ class JsonTokenizer(Tokenizer):
             if identity is None:
                 raise DataError(f"{path}: has no token {bos}", "name one of its tokens as train.data.bos")
             return int(identity)
-        inserted = library.encode("", add_special_tokens=True).ids
-        if inserted or len(self._specials) == 1:
-            return int([*inserted, *self._specials][0])
+        if self.inserted or len(self._specials) == 1:
+            return int([*self.inserted, *self._specials][0])
         named: list[int | None] = [library.token_to_id(token) for token in SEPARATORS]
         return next((identity for identity in named if identity in self._specials), None)
+
+    def word(self, identity: int) -> str:
+        """Returns the text of an id in the file."""
+        return str(self._library.id_to_token(identity))
 
     def encode(self, text: bytes) -> TokenArray:
         return self.encode_batch([text])[0]

@@ -214,6 +214,17 @@ def test_a_norm_without_weights_may_follow_the_rope(gain: Any) -> None:
     torch.testing.assert_close(node.op.reference(*sample, *learned), wanted, rtol=1e-13, atol=1e-13)
 
 
+def test_a_norm_does_not_follow_a_rope_that_scales() -> None:
+    """With a magnitude, as YaRN has it, the mean square after the rope is not that of the channels before it."""
+    b = Builder("block.forward", "a")
+    for name, type in {"x": HEADS, "cos": ANGLE, "sin": ANGLE}.items():
+        b.input(name, type)
+    b.add("norm", RmsNorm(0.5), (b.add("rope", Rope(scales=True), ("x", "cos", "sin")),))
+    graph = b.build({"x": "a.norm"})
+    with pytest.raises(Unfusable, match="only before a rope that changes lengths"):
+        build_group(graph, "a", graph.nodes)
+
+
 def test_a_weight_of_two_parameters_is_refused() -> None:
     b = Builder("block.forward", "a")
     kinds = {"v": TensorType((6,), "bf16"), "w": TensorType((6,), "bf16")}

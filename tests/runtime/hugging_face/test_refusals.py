@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from specc.compiler.spec.start import StartSpec
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.families.config import Config, ConfigError, require_known
 from specc.runtime.families.family import families
-from specc.runtime.hugging_face import starting_spec
 from specc.runtime.hugging_face.importing import ImportOptions, import_folder
 from specc.runtime.open_model import realize
 from specc.runtime.storage import checkpoint
@@ -25,7 +23,7 @@ from specc.runtime.weights.source import StartError
 from specc.runtime.weights.start import start_from
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-SIZES |= {"intermediate_size": 48, "max_position_embeddings": 64}
+SIZES |= {"intermediate_size": 48, "max_position_embeddings": 64, "num_key_value_heads": 4}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "mish"}, "hidden_act"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type"),
@@ -40,9 +38,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta"),
+    ("gemma3_text", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+    ("llama", {"logits_multiplier": 0}, "logits_multiplier"),
     ("qwen3_moe", {"mlp_only_layers": [7], "num_experts_per_tok": 2}, "mlp_only_layers"),
     ("deepseek_v2", {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}, "topk_method"),
     ("deepseek_v2", {"scoring_func": "sigmoid", "num_experts_per_tok": 2}, "scoring_func"),
@@ -103,78 +104,6 @@ def test_a_run_can_start_from_a_folder(sound: Path, tmp_path: Path) -> None:
         start_from(whole, model, imported.spec, print)
 
 
-HOSTILE = (-1, 0, 3, 2**40, 1.5, -0.5, True, "x", "", [], [1], {}, {"a": 1}, None, 10**30, [[[]]])
-
-
-def test_mutated_configs_are_refused_by_name(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mutation is refused with its field, or makes another model that the weights fit, such as one of another eps."""
-    monkeypatch.setattr(starting_spec, "_buildable", lambda data: data)  # planning takes most of the time
-    rng = random.Random(0)
-    original = json.loads((sound / "config.json").read_text())
-    sections = [(key,) for key in original] + [("rope_parameters", key) for key in original["rope_parameters"]]
-    shutil.copytree(sound, tmp_path / "folder")
-    refused = 0
-    for i in range(100):
-        config = json.loads(json.dumps(original))
-        *outer, key = rng.choice(sections)
-        inner = config[outer[0]] if outer else config
-        change = rng.randrange(3)
-        if change == 2:
-            inner[f"{key}_2"] = rng.choice(HOSTILE[:9])
-        elif change == 1:
-            inner.pop(key)
-        else:
-            inner[key] = rng.choice(HOSTILE)
-        (tmp_path / "folder" / "config.json").write_text(json.dumps(config))
-        error = refusal(tmp_path / "folder", tmp_path / f"{i}")
-        refused += error is not None
-    assert refused >= 40
-
-
-def _shape(entry: dict[str, Any], rng: random.Random) -> None:
-    entry["shape"] = rng.choice(([], [1], [-1, 4], [2**62, 2**62], "x", None, [*entry["shape"], 2], [0]))
-
-
-def _offsets(entry: dict[str, Any], rng: random.Random) -> None:
-    start, end = entry["data_offsets"]
-    entry["data_offsets"] = rng.choice(
-        ([start, end + 4], [start + 4, end], [end, start], [0, 2**63], [start], "x", [-4, 0])
-    )
-
-
-def _dtype(entry: dict[str, Any], rng: random.Random) -> None:
-    entry["dtype"] = rng.choice(("F16", "F64", "F8_E4M3", "I32", "", None, 3, "float32"))
-
-
-MUTATIONS: tuple[Callable[[dict[str, Any], random.Random], None], ...] = (_shape, _offsets, _dtype)
-
-
-def test_mutated_headers_are_refused_by_file_or_tensor(sound: Path, tmp_path: Path) -> None:
-    rng = random.Random(1)
-    folder = tmp_path / "folder"
-    shutil.copytree(sound, folder)
-    data = (sound / "model.safetensors").read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    for i in range(100):
-        header = json.loads(data[8 : 8 + length])
-        name = rng.choice([key for key in header if key != "__metadata__"])
-        body, change = data[8 + length :], i % 6
-        if change < 3:
-            MUTATIONS[change](header[name], rng)
-        elif change == 3:
-            header[f"{name}x"] = header.pop(name)
-        elif change == 4:
-            header[name] = rng.choice((None, [], "x", 3, {}))
-        else:
-            body = rng.choice((body[:-1], body + b"\0", b"", body[: rng.randrange(len(body))]))
-        text = json.dumps(header).encode()
-        stated = rng.choice((len(text), len(text), 2**60, 0, len(text) - 3)) if i % 10 == 9 else len(text)
-        (folder / "model.safetensors").write_bytes(stated.to_bytes(8, "little") + text + body)
-        error = refusal(folder, tmp_path / f"{i}")
-        assert error is not None, (i, name)
-        assert "safetensors" in error.message or name in error.message or "tensor" in error.message
-
-
 def test_what_could_run_code_or_leave_the_folder_is_refused(sound: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(sound, folder)
@@ -190,6 +119,15 @@ def test_what_could_run_code_or_leave_the_folder_is_refused(sound: Path, tmp_pat
     shutil.copy(sound / "model.safetensors", folder)
     error = refusal(folder, tmp_path / "c")
     assert error is not None and 'model_type: "bert"' in error.message
+
+
+def test_a_weight_that_is_not_finite_is_named(sound: Path, tmp_path: Path) -> None:
+    shutil.copytree(sound, tmp_path / "folder")
+    tensors = load_file(sound / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.inf
+    save_file(tensors, tmp_path / "folder" / "model.safetensors", {"format": "pt"})
+    error = refusal(tmp_path / "folder", tmp_path / "a")
+    assert error is not None and error.exit_code == 5 and "model.norm.weight has NaN or infinity" in error.message
 
 
 def test_weights_that_do_not_fit_are_named(sound: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Small random models of `transformers`, imported, run and exported: equal logits, and the same bytes per tensor."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,36 @@ from specc.runtime.open_model import open_model
 TOKENS, PROMPT = 60, 40  # longer than any window drawn
 
 
-CASES = [(name, seed) for name in known_families() for seed in range(3)]
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e3}
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
+
+
+def changed(name: str, **fields: Any) -> Callable[[int], Any]:
+    """Draws a config of a family, with other fields."""
+
+    def config(seed: int) -> Any:
+        drawn = families.FAMILIES[name].config(random.Random(f"{name} {seed}")).to_dict()
+        return transformers.AutoConfig.for_model(**drawn | fields)
+
+    return config
+
+
+ODD = {"hidden_size": 54, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": None, "intermediate_size": 33}
+MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "layer_types": MIXED, "num_hidden_layers": 4}
+CASES: dict[str, tuple[Callable[[int], Any], int]] = {
+    f"{name}-{seed}": (changed(name), seed) for name in known_families() for seed in range(3)
+} | {
+    "llama-odd": (changed("llama", **ODD, rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}), 3),
+    "mistral-odd": (changed("mistral", **ODD, sliding_window=5, rope_parameters=YARN, hidden_act="relu2"), 3),
+    "qwen3-mixed": (changed("qwen3", **WINDOWS, attention_bias=True, rope_parameters={**YARN, "truncate": False}), 3),
+    "gemma3_text-biased": (changed("gemma3_text", attention_bias=True, query_pre_attn_scalar=7), 3),
+    "gpt_neox-linear": (changed("gpt_neox", rope_parameters={**LINEAR, "partial_rotary_factor": 0.5}), 3),
+    "nanochat-yarn": (changed("nanochat", rope_parameters={**YARN, "attention_factor": 1.25}), 3),
+    "mixtral-windowed": (changed("mixtral", sliding_window=6, head_dim=8, rope_parameters=YARN), 3),
+    "qwen3_moe-sparse": (changed("qwen3_moe", decoder_sparse_step=2, use_sliding_window=True, sliding_window=7), 3),
+    "deepseek_v2-uneven": (changed("deepseek_v2", kv_lora_rank=6, v_head_dim=10, rope_parameters=YARN), 3),
+}
 
 
 @dataclass(frozen=True)
@@ -42,11 +72,10 @@ def options(folder: Path, **more: Any) -> ImportOptions:
     return ImportOptions(spec=folder / "spec.yaml", run=folder / "run", data="stdlib", **more)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}", scope="module")
+@pytest.fixture(params=CASES, scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    name, seed = request.param
-    place = tmp_path_factory.mktemp(name)
-    config = families.FAMILIES[name].config(random.Random(f"{name} {seed}"))
+    draw, seed = CASES[request.param]
+    place, config = tmp_path_factory.mktemp(request.param), draw(seed)
     theirs = family.randomized(config, seed)
     theirs.save_pretrained(place / "there")
     result = import_folder(place / "there", options(place, name="model"), lambda line: None)
