@@ -342,8 +342,8 @@ class _Plan:
         overrides: Sequence[_Override],
         instead: tuple[str, Any] | None = None,
     ) -> None:
-        """Notes the problems of the spec of a setting. Those of an override are placed in the sweep file. All others are
-        placed at `instead`, which is given if the spec is no file."""
+        """Notes the problems of the spec of a setting. Those of an override are placed in the sweep file. If the
+        spec is no file, all others are placed at `instead`."""
         self._texts |= error.texts
         for diagnostic in error.diagnostics:
             override = next((over for over in reversed(overrides) if over.flag == diagnostic.file), None)
