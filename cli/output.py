@@ -30,20 +30,36 @@ format_option = click.Option(
 
 class _Notes(io.FileIO):
     """Standard error as a file that ignores write errors: a closed pipe, a closed terminal or a full disk does not end
-    a command."""
+    a command. Each line begins with `prefix`."""
+
+    def __init__(self, descriptor: int, prefix: bytes) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._prefix, self._starts_line = prefix, True
 
     def write(self, data: Any) -> int:
+        content = bytes(data)
+        lines = content.splitlines(keepends=True)
+        shown = content if not self._prefix else b"".join(map(self._prefixed, lines))
         try:
-            return super().write(data) or 0
+            while shown:
+                shown = shown[super().write(shown) or 0 :]
         except OSError:
-            return len(data)
+            pass
+        return len(content)
+
+    def _prefixed(self, line: bytes) -> bytes:
+        prefix, self._starts_line = self._prefix if self._starts_line else b"", line.endswith(b"\n")
+        return prefix + line
 
 
 def keep_notes_going() -> None:
-    """Makes this process ignore errors of writing to standard error."""
+    """Makes this process ignore errors of writing to standard error. If it is one of several that train together, its
+    lines begin with its rank, unless that is 0."""
     if sys.stderr is None:
         return
-    buffer = io.BufferedWriter(_Notes(sys.stderr.fileno(), "wb", closefd=False))
+    rank = os.environ.get("RANK", "0")
+    prefix = f"[rank {rank}] ".encode() if rank != "0" and "WORLD_SIZE" in os.environ else b""
+    buffer = io.BufferedWriter(_Notes(sys.stderr.fileno(), prefix))
     sys.stderr = io.TextIOWrapper(buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 

@@ -11,16 +11,25 @@ from specc.cli.output import say
 
 
 class Repeatable(click.RichCommand):
-    """A command that stores its arguments, so that they can be passed to other processes."""
+    """A command that stores its arguments, so that they can be passed to other processes. Options after `--` are those
+    of torchrun."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["arguments"] = [ctx.info_name, *args]
-        return super().parse_args(ctx, args)
+        end = args.index("--") if "--" in args else len(args)
+        if args[end + 1 : end + 2] and not args[end + 1].startswith("-"):
+            end = len(args)  # `--` before an argument of the command itself
+        ctx.meta["arguments"], ctx.meta["torchrun"] = [ctx.info_name, *args[:end]], args[end + 1 :]
+        return super().parse_args(ctx, args[:end])
 
 
 def given_arguments() -> list[str]:
     """Returns the name of the running command, which is Repeatable, and its arguments as given."""
     return list(get_current_context().meta["arguments"])
+
+
+def torchrun_options() -> list[str]:
+    """Returns the words after `--` of the running command, which is Repeatable."""
+    return list(get_current_context().meta["torchrun"])
 
 
 def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None) -> int | None:
@@ -37,17 +46,22 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
         because it is one of `world`.
 
     Raises:
-        UsageError: if `world` does not have `gpus` processes.
+        UsageError: if `world` does not have `gpus` processes, or there are options of torchrun without `gpus`.
         EnvironmentFailure: if this machine does not have enough GPUs.
     """
-    from specc.runtime.distributed.launch import launch, require_devices
+    from specc.runtime.distributed.launch import launch, launch_with_torchrun, require_devices
 
+    command, torchrun = [sys.executable, "-P", "-m", "specc.cli", *given_arguments()], torchrun_options()
+    if torchrun and gpus is None:
+        raise click.UsageError("options of torchrun after `--` need --gpus N, the number of processes on this machine")
     if gpus is None or world is not None:
         if gpus is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
         return None
     require_devices(gpus, spec, target)
-    return None if gpus == 1 else launch(gpus, [sys.executable, "-P", "-m", "specc.cli", *given_arguments()], say)
+    if torchrun:
+        return launch_with_torchrun(gpus, torchrun, command, say)
+    return None if gpus == 1 else launch(gpus, command, say)
 
 
 def end_with_parent() -> None:

@@ -36,7 +36,11 @@ def comparison_picture(groups: Sequence[Group], calibrations: Mapping[str, Seque
     figure = new_figure(5.5 * count, 5.2)
     plots = figure.subplots(1, count)
     most = max(step.tokens for group in groups for member in group.members for step in member.history.steps)
-    scale, unit = next((s, u) for s, u in ((1e9, "billion "), (1e6, "million "), (1.0, "")) if most >= s or s == 1.0)
+    scale, unit = next(
+        (s, u)
+        for s, u in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand "), (1.0, ""))
+        if most >= s or s == 1.0
+    )
     for index, group in enumerate(groups):
         style = style_of(index)
         _curve(plots[0], group, style, "tokens", scale)

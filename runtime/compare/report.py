@@ -75,8 +75,8 @@ def _meaning() -> str:
 
 
 def probability(p: float) -> str:
-    """Returns a probability with two significant digits."""
-    return f"{p:.2g}" if p >= 1e-4 else f"{p:.1e}"
+    """Returns a probability with three significant digits."""
+    return f"{p:.3g}" if p >= 1e-4 else f"{p:.2e}"
 
 
 def shown(value: Any) -> str:

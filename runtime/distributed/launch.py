@@ -6,6 +6,8 @@ machines.
 """
 
 import ctypes
+import io
+import logging
 import math
 import os
 import signal
@@ -14,20 +16,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 from specc.compiler.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.distributed.signals import handled_signals
-from specc.runtime.errors import EnvironmentFailure, RunFailure
+from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
 PEER_LOST = 76  # exit code of a process that ends because another failed; never the exit code of a command
 GRACE = 20.0  # seconds that the other processes have to end by themselves after a failure
 _LAUNCHER = "SPECC_LAUNCHER"
+_RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone")
+
+
+class LaunchError(RuntimeFailure):
+    """The processes cannot be started with these options."""
+
+    exit_code = 2
 
 
 def is_launched() -> bool:
@@ -108,6 +118,67 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
             # a new session: Ctrl-C then reaches it only through this process, once
             processes.append(subprocess.Popen([*command], env={**environment, **ranks}, start_new_session=True))
         return _outcome(_ended(processes, received), size, received, say)
+
+
+def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> int:
+    """Runs a command in `size` processes of this machine by torchrun, which can also join other machines.
+
+    Args:
+        size: the number of processes on this machine.
+        options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`. Without any of a rendezvous, the
+            processes of this machine are all.
+        command: the command.
+        say: called with a line if a signal ended a process.
+
+    Returns:
+        The exit code of the first process that failed, and not of those that ended as a result; 0 if none failed.
+
+    Raises:
+        LaunchError: if torchrun does not accept the options.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they would report each failure once more
+    alone = not any(word.startswith(_RENDEZVOUS) for word in options)
+    for name, value in _environment(size).items():
+        if name == "OMP_NUM_THREADS" or (alone and name == "GLOO_SOCKET_IFNAME"):
+            os.environ[name] = value
+    words = [
+        *(["--standalone"] if alone else []),
+        "--nproc-per-node",
+        str(size),
+        *options,
+        "--no-python",
+        "--",
+        *command,
+    ]
+    arguments = _torchrun_arguments(words)
+    try:
+        run(arguments)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        return _outcome([(rank, failure.exitcode) for rank, failure in failures], size, (), say)
+    except SignalException as stop:
+        return EXIT_INTERRUPTED if stop.sigval == signal.SIGINT else EXIT_PREEMPTED
+    return 0
+
+
+def _torchrun_arguments(words: Sequence[str]) -> Any:
+    """Returns what torchrun's parser makes of its arguments. Raises LaunchError with the error that it shows."""
+    from torch.distributed.run import parse_args
+
+    shown = io.StringIO()
+    try:
+        with redirect_stderr(shown):
+            return parse_args([*words])  # type: ignore[no-untyped-call]
+    except SystemExit as end:
+        if not end.code:
+            raise
+        reason = shown.getvalue().strip().rpartition("error: ")[2]
+        raise LaunchError(f"the options after `--` are not of torchrun: {reason}", "see `torchrun --help`") from None
 
 
 def _environment(size: int) -> dict[str, str]:

@@ -66,7 +66,7 @@ def _lines(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult], p
             linestyle=style.dashes,
             marker=style.marker,
             capsize=4,
-            label=label or "mean ± std over the seeds",
+            label=label or "mean ± std over the seeds; hollow: runs",
         )
         for place, sample in zip(places, samples, strict=True):
             axes.plot([place] * len(sample.values), sample.values, style.marker, mfc="none", mec=GRAY, ms=9, zorder=1)

@@ -317,7 +317,7 @@ class _Plan:
                 return False
             plan_loaded(other.at_rest, source, (self._target,) if self._target is not None else ())
         except SpecError as error:
-            self._note(error, name, overrides)
+            self._note(error, name, overrides, place)
             return False
         return True
 
@@ -335,11 +335,21 @@ class _Plan:
             found.append(replace(problem, message=message) if settings else problem)
         raise SpecError(found, self._texts)
 
-    def _note(self, error: SpecError, setting: str, overrides: Sequence[_Override]) -> None:
+    def _note(
+        self,
+        error: SpecError,
+        setting: str,
+        overrides: Sequence[_Override],
+        instead: tuple[str, Any] | None = None,
+    ) -> None:
+        """Notes the problems of the spec of a setting. Those of an override are placed in the sweep file. If the
+        spec is no file, all others are placed at `instead`."""
         self._texts |= error.texts
         for diagnostic in error.diagnostics:
             override = next((over for over in reversed(overrides) if over.flag == diagnostic.file), None)
             placed = diagnostic if override is None else override.moved(diagnostic, self._sweep)
+            if override is None and instead is not None:
+                placed = replace(diagnostic, file=instead[0], mark=instead[1], related=())
             names = self._problems.setdefault(placed, [])
             if setting not in names:
                 names.append(setting)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from export_samples import random_arrays
+from logged_runs import logged_run
 
 from specc.compiler.build import canonical
 from specc.compiler.spec.check import load
@@ -68,6 +69,15 @@ def test_counting_the_bytes_of_an_artifact_needs_no_torch(tmp_path: Path) -> Non
     write_artifact(artifact, contents, quality=1)
     result = imported("size", str(artifact))
     assert "torch" not in result and "numpy" in result
+
+
+def test_checking_a_sweep_and_reading_logs_need_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text("spec: specs/gpt_mini.yaml\ntarget: cpu\n")
+    result = imported("sweep", str(tmp_path / "sweep.yaml"), "--dry-run")
+    assert result.isdisjoint({"torch", "numpy", "matplotlib"})
+    logged_run(tmp_path / "a", 3.0)
+    logged_run(tmp_path / "b", 2.0, ["train.seed=7"])
+    assert imported("compare", str(tmp_path / "a"), str(tmp_path / "b")).isdisjoint({"torch", "numpy", "matplotlib"})
 
 
 def test_checking_and_planning_render_nothing() -> None:

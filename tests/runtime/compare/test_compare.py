@@ -70,7 +70,7 @@ def test_the_report_states_all_of_it(runs: Path) -> None:
     text = "\n".join(report(compared("base-*", "gelu-*")))
     assert "| base  | 3 |             3.3000 | 0.0100 |     3.3000 |     8.0 |       50 | 0 1 2 |" in text
     assert "  difference -0.0217 bits per byte (better), 95 % interval -0.0424 to -0.0009" in text
-    assert "  Welch's t -2.982, df 3.74, two-sided p 0.044" in text
+    assert "  Welch's t -2.982, df 3.74, two-sided p 0.0442" in text
     assert "  threshold not met: -0.0217 nats per token, one-sided p 0.044 of 0.005 nats less" in text
     assert "gelu(x)" in text
 
@@ -115,7 +115,9 @@ def test_doubtful_samples_are_named(runs: Path) -> None:
 
 def test_other_validation_data_are_refused(runs: Path) -> None:
     logged_run(runs / "other", 3.0, ["model.dim=64"], val="c" * 64, data="elsewhere")
-    with pytest.raises(CompareError, match=r"the validation split of base-0 \(stdlib\) and that of other \(elsewhere\) differ"):
+    with pytest.raises(
+        CompareError, match=r"the validation split of base-0 \(stdlib\) and that of other \(elsewhere\) differ"
+    ):
         compared("base-*", "other")
 
 
@@ -152,9 +154,7 @@ def test_older_runs_without_digests(runs: Path) -> None:
         (["empty"], "empty: is not a run"),
     ],
 )
-def test_what_a_word_must_name(
-    runs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_word_must_name(runs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     (runs / "empty").mkdir()
     assert run(["compare", *words]) == 2
     assert message in capsys.readouterr().err

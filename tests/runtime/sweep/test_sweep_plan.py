@@ -90,7 +90,9 @@ settings:
     set: ['train.optimizers.9.lr=3']
 """
     message = refused(tmp_path, text)
-    assert message == """\
+    assert (
+        message
+        == """\
 sweep.yaml:3:14: S101 `contxt` is not a valid key of `model` (in the setting `a`)
   |
 3 | set: ["model.contxt=64"]
@@ -104,6 +106,7 @@ sweep.yaml:7:29: S014 `train.optimizers` has no item `9` (in the setting `b`)
   = help: it has 3 items, counted from 0; `+` appends
 
 2 errors"""
+    )
 
 
 def test_a_problem_of_a_value_of_the_grid_is_shown_at_the_value(tmp_path: Path) -> None:
@@ -131,10 +134,20 @@ def test_a_problem_of_the_whole_spec_names_the_settings(tmp_path: Path) -> None:
         ("seeds: [1]\nset: [train.seed=3]\n", "sweep.yaml:4:7: S502 `train.seed` is set here and by `seeds`"),
         ("settings: [{name: a}, {name: a}]\n", "sweep.yaml:3:30: S501 two entries of settings have the name `a`"),
         ("settings: [{name: a}, {name: b}]\n", "S501 the settings `a` and `b` have the same spec"),
-        ("grid: {model.dim: [64, 64]}\n", "sweep.yaml:3:24: S501 the settings `dim=64` and `dim=64` have the same spec"),
+        (
+            "grid: {model.dim: [64, 64]}\n",
+            "sweep.yaml:3:24: S501 the settings `dim=64` and `dim=64` have the same spec",
+        ),
         ("quantize: [{name: x, of: y}]\n", "sweep.yaml:3:26: S503 `x` is of `y`, which is not a setting"),
         ("quantize: [{name: x, set: [model.dim=64]}]\n", "S503 `x` changes more than `quant` of a trained run"),
-        ("quantize: [{name: x, set: [quant.defalt=1]}]\n", "sweep.yaml:3:34: S101 `defalt` is not a valid key of `quant`"),
+        (
+            "quantize: [{name: x, set: [quant.defalt=1]}]\n",
+            "sweep.yaml:3:34: S101 `defalt` is not a valid key of `quant`",
+        ),
+        (
+            "quantize: [{name: x, set: ['quant.default={scheme: round, bits: 6}']}]\n",
+            "sweep.yaml:3:12: S311 promote to 6 bits changes nothing",
+        ),
         ("grid: {model.dim: []}\n", "sweep.yaml:3:8: S104 `model.dim` must be a list of length at least 1"),
     ],
 )
