@@ -27,6 +27,7 @@ LAYERS = (
     "generate",
     "size",
     "report",
+    "inspect",
     "verify",
     "bench",
     "tune",

@@ -37,6 +37,7 @@ LAYERS = (
     "quantize",
     "export",
     "report",
+    "inspection",
     "submission",
     "verify",
     "bench",
