@@ -208,6 +208,7 @@ class _Work:
                 self.notes[layer] = "no token chose this expert"
         if "norms" in self.options.parts:
             result = replace(result, norms=tuple(norms.blocks()))
+            self.notes |= {block: f"no norms: {reason}" for block, reason in norms.refused.items()}
             if not result.norms:
                 self.notes["norms"] = "the model has no sequence of blocks with a residual stream"
         return replace(result, rows=(rows, length))

@@ -1,7 +1,7 @@
 """The growth of the residual stream: its size before and after each block.
 
-A block is all nodes whose names begin with the same index, such as `blocks.3`. The stream behind it is the last of its
-values, of the width of the model, that a node outside the block reads.
+A block is all nodes whose names begin with the same index, such as `blocks.3`, if it has a product of weights. The
+stream behind it is the last of its values, of the width of the model, that a node outside the block reads.
 """
 
 import re
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specc.compiler.ir.graph import Graph, Node
+from specc.runtime.inspection.units import is_product
 
-_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+)\.")
+_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+(?:\.again\d+)?)\.")  # a repeated block has a name for each run
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,16 @@ class ResidualNorms:
 
     Args:
         graph: the flattened program.
+
+    Attributes:
+        refused: the reason why a block has no sizes, by block.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._stream: dict[str, str] = {}  # the name of a node -> the block that it ends
         self._before: dict[str, str] = {}  # a block -> the value that it reads
         self._values: dict[str, Tensor] = {}
+        self.refused: dict[str, str] = {}
         self._sums: dict[str, list[float]] = {}  # a block -> sums of squares before, after, of the change; counts
         width = _width(graph)
         blocks: dict[str, list[Node]] = {}
@@ -59,6 +64,8 @@ class ResidualNorms:
                 readers.setdefault(ref, set()).add(block)
         previous = ""
         for block, nodes in blocks.items():
+            if not any(map(is_product, nodes)):
+                continue
             inside = {node.name for node in nodes}
             ends = [
                 node
@@ -67,6 +74,8 @@ class ResidualNorms:
                 if readers.get(node.name, set()) - {block}
             ]
             if not ends:
+                if block:
+                    self.refused[block] = "no value of the width of the model leaves it as a single residual stream"
                 continue
             self._stream[ends[-1].name] = block
             reads = [

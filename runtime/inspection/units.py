@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler.ir.graph import Graph, Node
-from specc.compiler.ops.experts.dispatch import GroupedLinear
+from specc.compiler.ops.experts.dispatch import GroupedLinear, OfExperts
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.runtime.calibration.hessian import rows_of_experts
@@ -53,7 +53,7 @@ class UnitActivity:
         self._read_by: dict[str, str] = {}
         by_name = {node.name: node for node in graph.nodes}
         for node in graph.nodes:
-            source = node.inputs[0] if _multiplies(node) else ""
+            source = node.inputs[0] if is_product(node) else ""
             if source not in by_name or source in self._read_by.values():
                 continue
             activation = by_name[source]
@@ -98,7 +98,7 @@ class UnitActivity:
                 )
 
 
-def _multiplies(node: Node) -> bool:
+def is_product(node: Node) -> bool:
     """Returns whether a node multiplies rows by a weight."""
     return isinstance(node.op, Product | GroupedLinear)
 
@@ -126,6 +126,7 @@ def _of_products(node: Node, by_name: dict[str, Node]) -> bool:
         return False
     read = [ref for ref in node.inputs if ref[0] not in "@$"]
     nodes = [by_name.get(ref.partition(":")[0]) for ref in read]
+    nodes = [other for other in nodes if other is None or not isinstance(other.op, OfExperts)]  # biases of experts
     return bool(nodes) and all(
-        other is not None and (_multiplies(other) or _of_products(other, by_name)) for other in nodes
+        other is not None and (is_product(other) or _of_products(other, by_name)) for other in nodes
     )

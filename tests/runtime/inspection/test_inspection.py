@@ -291,3 +291,48 @@ def test_the_observed_products_are_those_that_calibration_observes(run: Run) -> 
         ref[1:] for node in flatten(programs, programs.program("score")).nodes for ref in node.inputs if ref[0] == "@"
     }
     assert set(Capture(model_of(run.spec, fuse=False).model, lambda *seen: None).names) <= ours
+
+
+# Published decoders and parameter-golf models: (heads, layers of units with a row per expert, blocks with norms)
+FAMILIES = {
+    "gemma2": (16, 4, 4),  # soft caps, norms before and after, windows
+    "gpt_oss": (16, 16, 4),  # sinks, experts with biases
+    "deepseek_v3": (16, 28, 4),  # latent attention, experts
+    "nemotron": (16, 4, 4),
+}
+GOLF = {"full": (20, 5, 5), "loop": (28, 7, 7), "lanes": (20, 5, 3), "documents": (20, 5, 5)}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *GOLF])
+def test_each_kind_of_model_is_inspected(name: str) -> None:
+    import textwrap
+
+    import golf_models
+    from published_decoders import DECODERS
+    from tiny_models import random_params
+
+    from specc.compiler.spec.check import load
+
+    if name in GOLF:
+        spec = golf_models.spec_of(golf_models.OPTIONS[name])
+    else:
+        sizes = "spec_version: 2\nname: x\ntargets: [cpu]\nmodel:\n  kind: decoder\n  vocab: 50\n  context: 32\n"
+        train = "train: {micro_batch: 2, tokens_per_step: 64, steps: 2, data: {tokenizer: x.model}, "
+        train += "optimizers: [{kind: adamw, match: '*', lr: 0.01}]}\n"
+        spec = load(f"{sizes}{textwrap.indent(DECODERS[name].model.strip(), '  ')}\n{train}")[0]
+    programs = lower(spec.at_rest, "cpu")
+    graph = flatten(programs, programs.program("score"))
+    heads, units, norms = HeadPatterns(graph), UnitActivity(graph), ResidualNorms(graph)
+    ids = torch.randint(spec.model.vocabulary, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def observe(*seen: Any) -> None:
+        for observer in (heads.observe, units.observe, norms.observe):
+            observer(*seen)
+
+    weights = random_params(programs, 0)
+    reference.run(programs, "score", {"ids": ids, "targets": ids}, weights, observe)
+    counts = (len(heads.heads()), len(list(units.layers())), len(list(norms.blocks())))
+    assert counts == {**FAMILIES, **GOLF}[name]
+    assert not heads.refused and all(0 <= head.previous <= 1 for head in heads.heads())
+    assert len(norms.refused) == (2 if name == "lanes" else 0)
+    assert all(norm.growth is not None and norm.growth > 0 for norm in norms.blocks())
