@@ -30,6 +30,7 @@ LAYERS = (
     "generate",
     "size",
     "report",
+    "inspect",
     "verify",
     "bench",
     "tune",

@@ -40,6 +40,7 @@ LAYERS = (
     "submission",
     "export",
     "report",
+    "inspection",
     "verify",
     "bench",
     "tune",

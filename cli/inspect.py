@@ -1,0 +1,105 @@
+"""The `inspect` command, which measures the weights of a run. Torch is imported only when it runs."""
+
+import json
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import (
+    device_option,
+    folder,
+    format_option,
+    json_option,
+    run_argument,
+    stated,
+    tokenizers_option,
+    with_data,
+)
+from specc.cli.output import Stages, say
+
+
+@click.command("inspect")
+@run_argument
+@click.option(
+    "--only",
+    "parts",
+    multiple=True,
+    type=click.Choice(["ranks", "heads", "units", "norms", "sensitivity"]),
+    help="Measure only this part. Repeatable. By default, all of them.",
+)
+@click.option(
+    "--bits",
+    multiple=True,
+    type=click.IntRange(1, 16),
+    help="Bits at which the sensitivity is measured. Repeatable. By default, the schemes of the spec.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    help="Number of largest singular values whose share of the energy is stated. By default, a tenth of them.",
+)
+@click.option(
+    "--sequences",
+    type=click.IntRange(min=2),
+    default=16,
+    show_default=True,
+    help="Rows of text for heads, units and norms.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(min=4),
+    default=512,
+    show_default=True,
+    help="Tokens per row, at most the context.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=65536,
+    show_default=True,
+    help="Tokens of the validation split that the sensitivity is measured on.",
+)
+@click.option("--data", callback=stated, help="Data to measure on. By default, the data of the run.")
+@click.option("--picture", type=folder, metavar="DIR", help="Folder to draw one PNG per part in. Needs matplotlib.")
+@device_option
+@tokenizers_option
+@json_option
+@format_option
+def command(
+    run: Path,
+    parts: tuple[str, ...],
+    bits: tuple[int, ...],
+    top: int | None,
+    sequences: int,
+    window: int,
+    max_tokens: int,
+    data: str | None,
+    picture: Path | None,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Measure the final weights of a run: ranks, heads, units, norms, sensitivity.
+
+    Ranks come from the singular values of each matrix. Types of attention heads, dead units of MLPs and the growth of
+    the residual stream are measured on the validation split. The sensitivity of a matrix is the rise of bits per byte
+    when it alone is quantized; beside it stands the estimate that bit allocation uses.
+    """
+    from specc.runtime.inspection.inspect import PARTS, InspectOptions
+    from specc.runtime.inspection.inspect import inspect as measure
+    from specc.runtime.inspection.table import tables
+
+    if picture is not None:
+        from specc.runtime.inspection.pictures import draw, require
+
+        require()
+    chosen = tuple(part for part in PARTS if part in parts) if parts else PARTS
+    if bits and "sensitivity" not in chosen:
+        raise click.UsageError("--bits is for the sensitivity")
+    search = with_data(tokenizers, data)
+    options = InspectOptions(chosen, bits, top, sequences, window, max_tokens, data, target, search)
+    result = measure(run, options, say, Stages())
+    click.echo(json.dumps(result.facts(), indent=1, allow_nan=False) if as_json else "\n".join(tables(result)))
+    if picture is not None:
+        for path in draw(result, picture):
+            say(f"wrote {path}")

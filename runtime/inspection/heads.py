@@ -1,0 +1,151 @@
+"""The types of attention heads, by where they look.
+
+Every attention of the unfused program is observed: the reference of its op gives the scores, with its own mask, score
+function and sinks, so that no architecture has code here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ops.attention import Attention
+
+PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
+THRESHOLD = 0.4  # of the mean attention that makes a head one of a type
+FROM = 2  # the first query that counts: before it, the previous token, the first token and all tokens are the same
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where an attention head looks. All numbers are 0 to 1.
+
+    Attributes:
+        layer: the attention node, such as `blocks.0.attention.y`.
+        head: the index of the head.
+        previous: the mean attention to the token before the query.
+        first: the mean attention to the first token of the window.
+        induction: on a sequence of random tokens and its repetition, the mean attention of the second part to the
+            token after the earlier occurrence of the query ("prefix matching", Olsson et al. 2022, "In-context Learning
+            and Induction Heads"). None if it was not measured.
+        content: the mean total variation distance between the attention of the same position in two texts: 0 for a head
+            that looks only at positions.
+    """
+
+    layer: str
+    head: int
+    previous: float
+    first: float
+    induction: float | None
+    content: float | None
+
+    @property
+    def type(self) -> str:
+        """The type with the largest attention of at least `THRESHOLD`; `content` if only the text decides where the
+        head looks; else `mixed`."""
+        scores = {PREVIOUS: self.previous, FIRST: self.first, INDUCTION: self.induction or 0.0}
+        best = max(scores, key=lambda name: scores[name])
+        if scores[best] >= THRESHOLD:
+            return best
+        return CONTENT if (self.content or 0.0) >= THRESHOLD else MIXED
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Sums over batches of one attention: f64 [heads] and counts, by score."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Adds values [B, H, N]."""
+        total = values.double().sum((0, 2)).cpu()
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+        self.counts[name] = self.counts.get(name, 0) + values.shape[0] * values.shape[2]
+
+    def mean(self, name: str) -> list[float] | None:
+        return (self.sums[name] / self.counts[name]).tolist() if self.counts.get(name) else None
+
+
+class HeadPatterns:
+    """Accumulates the attention of all heads. `observe` and `observe_repeated` are observers of `reference.run`.
+
+    Args:
+        graph: the flattened program, whose types tell self-attention from attention to another sequence.
+
+    Attributes:
+        refused: the reasons why an attention has no types, by node.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._layers: dict[str, _Sums] = {}
+        self.refused: dict[str, str] = {}
+        self._lengths = {
+            node.name: tuple(graph.types[ref].shape[1] for ref in node.inputs[:2])
+            for node in graph.nodes
+            if isinstance(node.op, Attention)
+        }
+        for node in graph.nodes:
+            if "attention" in node.op.name and not isinstance(node.op, Attention):
+                self.refused[node.name] = f"it is {node.op.name}, which has no scores of pairs of tokens"
+
+    def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Adds the attention of a node over rows of text."""
+        weights = self._weights(node, inputs)
+        if weights is None or weights.shape[2] <= FROM:
+            return
+        sums = self._layers.setdefault(node.name, _Sums())
+        sums.add("previous", weights.diagonal(offset=-1, dim1=-2, dim2=-1)[..., FROM - 1 :])
+        sums.add("first", weights[..., FROM:, 0])
+        if pairs := len(weights) // 2:
+            one, other = weights[: 2 * pairs : 2, :, FROM:], weights[1 : 2 * pairs : 2, :, FROM:]
+            sums.add("content", (one - other).abs().sum(-1) / 2)
+
+    def observe_repeated(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Adds the attention of a node over rows that are a random sequence and its repetition."""
+        weights = self._weights(node, inputs)
+        if weights is not None:
+            length = weights.shape[2] // 2
+            after_earlier = weights.diagonal(offset=1 - length, dim1=-2, dim2=-1)[..., 1:]
+            self._layers.setdefault(node.name, _Sums()).add("induction", after_earlier)
+
+    def _weights(self, node: Node, inputs: Sequence[Tensor]) -> Tensor | None:
+        """Returns the attention [B, H, T, T] of a node; None if it is no attention of a sequence to itself."""
+        if not isinstance(node.op, Attention) or node.name in self.refused:
+            return None
+        queries, keys = self._lengths.get(node.name, (None, None))
+        scores, blind = node.op.logits(*inputs)
+        weights = scores.softmax(-1).masked_fill(blind, 0.0)[..., : inputs[1].shape[1]]
+        if queries != keys or weights.shape[-1] != weights.shape[-2]:
+            other = "another sequence" if queries != keys else "keys that are not single tokens"
+            self.refused[node.name] = f"it attends to {other}"
+            return None
+        return weights
+
+    def heads(self) -> tuple[Head, ...]:
+        """Returns the scores of all heads, in the order of the program."""
+        heads = []
+        for layer, sums in self._layers.items():
+            previous, first = sums.mean("previous"), sums.mean("first")
+            induction, content = sums.mean("induction"), sums.mean("content")
+            for i in range(len(previous or ())):
+                assert previous is not None and first is not None
+                more = (None if scores is None else scores[i] for scores in (induction, content))
+                heads.append(Head(layer, i, previous[i], first[i], *more))
+        return tuple(heads)
+
+
+def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
+    """Returns random tokens and their repetition, i64 [rows, 2 * length].
+
+    The tokens of a row differ if the vocabulary has enough. The last id, which often separates documents, is left out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = max(vocabulary - 1, 1)
+    if count >= length:
+        part = torch.stack([torch.randperm(count, generator=generator)[:length] for _ in range(rows)])
+    else:
+        part = torch.randint(count, (rows, length), generator=generator)
+    return torch.cat((part, part), 1)

@@ -1,0 +1,290 @@
+"""`specc inspect`: measures a trained run in parts, each of which may have nothing to say about a kind of model."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler.ir.graph import Node
+from specc.compiler.pipeline import lower
+from specc.compiler.programs import reference
+from specc.compiler.programs.programs import Programs, flatten
+from specc.compiler.spec.spec import Calibrate
+from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
+from specc.runtime.data.windows.stream import TokenStream, open_stream
+from specc.runtime.errors import RuntimeFailure
+from specc.runtime.eval.options import EvaluateOptions
+from specc.runtime.eval.text import evaluate_text
+from specc.runtime.inspection.heads import Head, HeadPatterns, repeated_tokens
+from specc.runtime.inspection.norms import BlockNorm, ResidualNorms
+from specc.runtime.inspection.ranks import RankUse, is_matrix, rank_uses
+from specc.runtime.inspection.sensitivity import Sensitivity, schemes_at, sensitivities
+from specc.runtime.inspection.units import UnitActivity, Units
+from specc.runtime.log import Say
+from specc.runtime.open_model import OpenedModel, as_trained, opened_run, realize, token_cache
+from specc.runtime.quantize.quantizer import Quantizer, Statistics
+from specc.runtime.quantize.schemes import base_schemes
+from specc.runtime.storage.run_directory import Run
+from specc.runtime.train.sources.source import source_of
+
+PARTS = ("ranks", "heads", "units", "norms", "sensitivity")
+Progress = Callable[[str, int, int], None]
+
+
+class InspectError(RuntimeFailure):
+    """The options do not apply to the run (exit code 2)."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """The options of an inspection.
+
+    Attributes:
+        parts: the parts to measure, of `PARTS`.
+        bits: the numbers of bits at which sensitivity is measured. If empty, those of the spec.
+        top: the number of singular values whose share of the energy is stated. None for a tenth of them.
+        sequences: the number of rows of text that heads, units and norms are measured on.
+        window: the length of these rows in tokens, at most the context.
+        max_tokens: the number of tokens of the validation split that sensitivity is measured on.
+        data: the data; None for those of the run.
+        target: a target of the spec. None selects the best target that this machine can run.
+        search: folders to search for the tokenizer.
+        cache: the folder of tokenized text.
+    """
+
+    parts: tuple[str, ...] = PARTS
+    bits: tuple[int, ...] = ()
+    top: int | None = None
+    sequences: int = 16
+    window: int = 512
+    max_tokens: int = 65536
+    data: str | None = None
+    target: str | None = None
+    search: tuple[Path, ...] = ()
+    cache: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """The results, by part. A part that was not measured is empty.
+
+    Attributes:
+        name: the name of the spec.
+        step: the step of the checkpoint.
+        rows: the rows of text of heads, units and norms, and their length in tokens.
+        scored: the tokens, bytes and bits per byte of the text of the sensitivities, without quantization.
+        notes: what cannot be said, by the place in the model or the part.
+    """
+
+    name: str
+    step: int
+    ranks: tuple[RankUse, ...] = ()
+    heads: tuple[Head, ...] = ()
+    units: tuple[Units, ...] = ()
+    norms: tuple[BlockNorm, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
+    rows: tuple[int, int] | None = None
+    scored: Mapping[str, float] | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the results as fields for JSON output."""
+        facts = asdict(self)
+        facts["heads"] = [asdict(head) | {"type": head.type} for head in self.heads]
+        facts["norms"] = [asdict(norm) | {"growth": norm.growth} for norm in self.norms]
+        facts["sensitivity"] = [asdict(row) | {"ratio": row.ratio} for row in self.sensitivity]
+        return facts
+
+
+def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | None = None) -> Inspection:
+    """Measures the final weights of a run.
+
+    Args:
+        path: the run directory.
+        options: the parts, the sizes and the data.
+        say: called with lines of text for the user.
+        progress: called as `progress(stage, done, total)`.
+
+    Returns:
+        The results.
+
+    Raises:
+        InspectError: the options do not apply to the run (exit code 2).
+        RunDirectoryError: `path` is not a run (2).
+        RunFailure: the run has no checkpoint, or no target of its spec runs here (4).
+        IntegrityError: the run is damaged (5).
+        DataError: the data cannot be read.
+    """
+    run, weights, step = as_trained(Run.open(path), say)
+    with ExitStack() as stack:
+        work = _Work(run, weights, options, say, progress or (lambda stage, done, total: None), stack)
+        result = Inspection(run.spec.name, step)
+        if "ranks" in options.parts:
+            result = replace(result, ranks=work.ranks())
+        if {"heads", "units", "norms"} & set(options.parts):
+            result = work.activations(result)
+        if "sensitivity" in options.parts:
+            result = work.sensitivity(result)
+        return replace(result, notes=work.notes)
+
+
+@dataclass
+class _Work:
+    """The measurement of one run, and the notes about what cannot be said."""
+
+    run: Run
+    weights: Mapping[str, Tensor]
+    options: InspectOptions
+    say: Say
+    progress: Progress
+    stack: ExitStack
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def opened(self) -> OpenedModel:
+        return opened_run(self.run, self.weights, self.options.target, None, self.options.search)
+
+    @cached_property
+    def programs(self) -> Programs:
+        """The programs without fusions."""
+        return lower(self.run.spec.at_rest, self.opened.loaded.target.name)
+
+    @cached_property
+    def on_device(self) -> dict[str, Tensor]:
+        names = [parameter.name for parameter in self.programs.params]
+        return {name: self.weights[name].to(self.opened.device) for name in names}
+
+    @property
+    def is_text(self) -> bool:
+        return self.run.spec.model.reads == "text"
+
+    def ranks(self) -> tuple[RankUse, ...]:
+        matrices = {name: tensor for name, tensor in self.on_device.items() if is_matrix(tuple(tensor.shape))}
+        uses: list[RankUse] = []
+        for done, (name, tensor) in enumerate(matrices.items(), 1):
+            uses += rank_uses(name, tensor, self.options.top)
+            self.progress("ranks", done, len(matrices))
+        return tuple(uses)
+
+    def activations(self, result: Inspection) -> Inspection:
+        """Returns the result with heads, units and norms, of one pass over rows of text and one over repeated random
+        tokens."""
+        graph = flatten(self.programs, self.programs.program("score"))
+        heads, units, norms = HeadPatterns(graph), UnitActivity(graph), ResidualNorms(graph)
+        parts = {"heads": heads.observe, "units": units.observe, "norms": norms.observe}
+        observers = [observe for part, observe in parts.items() if part in self.options.parts]
+
+        def observe(node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+            for observer in observers:
+                observer(node, inputs, outputs)
+
+        rows = length = 0
+        for batch in self._batches():
+            self._run(batch, observe)
+            some = next(iter(batch.values()))
+            rows, length = rows + len(some), some.shape[1]
+            self.progress("text", rows, self.options.sequences)
+        if "heads" in self.options.parts:
+            if self.is_text:
+                self._repeated(heads)
+            else:
+                self.notes["induction"] = "not measured: the model reads lines of a task, not random tokens"
+            self.notes |= {name: f"no types of heads: {reason}" for name, reason in heads.refused.items()}
+            result = replace(result, heads=heads.heads())
+            if not result.heads:
+                self.notes["heads"] = "the model has no self-attention whose heads have types"
+        if "units" in self.options.parts:
+            result = replace(result, units=tuple(units.layers()))
+            if not result.units:
+                self.notes["units"] = "the model has no pointwise activation between two products"
+            for layer in (row.layer for row in result.units if not row.tokens):
+                self.notes[layer] = "no token chose this expert"
+        if "norms" in self.options.parts:
+            result = replace(result, norms=tuple(norms.blocks()))
+            self.notes |= {block: f"no norms: {reason}" for block, reason in norms.refused.items()}
+            if not result.norms:
+                self.notes["norms"] = "the model has no sequence of blocks with a residual stream"
+        return replace(result, rows=(rows, length))
+
+    def _run(self, batch: Mapping[str, Tensor], observe: reference.Observe) -> None:
+        inputs = {name: ids.to(self.opened.device) for name, ids in batch.items()}
+        with torch.no_grad():
+            reference.run(self.programs, "score", inputs, self.on_device, observe)
+
+    def _batches(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yields pairs of rows: of the validation split for text, of the training data for lines."""
+        spec, options = self.run.spec, self.options
+        if not self.is_text:
+            data = source_of(spec)(spec, self.opened.search).open(self._data, self._cache, self.stack)
+            yield from data.calibration(options.sequences, 2)
+            return
+        settings = Calibrate(sequences=options.sequences, batch=min(2, options.sequences))
+        stream = self._stream("val")
+        window = min(options.window, spec.model.window, stream.tokens - 1)
+        for ids, targets in calibration_windows(stream, settings, window, spec.train.seed):
+            yield {"ids": ids, "targets": targets}
+
+    def _repeated(self, heads: HeadPatterns) -> None:
+        """Measures induction on random tokens and their repetition."""
+        spec = self.run.spec
+        length = min(self.options.window, spec.model.window) // 2
+        if length < 2:
+            self.notes["induction"] = "not measured: the context is too short for a repetition"
+            return
+        for i in range(0, self.options.sequences, 2):
+            ids = repeated_tokens(2, length, spec.model.vocabulary, seed=spec.train.seed + i)
+            self._run({"ids": ids, "targets": ids.roll(-1, 1)}, heads.observe_repeated)
+            self.progress("repetition", min(i + 2, self.options.sequences), self.options.sequences)
+
+    def sensitivity(self, result: Inspection) -> Inspection:
+        """Returns the result with the measured and estimated rises of each matrix."""
+        spec, opened = self.run.spec, self.opened
+        if not self.is_text:
+            self.notes["sensitivity"] = "not measured: the model is not scored in bits per byte"
+            return result
+        quant = spec.quant
+        base = base_schemes(quant, self.programs.params) if quant is not None else {}
+        names = [name for name, tensor in self.on_device.items() if is_matrix(tuple(tensor.shape))]
+        pairs, refused = schemes_at(base, names, self.options.bits, self.on_device)
+        calibrate = quant.calibrate if quant is not None else Calibrate()
+        target = opened.loaded.target.name
+        unfused = realize(spec.at_rest, target, None, self.on_device, fuse=False).model
+        train = self._stream("train")
+        windows = partial(calibration_windows, train, calibrate, spec.model.window, spec.train.seed)
+
+        def counted(stage: str) -> Callable[[int], None]:
+            return lambda done: self.progress(stage, done, calibrate.sequences)
+
+        hessians = capture_hessians(unfused, windows(), opened.device, counted("calibrate"))
+        gradients = capture_gradients(unfused, windows(), opened.device, counted("gradients"))
+        quantizer = Quantizer(self.on_device, Statistics(hessians, gradients))
+        settings = EvaluateOptions(self._data, max_tokens=self.options.max_tokens, cache=self._cache, compiled=False)
+        measure = partial(evaluate_text, opened, settings)
+        rows: list[Sensitivity] = []
+        for row in sensitivities(opened.model, quantizer, pairs, measure, refused):
+            rows.append(row)
+            self.progress("sensitivity", len(rows), len(pairs))
+        self.notes.update(refused)
+        score = measure()
+        scored = {"tokens": score.tokens, "bytes": score.piece_bytes, "bpb": score.bpb or score.bpb_pieces}
+        return replace(result, sensitivity=tuple(rows), scored=scored)
+
+    def _stream(self, split: str) -> TokenStream:
+        stream = open_stream(self._data, split, self.opened.tokenizer, self._cache)  # type: ignore[arg-type]
+        self.stack.callback(stream.close)
+        return stream
+
+    @property
+    def _data(self) -> str:
+        return self.options.data or self.run.data
+
+    @property
+    def _cache(self) -> Path:
+        return self.options.cache or token_cache()

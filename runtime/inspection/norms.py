@@ -1,0 +1,138 @@
+"""The growth of the residual stream: its size before and after each block.
+
+A block is all nodes whose names begin with the same index, such as `blocks.3`, if it has a product of weights. The
+stream behind it is the last of its values, of the width of the model, that a node outside the block reads.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specc.compiler.ir.graph import Graph, Node
+from specc.runtime.inspection.units import is_product
+
+_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+(?:\.again\d+)?)\.")  # a repeated block has a name for each run
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNorm:
+    """The residual stream at a block.
+
+    Attributes:
+        block: the name of the block.
+        before: the root mean square of the stream that the block reads; None if it has another shape than the result.
+        after: the root mean square of the stream behind the block.
+        change: |after - before| / |before|, the relative size of what the block adds; None as `before`.
+    """
+
+    block: str
+    before: float | None
+    after: float
+    change: float | None
+
+    @property
+    def growth(self) -> float | None:
+        """The factor by which the block changes the size of the stream."""
+        return self.after / self.before if self.before else None
+
+
+class ResidualNorms:
+    """Accumulates the sizes of the residual stream. `observe` is an observer of `reference.run`.
+
+    Args:
+        graph: the flattened program.
+
+    Attributes:
+        refused: the reason why a block has no sizes, by block.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._stream: dict[str, str] = {}  # the name of a node -> the block that it ends
+        self._before: dict[str, str] = {}  # a block -> the value that it reads
+        self._values: dict[str, Tensor] = {}
+        self.refused: dict[str, str] = {}
+        self._sums: dict[str, list[float]] = {}  # a block -> sums of squares before, after, of the change; counts
+        width = _width(graph)
+        blocks: dict[str, list[Node]] = {}
+        readers: dict[str, set[str]] = {}
+        for node in graph.nodes:
+            block = _block(node.name)
+            blocks.setdefault(block, []).append(node)
+            for ref in node.inputs:
+                readers.setdefault(ref, set()).add(block)
+        previous = ""
+        for block, nodes in blocks.items():
+            if not any(map(is_product, nodes)):
+                continue
+            inside = {node.name for node in nodes}
+            ends = [
+                node
+                for node in nodes
+                if block and node.type.shape[-1:] == (width,) and node.type.dtype != "i64"
+                if readers.get(node.name, set()) - {block}
+            ]
+            if not ends:
+                if block:
+                    self.refused[block] = "no value of the width of the model leaves it as a single residual stream"
+                continue
+            self._stream[ends[-1].name] = block
+            reads = [
+                ref
+                for node in nodes
+                for ref in node.inputs
+                if ref[0] not in "@$" and ref not in inside and graph.types[ref].shape == ends[-1].type.shape
+            ]
+            before = previous if previous in reads else next(iter(reads), "")
+            if before:
+                self._before[block] = before
+            previous = ends[-1].name
+        self._kept = frozenset(self._before.values())
+
+    def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Adds the stream behind a block."""
+        value = outputs[0].detach()
+        if node.name in self._kept:
+            self._values[node.name] = value
+        block = self._stream.get(node.name)
+        if block is None:
+            return
+        before = self._values.get(self._before.get(block, ""))
+        sums = self._sums.setdefault(block, [0.0, 0.0, 0.0, 0.0])
+        sums[1] += float(value.double().square().sum())
+        sums[3] += value.numel()
+        if before is not None:
+            sums[0] += float(before.double().square().sum())
+            sums[2] += float((value - before).double().square().sum())
+
+    def blocks(self) -> Iterator[BlockNorm]:
+        """Yields the sizes at each block, in the order of the program."""
+        for block, (before, after, change, count) in self._sums.items():
+            known = before > 0.0
+            yield BlockNorm(
+                block=block,
+                before=(before / count) ** 0.5 if known else None,
+                after=(after / count) ** 0.5,
+                change=(change / before) ** 0.5 if known else None,
+            )
+
+
+def _block(name: str) -> str:
+    """Returns the block of a node; empty outside of all blocks."""
+    match = _BLOCK.match(name)
+    return match[1] if match else ""
+
+
+def _width(graph: Graph) -> int | None:
+    """Returns the width of the most values that blocks pass on: the width of the model."""
+    readers: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        for ref in node.inputs:
+            readers.setdefault(ref, set()).add(_block(node.name))
+    counts: dict[int, int] = {}
+    for node in graph.nodes:
+        width = node.type.shape[-1] if node.type.shape else None
+        if _block(node.name) and isinstance(width, int) and readers.get(node.name, set()) - {_block(node.name)}:
+            counts[width] = counts.get(width, 0) + 1
+    return max(counts, key=lambda width: (counts[width], width)) if counts else None

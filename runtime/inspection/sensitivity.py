@@ -1,0 +1,121 @@
+"""The sensitivity of each matrix to quantization: the measured rise of the loss when it alone is quantized."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.quant.gptq import Gptq
+from specc.compiler.quant.none import Unquantized
+from specc.compiler.quant.scheme import Scheme, SchemeError, variants
+from specc.runtime.errors import QuantizeError
+from specc.runtime.metrics.bits_per_byte import BitsPerByte
+from specc.runtime.quantize.quantizer import Quantizer
+
+DEFAULT_BITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """What quantizing one matrix does to the loss of the validation text.
+
+    Attributes:
+        name: the parameter.
+        scheme: the label of its scheme.
+        bits: bits per value.
+        mse: the mean squared error of its values.
+        rise: the measured rise of bits per byte, against the same text with no matrix quantized.
+        estimate: the rise by the second-order estimate that bit allocation uses (`added_nats`), in bits per byte; None
+            without gradients of the parameter.
+    """
+
+    name: str
+    scheme: str
+    bits: float
+    mse: float
+    rise: float
+    estimate: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The estimate divided by the measured rise; None if the loss did not rise."""
+        return self.estimate / self.rise if self.estimate is not None and self.rise > 0 else None
+
+
+def schemes_at(
+    base: Mapping[str, Scheme], names: Sequence[str], bits: Sequence[int], weights: Mapping[str, Tensor]
+) -> tuple[list[tuple[str, Scheme]], dict[str, str]]:
+    """Returns the (parameter, scheme) pairs to measure, and the reason for each parameter that has none.
+
+    Args:
+        base: the scheme of each parameter by the spec.
+        names: the parameters.
+        bits: the numbers of bits to measure. If empty, each parameter has the scheme of the spec; one without a scheme
+            that quantizes has GPTQ with 4 bits.
+        weights: the parameters.
+    """
+    pairs, refused = [], {}
+    for name in names:
+        scheme = base.get(name)
+        schemes: Sequence[Scheme] = ()
+        if scheme is not None and not isinstance(scheme, Unquantized):
+            schemes = variants(scheme, bits, ()) if bits else (scheme,)
+        if not schemes:
+            schemes = [Gptq(bits=width) for width in sorted(set(bits or (DEFAULT_BITS,))) if 4 <= width <= 8]
+        accepted = [scheme for scheme in schemes if scheme.rejects(tuple(weights[name].shape)) is None]
+        pairs += [(name, scheme) for scheme in accepted]
+        if not accepted:
+            reason = schemes[0].rejects(tuple(weights[name].shape)) if schemes else "no scheme has these bits"
+            refused[name] = f"not quantized: {reason}"
+    return pairs, refused
+
+
+def sensitivities(
+    model: nn.Module,
+    quantizer: Quantizer,
+    pairs: Sequence[tuple[str, Scheme]],
+    measure: Callable[[], BitsPerByte],
+    refused: dict[str, str],
+) -> Iterator[Sensitivity]:
+    """Yields the sensitivity of each pair. The parameters of `model` are those of before at each result.
+
+    Args:
+        model: the model that `measure` scores.
+        quantizer: quantizes its parameters, with the statistics of a calibration.
+        pairs: the parameters and schemes.
+        measure: scores the model on the validation text.
+        refused: receives the reason for each parameter whose scheme cannot quantize it.
+    """
+    parameters = dict(model.named_parameters())
+    before = measure()
+    per_byte = before.tokens / _size(before) / math.log(2)  # nats per token -> bits per byte
+    for name, scheme in pairs:
+        try:
+            error = quantizer.error(name, scheme)
+            estimate = quantizer.cost(name, scheme)
+        except (QuantizeError, SchemeError) as problem:
+            refused[name] = f"not quantized: {getattr(problem, 'message', problem)}"
+            continue
+        parameter = parameters[name]
+        trained = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.copy_(quantizer.weights[name] - error)
+            try:
+                after = measure()
+            finally:
+                parameter.copy_(trained)
+        yield Sensitivity(
+            name=name,
+            scheme=scheme.label(),
+            bits=scheme.bits_per_value(),
+            mse=float(error.double().square().mean()),
+            rise=(after.nats - before.nats) / math.log(2) / _size(before),
+            estimate=None if estimate is None else estimate * per_byte,
+        )
+
+
+def _size(score: BitsPerByte) -> int:
+    """Returns the bytes that a score is per byte of."""
+    return score.document_bytes if score.bpb is not None and score.document_bytes else score.piece_bytes
