@@ -36,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing: dict[str, str] = {}
+    if not config.getoption("markexpr"):
+        soaks = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in soaks]
+        config.hook.pytest_deselected(items=soaks)
     if any(item.get_closest_marker("nvcc") for item in items) and shutil.which("nvcc") is None:
         if os.environ.get("CI") == "true":
             raise pytest.UsageError("CI needs nvcc: the kernels have to compile")
