@@ -39,7 +39,7 @@ class Writer:
 
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            code = run([word.format(room=room) for word in self.words.split()])
+            code = run(self.words.replace("{room}", str(room)).split())
         return code, said.getvalue()
 
 
@@ -75,7 +75,7 @@ def content(room: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(room)): path.read_bytes()
         for path in sorted(room.rglob("*"))
-        if path.is_file() and path.suffix not in (".lock", ".jsonl") and path.name not in ("report.json", "COMMIT")
+        if path.is_file() and path.suffix not in (".lock", ".jsonl") and path.name not in ("report.json", "COMMIT", "state.json")
     }
 
 
@@ -119,6 +119,10 @@ def main(name: str, folder: Path, first: int, stride: int) -> None:
             ]
             if lost:
                 wrong.append(f"{where}: lost {lost}")
+            if end == 0 and state != new:
+                wrong.append(f"{where}: exit code 0, without its result")
+            if state == new:  # it needed nothing of this call, or failed after the result was in its place
+                continue
             end, said = writer.run(room)
             if end != 0 or content(room) != new:
                 other = sorted(key for key in {*new, *content(room)} if content(room).get(key) != new.get(key))

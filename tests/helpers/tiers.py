@@ -27,14 +27,19 @@ Trials = Mapping[str, int]
 def tiers(promise: str, **numbers: tuple[int, int]) -> Callable[[Any], Any]:
     """Runs a test twice: with the first numbers in `make test`, and with the second in `make soak`."""
     few = {name: quick for name, (quick, _) in numbers.items()}
-    many = {
-        name: full if full <= FEW else max(quick, round(full * SHARE)) for name, (quick, full) in numbers.items()
-    }
+    many = {name: full if full <= FEW else max(quick, round(full * SHARE)) for name, (quick, full) in numbers.items()}
     parameters = [
         pytest.param((promise, few), id="quick"),
         pytest.param((promise, many), id="soak", marks=[pytest.mark.soak, pytest.mark.timeout(0)]),
     ]
     return pytest.mark.parametrize("trials", parameters, indirect=True)
+
+
+def soak(promise: str, **numbers: int) -> Callable[[Any], Any]:
+    """Runs a test in `make soak` only: what it repeats is also a test of its own in `make test`."""
+    many = {name: full if full <= FEW else max(1, round(full * SHARE)) for name, full in numbers.items()}
+    marks = [pytest.mark.soak, pytest.mark.timeout(0)]
+    return pytest.mark.parametrize("trials", [pytest.param((promise, many), id="soak", marks=marks)], indirect=True)
 
 
 def results() -> list[dict[str, Any]]:

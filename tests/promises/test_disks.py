@@ -67,11 +67,19 @@ def test_each_failing_call_is_a_clean_failure(trials: Trials, disk: Path, old: P
 def order_faults(calls: list[tuple[str, str, str]]) -> list[str]:
     """What a power loss could undo or leave half-written: data that were not synced before the rename that commits
     them, and a rename whose folder was not synced after it."""
-    faults = []
+    faults, former = [], dict[str, set[str]]()  # the names that a path had before renames
     for number, (call, source, target) in enumerate(calls):
-        if call != "rename" or Path(target).name.startswith("."):  # to a hidden name: on its way out
+        if call != "rename":
             continue
-        inside = [i for i, (name, path, _) in enumerate(calls[:number]) if name == "write" and is_in(path, source)]
+        names = {source} | former.get(source, set())
+        former[target] = names
+        if any(part.startswith(".") for part in Path(target).parts):  # not yet in place, or on its way out
+            continue
+        inside = [
+            i
+            for i, (name, path, _) in enumerate(calls[:number])
+            if name == "write" and any(is_in(path, name) for name in names)
+        ]
         for path in {calls[i][1] for i in inside}:
             last = max(i for i in inside if calls[i][1] == path)
             if ("fsync", path, "") not in calls[last:number]:
