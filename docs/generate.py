@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 from pictures import pictures
+from promise_page import promise_page
 
 from specc.compiler.spec.check import CODES
 from specc.compiler.spec.json_schema import schema_text
@@ -44,6 +45,7 @@ def files() -> dict[str, str]:
     pages = {"spec": spec_page, "commands": commands_page, "errors": errors_page}
     return {
         **{f"reference/{name}.md": page() for name, page in pages.items()},
+        "promises.md": HEADER + promise_page(),
         **{f"pictures/{name}": text for name, text in pictures().items()},
     }
 

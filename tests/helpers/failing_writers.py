@@ -53,7 +53,8 @@ SMALL = " ".join(
         "train.steps=3",
         "train.micro_batch=4",
         "train.tokens_per_step=128",
-        "train.schedule={warmdown_steps:1}",
+        "train.schedule.warmup_steps=0",
+        "train.schedule.warmdown_steps=1",
         "train.validate_tokens=200",
         "train.checkpoint_every=2",
     )
@@ -71,11 +72,12 @@ WRITERS = {
 
 
 def content(room: Path) -> dict[str, bytes]:
-    """Every file, without locks and logs: those have times."""
+    """Every file, without locks, logs and records: those have times."""
+    timed = ("report.json", "COMMIT", "state.json")
     return {
         str(path.relative_to(room)): path.read_bytes()
         for path in sorted(room.rglob("*"))
-        if path.is_file() and path.suffix not in (".lock", ".jsonl") and path.name not in ("report.json", "COMMIT", "state.json")
+        if path.is_file() and path.suffix not in (".lock", ".jsonl") and path.name not in timed
     }
 
 
