@@ -7,7 +7,7 @@ RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Bytecode is kept even where the environment says otherwise: the tests start hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup quickstart test check golden
+.PHONY: setup quickstart test soak check golden lock
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -30,8 +30,14 @@ quickstart: setup
 
 # One process per core, each with one thread. GPU tests run one after the other, in one process.
 test: check
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not gpu and not soak' --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 	@if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pytest -m gpu; else echo "no NVIDIA GPU here: GPU tests were not run"; fi
+
+# The numbers of docs/promises.md, one promise after the other. It takes hours; a run that was stopped goes on where it
+# was on the same day. SPECC_SOAK_SHARE=0.1 runs a tenth.
+soak: setup
+	$(BIN)/python -m pytest -m 'soak and not gpu' -p no:xdist --timeout 0 tests/promises
+	$(BIN)/python docs/generate.py --write
 
 check: setup
 	$(BIN)/ruff check .
@@ -46,3 +52,9 @@ golden: setup
 	$(BIN)/specc schema --write
 	SPECC_GOLDEN=1 $(BIN)/python -m pytest tests/errors tests/docs/test_docs.py tests/compiler/passes/test_passes_fuse.py
 	$(BIN)/python docs/generate.py --write
+
+# All packages with the hashes of their files, for `pip install --require-hashes -r requirements.lock`. Needs uv.
+lock:
+	uv pip compile pyproject.toml --extra train --extra dev --extra onnx --extra hub --extra parquet --extra bench \
+		--universal --generate-hashes --constraint constraints.txt --python-version 3.11 --no-annotate --quiet \
+		--custom-compile-command "make lock" --output-file requirements.lock

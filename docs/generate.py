@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 from pictures import pictures
+from promise_page import promise_page
 
 from specc.compiler.codes import CODES, INTERRUPTED, exit_code_of
 from specc.compiler.codes import EXIT_CODES as EXITS
@@ -58,6 +59,7 @@ def files() -> dict[str, str]:
     return {
         **{f"reference/{name}.md": page() for name, page in pages.items()},
         "reference/findings.schema.json": findings_schema(),
+        "promises.md": HEADER + promise_page(),
         **{f"pictures/{name}": text for name, text in pictures().items()},
     }
 

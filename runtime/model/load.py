@@ -19,6 +19,7 @@ from specc.compiler.render.function import applied
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS, Target
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
+from specc.runtime.model.compiler_caches import use_private_caches
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,12 @@ def instantiate(
 
     Returns:
         The module with its spec, target, programs and code folder.
+
+    Raises:
+        IntegrityError: for a GPU target, if others can write to the caches of torch.compile or Triton.
     """
+    if TARGETS[target].arch:  # code for the CPU is not compiled
+        use_private_caches()
     spec = spec if fuse else replace_fuse(spec)
     built = compile_loaded(spec, None, (target,), lock)
     write(directory, built.files, force=True)

@@ -118,22 +118,37 @@ def slow(log: str) -> str | None:
     return ", ".join(spilled) or None
 
 
-def cache_folder() -> Path:
-    """Returns the folder of compiled kernels, created with mode 0700.
+def cache_folder(name: str = "native") -> Path:
+    """Returns a folder of files that are loaded as code, created with mode 0700.
 
-    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others.
+    Raises IntegrityError under the conditions of `private_folder`.
     """
-    folder = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "native")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return private_folder(Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), name))
+
+
+def private_folder(folder: Path) -> Path:
+    """Creates a folder with mode 0700, unless it exists, and returns it.
+
+    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others, or if others can
+    replace it because a folder above it is writable by all.
+    """
+    with contextlib.suppress(FileExistsError):  # a link to nowhere, or a file
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise IntegrityError(f"{folder} is a link", "It must be a directory, because its files are loaded as code.")
+        what = "a link" if stat.S_ISLNK(status.st_mode) else "not a directory"
+        raise IntegrityError(f"{folder} is {what}", "It must be a directory, because its files are loaded as code.")
     if status.st_uid != os.getuid():
         hint = "Set SPECC_CACHE_DIR to a directory of your own."
         raise IntegrityError(f"{folder} belongs to user {status.st_uid}", hint)
     if status.st_mode & 0o022:
         mode = stat.S_IMODE(status.st_mode)
         raise IntegrityError(f"{folder} has mode {mode:o}, so others can write to it", f"Run: chmod 700 {folder}")
+    for parent in folder.absolute().parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            message = f"{parent} is writable by all users, so they can replace {folder}"
+            raise IntegrityError(message, "Set SPECC_CACHE_DIR to a directory of your own.")
     return folder
 
 

@@ -1,0 +1,79 @@
+"""Tests in two tiers: a few trials in `make test`, the promised numbers in `make soak`.
+
+    @tiers("C21", flips=(500, 10_000))
+    def test_flips(trials: Trials) -> None: ... trials["flips"] ...
+
+docs/generate.py reads the numbers from the source, and the results of `make soak` from docs/promises.json.
+`SPECC_SOAK_SHARE` scales the numbers of `make soak`; what was run is recorded. A promise with a result of today, of at
+least as many trials, is not run again, unless `SPECC_SOAK_AGAIN` is set.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RESULTS = Path(__file__).parents[2] / "docs" / "promises.json"
+SHARE = float(os.environ.get("SPECC_SOAK_SHARE", "1"))
+FEW = 10  # such a number is one of kinds, which is not scaled
+Trials = Mapping[str, int]
+
+
+def tiers(promise: str, **numbers: tuple[int, int]) -> Callable[[Any], Any]:
+    """Runs a test twice: with the first numbers in `make test`, and with the second in `make soak`."""
+    few = {name: quick for name, (quick, _) in numbers.items()}
+    many = {name: full if full <= FEW else max(quick, round(full * SHARE)) for name, (quick, full) in numbers.items()}
+    parameters = [
+        pytest.param((promise, few), id="quick"),
+        pytest.param((promise, many), id="soak", marks=[pytest.mark.soak, pytest.mark.timeout(0)]),
+    ]
+    return pytest.mark.parametrize("trials", parameters, indirect=True)
+
+
+def soak(promise: str, **numbers: int) -> Callable[[Any], Any]:
+    """Runs a test in `make soak` only: what it repeats is also a test of its own in `make test`."""
+    many = {name: full if full <= FEW else max(1, round(full * SHARE)) for name, full in numbers.items()}
+    marks = [pytest.mark.soak, pytest.mark.timeout(0)]
+    return pytest.mark.parametrize("trials", [pytest.param((promise, many), id="soak", marks=marks)], indirect=True)
+
+
+def results() -> list[dict[str, Any]]:
+    loaded: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    return loaded
+
+
+def done_today(test: str, trials: Trials) -> bool:
+    """Returns whether a test passed today with at least as many trials."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    return "SPECC_SOAK_AGAIN" not in os.environ and any(
+        result["test"] == test
+        and result["date"] == today
+        and result["passed"]
+        and all(result["trials"].get(name, 0) >= number for name, number in trials.items())
+        for result in results()
+    )
+
+
+def record(promise: str, test: str, trials: Trials, seconds: float, passed: bool) -> str:
+    """Adds a result to docs/promises.json, in place of an earlier one of the same test, and returns it as a line."""
+    line = {
+        "promise": promise,
+        "test": test,
+        "trials": dict(trials),
+        "passed": passed,
+        "seconds": round(seconds, 1),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}",
+    }
+    others = [result for result in results() if result["test"] != test]
+    ordered = sorted([*others, line], key=lambda result: (int(result["promise"][1:]), result["test"]))
+    temporary = RESULTS.with_suffix(".tmp")
+    temporary.write_text("[\n" + ",\n".join(f" {json.dumps(result)}" for result in ordered) + "\n]\n")
+    temporary.replace(RESULTS)
+    ran = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in trials.items())
+    return f"{promise:<4} {'kept' if passed else 'BROKEN'}  {ran}  {seconds:.1f} s  {test}"

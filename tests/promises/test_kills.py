@@ -1,0 +1,57 @@
+"""Processes that die or hang, as often as promised. `make test` kills a few: tests/runtime/storage/test_killed.py and
+tests/runtime/distributed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from started_runs import arguments, ended, started
+from tiers import Trials, soak
+
+from specc.cli.app import run
+from specc.runtime.storage import checkpoint
+
+TESTS = Path(__file__).parents[1]
+
+
+@soak("C24", kills=2_000)
+def test_kills_of_training_quantizing_and_exporting(trials: Trials) -> None:
+    """A half of the kills hit training, a quarter quantizing, a quarter exporting."""
+    environment = {**os.environ, "SPECC_KILLS": str(trials["kills"]), "SPECC_KILL_SEED": str(int(time.time()))}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--timeout", "0", "-q"]
+    done = subprocess.run(
+        [*command, str(TESTS / "runtime" / "storage" / "test_killed.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@soak("C29", killed_ranks=20, hung_ranks=10)
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_ranks_that_die_or_hang(trials: Trials, tmp_path: Path) -> None:
+    """One of two processes. Within 60 seconds of a death, and within 60 seconds after the patience with a process that
+    hangs, all are gone, one error is shown, and the run can be resumed."""
+    chance = random.Random(29)
+    for number in range(trials["killed_ranks"] + trials["hung_ranks"]):
+        hangs = number >= trials["killed_ranks"]
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        with started(folder) as (process, ranks):
+            time.sleep(chance.random())
+            victim = chance.choice(ranks)
+            os.kill(victim, signal.SIGSTOP if hangs else signal.SIGKILL)
+            began = time.monotonic()
+            code, shown = ended(process, ranks, 400)
+            assert time.monotonic() - began < (360 if hangs else 60)
+        assert code == 4 and "Traceback" not in shown and shown.count("error:") == 1, shown
+        newest = checkpoint.latest(folder / "run" / "checkpoints", print)
+        step = 0 if newest is None else checkpoint.read_state(newest).step
+        more = ("--target", "cpu", "--resume", "auto", "--steps", str(step + 2))
+        assert run(arguments(folder, "run", *more, steps=100_000)) == 0
