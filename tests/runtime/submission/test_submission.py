@@ -7,7 +7,6 @@ import shutil
 import socket
 import struct
 import sys
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +78,7 @@ def submission(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submission]
     folder = tmp_path_factory.mktemp("submission")
     shards, packages = write_shards(folder / "data"), folder / "alone"
     packages.mkdir()
-    installed = Path(sysconfig.get_paths()["purelib"])
+    installed = Path(torch.__file__).parents[1]
     for name in ALONE:
         if (installed / name).exists():
             (packages / name).symlink_to(installed / name)
