@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from specc.cli.options import device_option, format_option, json_option, tokenizers_option
+from specc.cli.options import device_option, json_option, tokenizers_option
 from specc.cli.output import Stages, say
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 @device_option
 @tokenizers_option
 @json_option
-@format_option
 def command(
     runs: tuple[str, ...],
     picture: Path | None,

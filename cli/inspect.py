@@ -8,7 +8,6 @@ import rich_click as click
 from specc.cli.options import (
     device_option,
     folder,
-    format_option,
     json_option,
     run_argument,
     stated,
@@ -64,7 +63,6 @@ from specc.cli.output import Stages, say
 @device_option
 @tokenizers_option
 @json_option
-@format_option
 def command(
     run: Path,
     parts: tuple[str, ...],

@@ -6,7 +6,7 @@ import rich_click as click
 from click import get_current_context
 from click.core import ParameterSource
 
-from specc.cli.options import device_option, folder, format_option, run_argument, tokenizers_option
+from specc.cli.options import device_option, folder, run_argument, tokenizers_option
 from specc.cli.output import say
 
 OF_SAMPLES = ("prompts", "seed", "max_tokens", "temperature")
@@ -33,7 +33,6 @@ OF_SAMPLES = ("prompts", "seed", "max_tokens", "temperature")
 @click.option("--no-samples", is_flag=True, help="Generate no samples; those that the run stores are still shown.")
 @device_option
 @tokenizers_option
-@format_option
 def command(
     run: Path,
     out: Path | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from specc.cli.options import folder, format_option, json_option, stated
+from specc.cli.options import folder, json_option, stated
 from specc.cli.output import say
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     "--tokenizers", multiple=True, type=folder, help="Folder to search for the file of the tokenizer. Repeatable."
 )
 @json_option
-@format_option
 def command(
     file: Path,
     directory: Path | None,

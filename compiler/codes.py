@@ -155,6 +155,8 @@ CODES: Mapping[str, str] = {
     "U013": "a model that no family of Transformers has",
     "U014": "a search for tiles that cannot begin",
     "U015": "a lock that this compiler cannot use",
+    "U016": "a folder that does not fit the sweep file",
+    "U017": "runs that cannot be compared",
     # environment: what a machine lacks (exit code 3)
     "E001": "a machine without a GPU, a compiler, a package or a file that is needed",
     "E002": "a package that is not installed",

@@ -21,6 +21,7 @@ NUMBER = re.compile(r"-(seed)?\d+$")  # the end of the name of a run directory t
 class CompareError(RuntimeFailure):
     """The runs cannot be compared, or a word names no runs."""
 
+    code = "U017"
     exit_code = 2
 
 

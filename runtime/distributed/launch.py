@@ -37,6 +37,7 @@ _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "
 class LaunchError(RuntimeFailure):
     """The processes cannot be started with these options."""
 
+    code = "U001"
     exit_code = 2
 
 

@@ -17,7 +17,6 @@ from specc.compiler.programs.programs import Programs, flatten
 from specc.compiler.spec.spec import Calibrate
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.data.windows.stream import TokenStream, open_stream
-from specc.runtime.errors import RuntimeFailure
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.eval.text import evaluate_text
 from specc.runtime.inspection.heads import Head, HeadPatterns, repeated_tokens
@@ -34,12 +33,6 @@ from specc.runtime.train.sources.source import source_of
 
 PARTS = ("ranks", "heads", "units", "norms", "sensitivity")
 Progress = Callable[[str, int, int], None]
-
-
-class InspectError(RuntimeFailure):
-    """The options do not apply to the run (exit code 2)."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,6 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
         The results.
 
     Raises:
-        InspectError: the options do not apply to the run (exit code 2).
         RunDirectoryError: `path` is not a run (2).
         RunFailure: the run has no checkpoint, or no target of its spec runs here (4).
         IntegrityError: the run is damaged (5).

@@ -35,6 +35,7 @@ SHOWN = 6  # differences that a message lists
 class SweepError(RuntimeFailure):
     """The folder does not fit the sweep file, or is no folder of a sweep."""
 
+    code = "U016"
     exit_code = 2
 
 
