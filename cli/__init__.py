@@ -32,6 +32,8 @@ LAYERS = (
     "verify",
     "bench",
     "tune",
+    "doctor",
+    "completion",
     "app",
     "__main__",
 )

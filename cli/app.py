@@ -112,6 +112,8 @@ specc = click.option(
             "size": "Count the bytes of an artifact or a submission exactly.",
             "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
             "tune": "Search for the fastest kernel and tile of each node, at the sizes of the spec.",
+            "doctor": "Check the machine: packages, GPUs, compilers, caches, disk and threads.",
+            "completion": "Print the script that completes commands, options and files in a shell.",
             "verify": "Compare generated code with its plan and with float64 references.",
         },
         "Compile a model spec into Triton, CUTLASS and Torch code, and train, quantize, export and run the model.",

@@ -37,6 +37,7 @@ LAYERS = (
     "verify",
     "bench",
     "tune",
+    "doctor",
 )
 
 
