@@ -16,7 +16,9 @@ LAYERS = (
     "plan",
     "explain",
     "ir",
+    "render",
     "diff",
+    "breaking",
     "init",
     "migrate",
     "data",
@@ -34,6 +36,8 @@ LAYERS = (
     "verify",
     "bench",
     "tune",
+    "doctor",
+    "completion",
     "app",
     "__main__",
 )

@@ -32,4 +32,5 @@ LAYERS = (
     "report",
     "build",
     "diff",
+    "breaking",
 )

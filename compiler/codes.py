@@ -134,6 +134,7 @@ CODES: Mapping[str, str] = {
     "F005": "more bytes than the budget",
     "F006": "a check of generated code that failed",
     "F007": "a folder of token shards with problems",
+    "F008": "a change that old checkpoints and artifacts do not survive",
     "F009": "a generated file that was edited by hand",
     # generated code
     "G001": "a folder that was built from another spec",

@@ -46,6 +46,7 @@ LAYERS = (
     "tune",
     "sweep",
     "compare",
+    "doctor",
 )
 
 

@@ -1,0 +1,83 @@
+"""The `breaking` command, which lists changes that stop old checkpoints and artifacts from loading."""
+
+import subprocess
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import Compiling, all_specs
+from specc.cli.output import command_output
+
+
+@click.command("breaking", cls=Compiling)
+@click.argument("specs", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--against",
+    required=True,
+    metavar="REF|SPEC",
+    help="The old specs: a revision of the git repository of the specs, such as main, or the file of one spec.",
+)
+def command(specs: tuple[Path, ...], against: str) -> int:
+    """List the changes of specs that stop old checkpoints and artifacts from loading.
+
+    Compared are the names and shapes of parameters, their storage in artifacts, and the ids of tokens. By default, all
+    specs in specs/ are compared. With a revision, a spec that was removed is a finding, and a new one is none. The exit
+    code is 1 if there are findings.
+    """
+    from specc.compiler.breaking import CODE, breaking_changes, interface_of
+    from specc.compiler.errors import Diagnostic
+
+    chosen = list(specs) or all_specs()
+    findings: list[Diagnostic] = []
+    if Path(against).is_file():
+        if len(chosen) > 1:
+            raise click.UsageError("name the one spec to compare with a file")
+        findings += breaking_changes(interface_of(Path(against), ""), interface_of(chosen[0], ""))
+    else:
+        for path in chosen:
+            text = _text_at(against, path)
+            if text is not None and path.exists():
+                findings += breaking_changes(interface_of(text, f"{against}:{path}"), interface_of(path, ""))
+        if not specs:
+            gone = (path for path in _specs_at(against, chosen[0].parent) if not path.exists())
+            findings += [Diagnostic(CODE, f"the spec is removed since {against}", "", str(path)) for path in gone]
+    for finding in findings:
+        help = f"\n  = help: {finding.hint}" if finding.hint else ""
+        text = f"{finding.file}:{finding.mark.line}: {CODE} {finding.message}{help}"
+        command_output().find(finding, text)
+    if not findings:
+        click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: nothing breaking since {against}")
+    return int(bool(findings))
+
+
+def _git(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[bytes]":
+    from specc.compiler.errors import EnvironmentProblem
+
+    try:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=False)
+    except FileNotFoundError:
+        raise EnvironmentProblem("git is not installed", "install git, or compare with the file of a spec") from None
+
+
+def _revision(against: str, folder: Path) -> str:
+    """Returns the commit of a revision. Raises SpeccError if there is none."""
+    from specc.compiler.errors import SpeccError
+
+    found = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{against}^{{commit}}")
+    if found.returncode:
+        message = f"{against} is neither a file nor a revision of git"
+        raise SpeccError(message, "name a spec, a branch, a tag or a commit")
+    return found.stdout.decode().strip()
+
+
+def _text_at(against: str, path: Path) -> str | None:
+    """Returns the text of a spec in a revision; None if the revision does not have it."""
+    shown = _git(path.parent, "show", f"{_revision(against, path.parent)}:./{path.name}")
+    return shown.stdout.decode("utf-8", "replace") if shown.returncode == 0 else None
+
+
+def _specs_at(against: str, folder: Path) -> list[Path]:
+    """Returns the specs of a folder in a revision."""
+    listed = _git(folder, "ls-tree", "-z", "--name-only", _revision(against, folder), "./")
+    names = (name for name in listed.stdout.decode().split("\0") if name.endswith(".yaml"))
+    return [folder / Path(name).name for name in names]

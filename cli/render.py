@@ -1,0 +1,23 @@
+"""The `render` command, which prints a resolved spec."""
+
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import Compiling, SpecPath, set_option
+
+
+@click.command("render", cls=Compiling)
+@click.argument("spec", type=SpecPath())
+@set_option
+def command(spec: Path, overrides: tuple[str, ...]) -> None:
+    """Print a spec with every value that applies, and the origin of each.
+
+    A comment on each line states the file and the line, `default`, or the override. The output is a spec: every command
+    generates the same code from it. The spec `-` is read from standard input.
+    """
+    from specc.compiler.spec.check import load
+    from specc.compiler.spec.resolved import resolved_text
+
+    loaded, source = load(spec, overrides)
+    click.echo(resolved_text(loaded, source, overrides), nl=False)

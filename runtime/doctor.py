@@ -1,0 +1,259 @@
+"""Checks of the machine: packages, GPUs, compilers, caches and disk. Torch is imported only on request."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from platformdirs import user_cache_dir
+
+from specc.compiler.targets import TARGETS
+from specc.runtime.errors import RuntimeFailure
+from specc.runtime.support.native import find_cutlass, find_nvcc, nvcc_release
+
+State = Literal["ok", "note", "failed"]
+LEAST_DISK = 2 * 10**9  # bytes: a compile cache and the checkpoints of a small model
+TORCH = ("2.11", "2.14")  # the first supported version, and the first that is not
+TRITON = ("3.6", "3.8")
+PYTHON = ("3.11", "3.13")
+# Optional packages, what each is for, and the extra that installs it.
+OPTIONAL = {
+    "sentencepiece": ("tokenizers *.model", "train"),
+    "tiktoken": ("tokenizers *.tiktoken", "train"),
+    "tokenizers": ("tokenizers tokenizer.json", "train"),
+    "pyarrow": ("parquet and arrow files", "parquet"),
+    "huggingface_hub": ("specc data fetch", "hub"),
+    "matplotlib": ("pictures", "bench"),
+}
+_QUERY = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: what was checked.
+        state: `ok`; `note` if something optional is missing; `failed` if commands that this machine should run cannot.
+        detail: what was found.
+        fix: what to do; empty if the state is `ok`.
+    """
+
+    name: str
+    state: State
+    detail: str
+    fix: str = ""
+
+
+def checks(import_torch: bool = False) -> Iterator[Check]:
+    """Yields the checks of this machine, in order.
+
+    Args:
+        import_torch: whether to import torch and ask it for its GPUs, which takes seconds. Otherwise versions are read
+            from the installed packages, and GPUs from the driver.
+    """
+    yield _python()
+    torch = _package("torch", TORCH, "failed", "pip install 'specc[train]'")
+    yield torch
+    yield _cuda_of_torch()
+    gpus = list(_gpus())
+    needed: State = "failed" if any(gpu.state == "ok" for gpu in gpus) else "note"
+    yield from gpus
+    if sys.platform == "linux":
+        yield _package("triton", TRITON, needed, "pip install 'specc[train]'")
+    yield _cxx()
+    yield _tool("nvcc", needed, lambda: _nvcc())
+    yield _tool("cutlass", needed, lambda: " in ".join(map(str, find_cutlass())))
+    yield _flash()
+    yield from (_optional(name, *facts) for name, facts in OPTIONAL.items())
+    yield from _caches()
+    yield from _disks()
+    yield _threads()
+    if import_torch and torch.state == "ok":
+        yield _torch_itself(needed)
+
+
+def _python() -> Check:
+    version, where = platform.python_version(), sys.executable
+    if _numbers(PYTHON[0]) <= _numbers(version) < _numbers(PYTHON[1]):
+        return Check("python", "ok", f"{version}, {where}")
+    return Check("python", "failed", f"{version} is not supported", f"use Python {PYTHON[0]} or 3.12")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+def _package(name: str, supported: tuple[str, str], missing: State, fix: str) -> Check:
+    version = _version(name)
+    if version is None:
+        return Check(name, missing, "not installed", fix)
+    if _numbers(supported[0]) <= _numbers(version) < _numbers(supported[1]):
+        return Check(name, "ok", version)
+    between = f"at least {supported[0]} and below {supported[1]}"
+    return Check(name, "failed", f"{version}; supported is {between}", fix)
+
+
+def _cuda_of_torch() -> Check:
+    """The CUDA version that torch was built for, read from its file without importing it."""
+    package = importlib.util.find_spec("torch")
+    folder = Path(package.origin).parent if package is not None and package.origin else None
+    text = (folder / "version.py").read_text(encoding="utf-8") if folder and (folder / "version.py").exists() else ""
+    match = re.search(r"^cuda[^=]*= *'([\d.]+)'", text, re.MULTILINE)
+    if match:
+        return Check("cuda", "ok", f"torch is built for CUDA {match[1]}")
+    return Check("cuda", "note", "torch is built for the CPU", "install a torch of CUDA to use a GPU")
+
+
+def _gpus() -> Iterator[Check]:
+    """One check per GPU that the driver lists; one note if it lists none."""
+    try:
+        done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=20)
+        lines = done.stdout.strip().splitlines() if done.returncode == 0 else []
+        reason = (
+            "" if lines else f"nvidia-smi ended with {done.returncode}: {(done.stdout + done.stderr).strip()[:100]}"
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        lines, reason = [], "no NVIDIA driver" if isinstance(error, FileNotFoundError) else "nvidia-smi does not answer"
+    if not lines:
+        yield Check("gpu", "note", reason, "the target cpu needs none; for others, install the driver")
+    for number, line in enumerate(lines):
+        name, capability, driver, memory = (part.strip() for part in [*line.split(","), "", "", ""][:4])
+        arch = int(capability.replace(".", "") or 0)
+        targets = [target.name for target in TARGETS.values() if target.arch == arch]
+        detail = f"{number}: {name}, sm{arch}, {memory}, driver {driver}"
+        if targets:
+            yield Check("gpu", "ok", f"{detail}, target {targets[0]}")
+        else:
+            known = ", ".join(target.name for target in TARGETS.values() if target.arch)
+            yield Check("gpu", "note", f"{detail}: no target of its own", f"add a target to the spec: {known}")
+
+
+def _cxx() -> Check:
+    name = os.environ.get("CXX") or "c++"
+    found = shutil.which(name) or shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        fix = "install a C++ compiler, such as the package g++, or set CXX"
+        return Check("c++", "failed", f"{name} is not on PATH; torch.compile needs it on the CPU", fix)
+    done = subprocess.run([found, "--version"], capture_output=True, text=True)
+    return Check("c++", "ok", f"{found}, {(done.stdout.splitlines() or ['unknown version'])[0]}")
+
+
+def _nvcc() -> str:
+    nvcc = find_nvcc()
+    return f"{nvcc_release(nvcc)}, {nvcc}"
+
+
+def _tool(name: str, missing: State, find: Callable[[], str]) -> Check:
+    try:
+        return Check(name, "ok", find())
+    except RuntimeFailure as error:
+        return Check(name, missing, error.message, error.hint)
+
+
+def _flash() -> Check:
+    version = _version("flash-attn-4")
+    if version:
+        return Check("flash-attn-4", "ok", version)
+    return Check("flash-attn-4", "note", "not installed; other kernels compute attention", "pip install 'specc[flash]'")
+
+
+def _optional(name: str, purpose: str, extra: str) -> Check:
+    version = _version(name)
+    if version:
+        return Check(name, "ok", version)
+    return Check(name, "note", f"not installed; for {purpose}", f"pip install 'specc[{extra}]'")
+
+
+def _caches() -> Iterator[Check]:
+    """The folders from which code is loaded: only their owner may write there."""
+    own = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"))
+    inductor = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}")
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    for name, folder, variable in (
+        ("cache specc", own, "SPECC_CACHE_DIR"),
+        ("cache inductor", inductor, "TORCHINDUCTOR_CACHE_DIR"),
+        ("cache triton", triton, "TRITON_CACHE_DIR"),
+    ):
+        yield cache_check(name, folder, variable)
+
+
+def _user() -> str:
+    import getpass
+
+    try:
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def cache_check(name: str, folder: Path, variable: str) -> Check:
+    """Checks the owner and the mode of a folder from which code is loaded.
+
+    Args:
+        name: the name of the check.
+        folder: the folder, which need not exist yet.
+        variable: the environment variable that names another folder.
+
+    Returns:
+        `failed` if the folder is a link, belongs to another user, or others can write to it.
+    """
+    fix = f"set {variable} to a folder of your own"
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return Check(name, "ok", f"{folder}, not created yet")
+    except OSError as error:
+        return Check(name, "failed", f"{folder}: {error.strerror}", fix)
+    mode, owner = stat.S_IMODE(status.st_mode), status.st_uid
+    if stat.S_ISLNK(status.st_mode):
+        return Check(name, "failed", f"{folder} is a link", f"remove it, or {fix}")
+    if owner != os.getuid():
+        return Check(name, "failed", f"{folder} belongs to user {owner}", fix)
+    if mode & 0o022:
+        return Check(name, "failed", f"{folder} has mode {mode:o}: others can write to it", f"chmod 700 {folder}")
+    return Check(name, "ok", f"{folder}, user {owner}, mode {mode:o}")
+
+
+def _disks() -> Iterator[Check]:
+    for name, folder in (("disk here", Path.cwd()), ("disk tmp", Path(tempfile.gettempdir()))):
+        free = shutil.disk_usage(folder).free
+        if free >= LEAST_DISK:
+            yield Check(name, "ok", f"{free / 1e9:,.1f} GB free in {folder}")
+        else:
+            yield Check(name, "failed", f"only {free / 1e9:,.2f} GB free in {folder}", "free some space")
+
+
+def _threads() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen and chosen.isdecimal() and int(chosen) > cores:
+        return Check("threads", "note", f"OMP_NUM_THREADS is {chosen}, of {cores} cores", f"set it to {cores} or less")
+    return Check("threads", "ok", f"{cores} cores" + (f", OMP_NUM_THREADS is {chosen}" if chosen else ""))
+
+
+def _torch_itself(missing: State) -> Check:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Check("torch.cuda", "ok", f"{len(names)} GPUs: {', '.join(names)}")
+    fix = "install a torch of the CUDA version that the driver supports, and check CUDA_VISIBLE_DEVICES"
+    return Check("torch.cuda", missing, "torch finds no GPU", fix)
