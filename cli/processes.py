@@ -49,14 +49,14 @@ def launched(gpus: int | None, spec: Any, target: str | None, world: Any = None)
         UsageError: if `world` does not have `gpus` processes, or there are options of torchrun without `gpus`.
         EnvironmentFailure: if this machine does not have enough GPUs.
     """
-    from specc.runtime.distributed.launch import launch, launch_with_torchrun, require_devices
+    from specc.runtime.distributed.launch import launch, launch_with_torchrun, require_devices, started_here
 
     command, torchrun = [sys.executable, "-P", "-m", "specc.cli", *given_arguments()], torchrun_options()
     if torchrun and gpus is None:
         raise click.UsageError("options of torchrun after `--` need --gpus N, the number of processes on this machine")
     if gpus is None or world is not None:
-        if gpus is not None and gpus != world.size:
-            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
+        if gpus is not None and gpus != (here := started_here(world.size)):
+            raise click.UsageError(f"--gpus {gpus}, but {here} processes were started")
         return None
     require_devices(gpus, spec, target)
     if torchrun:

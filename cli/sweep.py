@@ -70,7 +70,7 @@ def command(
     checkpoint. A failed run does not stop the others; the exit code is then 4.
     """
     from specc.runtime.storage.run_directory import locked
-    from specc.runtime.sweep.folder import SweepFolder
+    from specc.runtime.sweep.folder import SweepFolder, require_free_or_begun
     from specc.runtime.sweep.plan import read_sweep
     from specc.runtime.sweep.results import results_of
 
@@ -94,6 +94,7 @@ def command(
         from specc.runtime.sweep.work import slots_of, threads_of
 
         slots = slots_of(sweep.targets, jobs, gpus)
+        require_free_or_begun(directory)
         with locked(directory):
             sweep_folder = SweepFolder.open(directory, sweep, threads_of(len(slots)), extend)
             places = (*tokenizers, sweep.spec.parent, *([Path(data)] if data and Path(data).is_dir() else []))

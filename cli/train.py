@@ -37,7 +37,8 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
 @click.option(
     "--gpus",
     type=click.IntRange(min=1),
-    help="Number of processes on this machine, one per GPU. With --target cpu, they run on the CPU.",
+    help="Number of processes on this machine, one per GPU. With --target cpu, they run on the CPU. Options of "
+    "torchrun may follow after `--`.",
 )
 @set_option
 @click.option(
@@ -73,7 +74,8 @@ def command(
 
     If the generated code of the spec is committed beside it, it must be what a build writes.
 
-    To train on several machines, start this command with torchrun on each.
+    To train on several machines, start this command on each, with options of torchrun after `--`: for example
+    `specc train SPEC --run DIR --gpus 8 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400`.
     """
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched, target_of

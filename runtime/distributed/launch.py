@@ -61,6 +61,11 @@ def place() -> tuple[int, int, int, int]:
     return rank, size, local_rank, local_size
 
 
+def started_here(size: int) -> int:
+    """Returns the number of processes of this machine, of a world of `size` processes."""
+    return place()[3] if is_launched() else size
+
+
 def require_devices(count: int, spec: Spec, target: str | None) -> None:
     """Checks that `count` processes can run here: on one GPU each, or on the CPU if `target` runs there.
 
@@ -169,16 +174,18 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
 
 def _torchrun_arguments(words: Sequence[str]) -> Any:
     """Returns what torchrun's parser makes of its arguments. Raises LaunchError with the error that it shows."""
-    from torch.distributed.run import parse_args
+    from torch.distributed.run import config_from_args, parse_args
 
     shown = io.StringIO()
     try:
         with redirect_stderr(shown):
-            return parse_args([*words])  # type: ignore[no-untyped-call]
-    except SystemExit as end:
-        if not end.code:
-            raise
-        reason = shown.getvalue().strip().rpartition("error: ")[2]
+            arguments = parse_args([*words])  # type: ignore[no-untyped-call]
+        config_from_args(arguments)
+        return arguments
+    except (SystemExit, ValueError) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise  # --help
+        reason = shown.getvalue().strip().rpartition("error: ")[2] or error
         raise LaunchError(f"the options after `--` are not of torchrun: {reason}", "see `torchrun --help`") from None
 
 

@@ -8,7 +8,7 @@ import torch
 
 from specc.compiler.build import canonical
 from specc.compiler.targets import TARGETS
-from specc.runtime.distributed.launch import own_cpu, target_of
+from specc.runtime.distributed.launch import own_cpu, started_here, target_of
 from specc.runtime.distributed.world import World
 from specc.runtime.eval.lines import ExactMatches, evaluate_lines
 from specc.runtime.eval.options import EvaluateError, EvaluateOptions
@@ -58,8 +58,8 @@ def evaluate(
             `evaluate_tasks`.
     """
     files = read_tasks(tasks, options) if tasks else []
-    if gpus is not None and world is not None and gpus != world.size:
-        raise EvaluateError(f"--gpus {gpus}, but {world.size} processes were started", "leave --gpus out")
+    if gpus is not None and world is not None and gpus != (here := started_here(world.size)):
+        raise EvaluateError(f"--gpus {gpus}, but {here} processes were started", "leave --gpus out")
     if gpus is not None or (world is not None and world.size > 1):
         spec = spec_at(path)
         target = target_of(spec, target or own_cpu(path, spec), gpus)

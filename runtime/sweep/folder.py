@@ -164,8 +164,6 @@ class SweepFolder:
         """
         known = SweepRecord.read(directory)
         new = SweepRecord.of(sweep, known.threads if known is not None else threads)
-        if known is None and any(entry.name[0] != "." for entry in directory.iterdir()):
-            raise SweepError(f"{directory} is not empty, and not the folder of a sweep", "name another one with --out")
         if known is not None:
             _require_unchanged(directory, known, new, extend)
         folder = cls(directory, sweep, new)
@@ -254,6 +252,15 @@ class SweepFolder:
     def write_results(self, results: object) -> None:
         """Writes the results as JSON."""
         write_atomically(self.directory / RESULTS, [json.dumps(results, indent=1, allow_nan=False).encode()])
+
+
+def require_free_or_begun(directory: Path) -> None:
+    """Raises SweepError if the directory has other files than those of a sweep. To be called before it is locked, which
+    would add a file."""
+    if not directory.exists() or (directory / RECORD).is_file():
+        return
+    if not directory.is_dir() or any(entry.name[0] != "." for entry in directory.iterdir()):
+        raise SweepError(f"{directory} is not empty, and not the folder of a sweep", "name another one with --out")
 
 
 def _require_unchanged(directory: Path, known: SweepRecord, new: SweepRecord, extend: bool) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.compiler.build import Planned, canonical, plan_loaded
-from specc.compiler.errors import Diagnostic, SpecError, quote
+from specc.compiler.errors import Diagnostic, SpeccError, SpecError, quote
 from specc.compiler.plan.lock import lock_path, read_lock
 from specc.compiler.report.storage import storage_of
 from specc.compiler.spec.check import check_as, load
@@ -146,10 +146,14 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
         The sweep.
 
     Raises:
+        SpeccError: if the file is a spec.
         SpecError: with all problems of the file and of the specs. Problems of an override are located in the sweep
             file.
     """
     source = read(path)
+    if isinstance(source.data, dict) and "spec_version" in source.data:
+        hint = f"write a sweep file with the line `spec: {path}`"
+        raise SpeccError(f"{path} is a spec, and not a sweep file", hint)
     file = check_as(SweepFile, source)
     spec = _spec_of(path, file)
     target, data = target or file.target, data or file.data

@@ -166,6 +166,7 @@ def test_a_changed_file_is_refused(
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     assert "is not empty, and not the folder of a sweep" in message(text, "--out", str(tmp_path / "full"))
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["file"]
 
 
 def test_a_dry_run_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ usage: world_scenes.py FOLDER [turn], in the environment of torchrun. The last s
 
 import json
 import os
+import random
 import signal
 import sys
 from functools import partial
@@ -31,6 +32,7 @@ from specc.runtime.storage.checkpoint import latest
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train import clock
 from specc.runtime.train.loop import Limits, Loop, TrainResult
+from specc.runtime.train.trainer import Trainer
 
 TRAIN = train_spec(tokens_per_step=8 * 8, validate_every=7)
 
@@ -196,7 +198,54 @@ def skips(folder: Path, world: World) -> dict[str, Any]:
     return {"skips": results}
 
 
-SCENES = (calls, gradients, scores, clocks, ends, stops, reports, differs, skips)
+AFTER, STOPS = 50, 20  # steps that are compared after each stop; the stops
+
+
+def resumes(folder: Path, world: World) -> dict[str, Any]:
+    """A run that stops at each of some steps and resumes from its checkpoint in a new trainer: whether the losses of
+    the next steps, and the samples that this rank trains on, are those of the run that never stopped."""
+    train = train_spec(steps=STOPS + AFTER + 10, tokens_per_step=8 * 8)
+
+    def advanced(trainer_of_rank: Trainer, count: int) -> tuple[list[str], list[list[int]]]:
+        seen: list[list[int]] = []
+        given = trainer_of_rank.feed.arguments
+
+        def arguments(batch: Any, *more: Any) -> Any:
+            seen.append(batch[0].flatten().tolist())
+            return given(batch, *more)
+
+        trainer_of_rank.feed.arguments = arguments  # type: ignore[method-assign]
+        losses = [step.loss.hex() for _ in range(count) for step in trainer_of_rank.advance()]
+        trainer_of_rank.feed.arguments = given  # type: ignore[method-assign]
+        return losses, seen
+
+    def fresh() -> Trainer:
+        return trainer(folder, train, Toy(), world=world)
+
+    whole = fresh()
+    losses, samples = advanced(whole, STOPS + AFTER)
+    whole.loader.close()
+    each = len(samples) // (STOPS + AFTER)
+    results = []
+    for stop in random.Random(28).sample(range(1, STOPS + 1), STOPS):
+        first = fresh()
+        advanced(first, stop)
+        first.gather()
+        path = world.first(
+            lambda stop=stop, first=first: checkpoint.save(folder / f"{world.size}_stop{stop}", first.snapshot())
+        )
+        first.loader.close()
+        torch.manual_seed(999)
+        second = fresh()
+        second.restore(checkpoint.load(path))
+        again, taken = advanced(second, AFTER)
+        second.loader.close()
+        same_samples = taken == samples[each * stop : each * (stop + AFTER)]
+        results.append([stop, again == losses[stop : stop + AFTER], same_samples, len(again)])
+    return {"resumed": results, "different": len(set(losses)), "samples": len({str(s) for s in samples})}
+
+
+SCENES = (calls, gradients, scores, clocks, ends, stops, reports, differs, skips, resumes)
 
 
 def turn() -> None:

@@ -80,6 +80,66 @@ def test_one_process_then_torchrun_are_as_one(whole: Path) -> None:
     assert_same_end(whole / "one", whole / "hand")
 
 
+def test_options_of_torchrun_give_the_same_run(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more = ("--target", "cpu", "--gpus", "2", "--", "--max-restarts", "0", "--monitor-interval", "0.1")
+    assert run(arguments(whole, "options", *more)) == 0
+    shown = capfd.readouterr()
+    assert shown.err.count("step 12  loss") == shown.out.count("12 steps in") == 1
+    assert_same_end(whole / "one", whole / "options")
+
+
+def test_one_error_is_shown_and_torchrun_keeps_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both ranks fail alike: torchrun would end with 1 and show each failure with a traceback."""
+    odd = ("--set", "train.tokens_per_step=384", "--target", "cpu", "--gpus", "2")
+    for options in ((), ("--", "--max-restarts", "0")):
+        assert run(arguments(tmp_path, "run", *odd, *options)) == 2
+        shown = capfd.readouterr().err
+        assert shown.count("error: ") == 1 and "is not a multiple of micro_batch" in shown
+        assert "Traceback" not in shown and "torch" not in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpus", "2", "--", "--nnodes", "two"), "the options after `--` are not of torchrun: "),
+        (("--gpus", "2", "--", "--none"), "the options after `--` are not of torchrun: "),
+        (("--", "--nnodes", "2"), "options of torchrun after `--` need --gpus N"),
+    ],
+)
+def test_wrong_options_of_torchrun(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: tuple[str, ...], message: str
+) -> None:
+    assert run(arguments(tmp_path, "run", "--target", "cpu", *options)) == 2
+    assert message in " ".join(capfd.readouterr().err.split())
+
+
+def test_two_hands_of_torchrun_join(whole: Path) -> None:
+    """One process on each of two `machines`, which meet at one endpoint."""
+    with launch._reserved_port() as port:
+        pass
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "x"]
+    words = [*SPECC, *arguments(whole, "machines", "--target", "cpu", "--gpus", "1"), "--", *meeting]
+    lo = environment(GLOO_SOCKET_IFNAME="lo")
+    machines = [subprocess.Popen(words, env=lo, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [machine.communicate(timeout=300)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert sorted(text.count("step 12  loss") for text in said) == [0, 1]
+    assert_same_end(whole / "one", whole / "machines")
+
+
+def test_lines_of_other_ranks_begin_with_their_rank() -> None:
+    text = (
+        "import sys\nfrom specc.cli.output import keep_notes_going\nkeep_notes_going()\n"
+        "sys.stderr.write('one\\ntwo ')\nsys.stderr.flush()\nprint('lines\\nthree', file=sys.stderr)"
+    )
+    shown = {}
+    for rank in ("0", "3"):
+        place = environment(RANK=rank, WORLD_SIZE="4")
+        shown[rank] = subprocess.run([sys.executable, "-c", text], env=place, capture_output=True, text=True).stderr
+    assert shown["0"] == "one\ntwo lines\nthree\n"
+    assert shown["3"] == "[rank 3] one\n[rank 3] two lines\n[rank 3] three\n"
+
+
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 
@@ -260,6 +320,25 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(scenes: Seen) -> None:
 def test_ranks_that_differ_are_an_error(scenes: Seen) -> None:
     rank_0, rank_1 = (seen["differs"] for seen in scenes[1])
     assert not rank_0 and rank_1["differs"] == "the weight of rank 1 differs from that of rank 0: blocks.up"
+
+
+def require_exact(seen: Scenes) -> None:
+    resumed = seen["resumed"]
+    assert sorted(stop for stop, *_ in resumed) == list(range(1, world_scenes.STOPS + 1))
+    assert [entry for entry in resumed if entry[1:] != [True, True, world_scenes.AFTER]] == []
+    assert seen["different"] == world_scenes.STOPS + world_scenes.AFTER  # else the test could not fail
+    assert seen["samples"] > world_scenes.STOPS + world_scenes.AFTER
+
+
+def test_a_run_of_two_processes_resumes_bit_by_bit_after_20_stops(scenes: Seen) -> None:
+    """The next 50 losses and the samples of each rank are those of the run that never stopped."""
+    rank_0, rank_1 = (seen["resumes"] for seen in scenes[1])
+    require_exact(rank_0)
+    require_exact(rank_1)
+
+
+def test_a_run_of_one_process_resumes_bit_by_bit_after_20_stops(tmp_path: Path) -> None:
+    require_exact(world_scenes.resumes(tmp_path, World.alone()))
 
 
 def test_a_failure_is_shown_by_the_rank_that_had_it(scenes: Seen) -> None:

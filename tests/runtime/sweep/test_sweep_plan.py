@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specc.compiler.errors import SpecError, render
+from specc.compiler.errors import SpeccError, SpecError, render
 from specc.compiler.spec.check import load
 from specc.runtime.sweep.plan import digest_of, read_sweep
 
@@ -162,6 +162,11 @@ def test_the_target_and_the_spec_must_exist(tmp_path: Path) -> None:
     path.write_text("spec: none.yaml\n")
     with pytest.raises(SpecError, match="S001"):
         read_sweep(path)
+
+
+def test_a_spec_is_no_sweep_file() -> None:
+    with pytest.raises(SpeccError, match="is a spec, and not a sweep file"):
+        read_sweep(SPEC)
 
 
 def test_a_spec_beside_the_sweep_file_is_found(tmp_path: Path) -> None:
