@@ -56,6 +56,13 @@ from specc.cli.processes import Repeatable, joined_world, launched
     type=click.FloatRange(min=0),
     help="Stop after this number of seconds. The schedule does not change.",
 )
+@click.option(
+    "--track",
+    multiple=True,
+    metavar="NAME",
+    help="Also send the records of the log to a tracker: tensorboard, trackio or wandb. Repeatable. By default, "
+    "nothing leaves this machine.",
+)
 @tokenizers_option
 @format_option
 def command(
@@ -68,6 +75,7 @@ def command(
     resume: Any,
     steps: int | None,
     max_seconds: float | None,
+    track: tuple[str, ...],
     tokenizers: tuple[Path, ...],
 ) -> int:
     """Train the model of a spec.
@@ -76,6 +84,11 @@ def command(
     """
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched, target_of
+
+    if track:
+        from specc.runtime.trackers.open import require_trackers
+
+        require_trackers(track)  # before the processes start, so that there is one error
 
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
@@ -106,6 +119,7 @@ def command(
             max_seconds,
             (*([known.files] if known else []), *with_data(tokenizers, data), beside, Path()),
             lock=lock,
+            track=track,
         )
         result = run(options, say, world)
         if world is None or world.rank == 0:

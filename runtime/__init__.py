@@ -32,6 +32,7 @@ LAYERS = (
     "metrics",
     "calibration",
     "optim",
+    "trackers",
     "train",
     "eval",
     "quantize",
