@@ -57,6 +57,13 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
     type=click.FloatRange(min=0),
     help="Stop after this number of seconds. The schedule does not change.",
 )
+@click.option(
+    "--track",
+    multiple=True,
+    metavar="NAME",
+    help="Also send the records of the log to a tracker: tensorboard, trackio or wandb. Repeatable. By default, "
+    "nothing leaves this machine.",
+)
 @tokenizers_option
 def command(
     spec: Path | None,
@@ -68,6 +75,7 @@ def command(
     resume: Any,
     steps: int | None,
     max_seconds: float | None,
+    track: tuple[str, ...],
     tokenizers: tuple[Path, ...],
 ) -> int:
     """Train the model of a spec.
@@ -81,6 +89,11 @@ def command(
     from specc.runtime.distributed.launch import is_launched, target_of
 
     end_with_parent()
+    if track:
+        from specc.runtime.trackers.open import require_trackers
+
+        require_trackers(track)  # before the processes start, so that there is one error
+
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
         data, target = data or (known and known.data), target or (known and known.target)
@@ -114,6 +127,7 @@ def command(
             max_seconds,
             (*([known.files] if known else []), *with_data(tokenizers, data), beside, Path()),
             lock=lock,
+            track=track,
         )
         result = run(options, say, world)
         if world is None or world.rank == 0:

@@ -34,6 +34,7 @@ LAYERS = (
     "metrics",
     "calibration",
     "optim",
+    "trackers",
     "train",
     "eval",
     "quantize",

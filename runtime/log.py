@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -51,6 +52,12 @@ class Step:
 Progress = Callable[[Step, float], None]  # shows a step, and the completed fraction of the run, 0 to 1
 
 
+class Follower(Protocol):
+    """A receiver of the records of a log. It raises nothing."""
+
+    def write(self, event: str, values: Mapping[str, Value]) -> None: ...
+
+
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
@@ -60,10 +67,11 @@ class RunLog:
     Args:
         path: the file, which is continued if it exists.
         memory: returns the most bytes that the process has used so far, for the records of steps; None leaves them out.
+        followers: called with the event and the values of each record, after it is written.
     """
 
-    def __init__(self, path: Path, memory: Callable[[], int] | None = None) -> None:
-        self._path, self._memory = path, memory
+    def __init__(self, path: Path, memory: Callable[[], int] | None = None, followers: Sequence[Follower] = ()) -> None:
+        self._path, self._memory, self._followers = path, memory, followers
         try:
             self._file = path.open("ab", buffering=0)
             torn = path.stat().st_size > 0 and _last_byte(path) != b"\n"
@@ -74,6 +82,8 @@ class RunLog:
 
     def write(self, event: str, **values: Value) -> None:
         self._append(json.dumps({"event": event, **values}, allow_nan=False).encode() + b"\n")
+        for follower in self._followers:
+            follower.write(event, values)
 
     def _append(self, line: bytes) -> None:
         try:

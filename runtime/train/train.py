@@ -41,6 +41,8 @@ from specc.runtime.storage.run_directory import (
 )
 from specc.runtime.storage.start_record import StartRecord
 from specc.runtime.support.native import compile_ahead
+from specc.runtime.trackers.open import open_trackers, require_trackers
+from specc.runtime.trackers.tracker import TrackedRun
 from specc.runtime.train.loop import Limits, Loop, TrainResult
 from specc.runtime.train.sources.source import OpenData, source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
@@ -67,6 +69,7 @@ class TrainOptions:
         device: a torch device. None selects the device of the target.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
         lock: the measured kernels. A new run stores them; a resumed run uses the stored ones.
+        track: the names of trackers that receive the records of the log.
     """
 
     spec: Spec
@@ -82,6 +85,7 @@ class TrainOptions:
     device: str | None = None
     compiled: bool = True
     lock: Lock = NO_LOCK
+    track: tuple[str, ...] = ()
 
 
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
@@ -115,6 +119,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     source = source_of(spec)(spec, options.search)
     world = world.on(device)
     leads = world.rank == 0
+    world.first(lambda: require_trackers(options.track))
     say = say if leads else lambda line: None
     resumed = world.first(lambda: _to_resume(options))
     if resumed is None and options.run is not None:
@@ -152,7 +157,9 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         run.create(source.files)
     reporter = Reporter(Silence(), lambda step, done: None, say)
     if leads:
-        log = stack.enter_context(closing(RunLog(run.log, partial(peak_memory, world.device))))
+        tracked = TrackedRun(directory, spec.name, run.spec_digest, spec.model_dump(mode="json"), trainer.step)
+        followers = open_trackers(options.track, tracked, say, stack)
+        log = stack.enter_context(closing(RunLog(run.log, partial(peak_memory, world.device), followers)))
         log.write("machine", name=device_name(world.device), system=platform.system(), cores=os.cpu_count())
         reporter = Reporter(log, stack.enter_context(open_progress(say)), say)
     limits = Limits(options.stop_after_steps, options.max_seconds)

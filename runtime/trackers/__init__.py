@@ -1,0 +1,1 @@
+"""Trackers: programs that receive the records of a run's log besides log.jsonl. One file per tracker."""

@@ -1,0 +1,104 @@
+"""Opens trackers by name, and keeps their failures away from the run."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from importlib.util import find_spec
+from typing import Any
+
+from torch.random import fork_rng
+
+from specc.compiler.catalog import classes
+from specc.runtime import trackers
+from specc.runtime.errors import EnvironmentFailure, RuntimeFailure
+from specc.runtime.log import Say
+from specc.runtime.trackers.tracker import TrackedRun, Tracker, numbers_of
+
+
+class UnknownTracker(RuntimeFailure):
+    """No tracker has this name (exit code 2)."""
+
+    exit_code = 2
+
+
+def tracker_names() -> tuple[str, ...]:
+    """Returns the names of all trackers."""
+    return tuple(classes(trackers, Tracker))
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Checks that trackers exist and that their packages are installed, without importing these.
+
+    Raises:
+        UnknownTracker: no tracker has a name.
+        EnvironmentFailure: the package of a tracker is not installed.
+    """
+    known = classes(trackers, Tracker)
+    for name in names:
+        if name not in known:
+            raise UnknownTracker(f"there is no tracker {name!r}", f"choose of {', '.join(known)}")
+        if find_spec(known[name].package) is None:
+            install = f"pip install 'specc[{known[name].extra}]'"
+            raise EnvironmentFailure(f"--track {name} needs the package {known[name].package}", install)
+
+
+class Follower:
+    """Passes the records of a log on to a tracker. The first error of the tracker is reported, and ends it alone.
+
+    Args:
+        tracker: the tracker.
+        say: called with a line of text about an error.
+    """
+
+    def __init__(self, tracker: Tracker, say: Say) -> None:
+        self._tracker: Tracker | None = tracker
+        self._say = say
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        step, numbers = values.get("step"), numbers_of(event, values)
+        if self._tracker is None or not isinstance(step, int) or not numbers:
+            return
+        try:
+            with fork_rng(devices=[]):  # training draws the same random numbers as without a tracker
+                self._tracker.log(step, numbers)
+        except Exception as error:  # whatever it is, the run goes on without this tracker
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            try:
+                self._tracker.close()
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        assert self._tracker is not None
+        self._say(f"the tracker {self._tracker.name} failed, and training goes on without it: {error}")
+        tracker, self._tracker = self._tracker, None
+        with suppress(Exception):
+            tracker.close()
+
+
+def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitStack) -> list[Follower]:
+    """Starts trackers, which `stack` closes.
+
+    Args:
+        names: the names of the trackers; repetitions count once.
+        run: the run that they show.
+        say: called with lines of text for the user.
+        stack: closes the trackers.
+
+    Raises:
+        EnvironmentFailure: a tracker cannot start.
+    """
+    known = classes(trackers, Tracker)
+    followers = []
+    for name in dict.fromkeys(names):
+        try:
+            with fork_rng(devices=[]):
+                tracker = known[name](run)
+        except Exception as error:  # nothing is trained yet: the user can decide
+            hint = f"leave out --track {name}, and continue the run with --resume auto"
+            raise EnvironmentFailure(f"the tracker {name} cannot start: {error}", hint) from error
+        followers.append(Follower(tracker, say))
+        stack.callback(followers[-1].close)
+    return followers

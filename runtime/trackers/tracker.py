@@ -1,0 +1,74 @@
+"""The interface of trackers, and the numbers that they receive."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """The run that a tracker shows.
+
+    Attributes:
+        directory: the run directory.
+        project: the name of the spec.
+        digest: SHA-256 (hex) of the canonical spec.
+        config: the resolved spec as data.
+        step: the step after which training begins: 0, or that of the checkpoint that it resumes from.
+    """
+
+    directory: Path
+    project: str
+    digest: str
+    config: Mapping[str, Any]
+    step: int = 0
+
+
+class Tracker(ABC):
+    """A tracker. It is created and called by the process that writes the log, and by no other.
+
+    Attributes:
+        name: the value of `specc train --track`.
+        package: the package that it needs, imported when it starts.
+        extra: the extra of specc that installs this package.
+    """
+
+    name: ClassVar[str]
+    package: ClassVar[str]
+    extra: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, run: TrackedRun) -> None:
+        """Starts the tracker."""
+
+    @abstractmethod
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Receives the numbers of a record, by names such as `step/loss`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Writes what is left and ends the tracker."""
+
+
+def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a record of the log, by name.
+
+    Names are `event/field`, or `event/weights/field` if the record is about plain or averaged weights. The load of
+    experts is the largest share of a layer divided by the mean share.
+
+    Args:
+        event: the event of the record.
+        values: its fields.
+    """
+    weights = values.get("weights")
+    start = f"{event}/{weights}" if isinstance(weights, str) else event
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
+            numbers[f"{start}/{name}"] = float(value)
+        elif isinstance(value, Mapping):
+            for layer, load in value.items():
+                numbers[f"{start}/{layer}"] = len(load) * max(load)
+    return numbers
