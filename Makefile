@@ -30,7 +30,7 @@ quickstart: setup
 
 # One process per core, each with one thread. GPU tests run one after the other, in one process.
 test: check
-	$(BIN)/python -m pytest -m 'not gpu' --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m 'not gpu and not soak' --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 	@if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pytest -m gpu; else echo "no NVIDIA GPU here: GPU tests were not run"; fi
 
 check: setup
