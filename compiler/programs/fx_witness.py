@@ -1,6 +1,7 @@
 """The first witness: traces a generated module with torch.fx and checks that the trace matches the plan node by
 node."""
 
+import copy
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -117,7 +118,7 @@ def compare(
 def check_types(
     programs: Programs, program: str, traced: "fx.Graph", module: "nn.Module", rows: int, tokens: int
 ) -> int:
-    """Runs a traced program on fake tensors and checks the dtype and shape of every matched value against the plan.
+    """Runs a traced program on tensors without data, and checks the dtype and shape of every matched value.
 
     Args:
         programs: the programs of the plan.
@@ -134,22 +135,32 @@ def check_types(
         Mismatch: if the trace and the plan differ, in structure, dtype or shape.
     """
     import torch
-    from torch import fx
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+    from torch import fx, nn
 
     graph = flatten(programs, programs.program(program), groups=False)
     seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
     sizes = {"B": rows, "T": tokens, "S": tokens}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    inputs = [torch.zeros(type.extents(sizes), dtype=_dtype(type)) for _, type in graph.inputs]
-    FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(*inputs)
-    checked = 0
+    names: dict[fx.Node, list[str]] = {}
     for name, actual in seen.items():
-        value = actual.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            _check_type(name, graph.by_name[name].type, value, sizes)
-            checked += 1
+        names.setdefault(actual, []).append(name)
+    checked = 0
+
+    class Checked(fx.Interpreter):
+        """Compares each value when it is computed. In-place ops may change it later."""
+
+        def run_node(self, n: fx.Node) -> Any:
+            nonlocal checked
+            value = super().run_node(n)
+            if isinstance(value, torch.Tensor):
+                for name in names.get(n, ()):
+                    _check_type(name, graph.by_name[name].type, value, sizes)
+                    checked += 1
+            return value
+
+    inputs = [torch.zeros(type.extents(sizes), dtype=_dtype(type), device="meta") for _, type in graph.inputs]
+    without_data = {id(value): nn.Parameter(value.to("meta")) for value in module.parameters()}
+    with torch.device("meta"):
+        Checked(fx.GraphModule(copy.deepcopy(module, without_data).to("meta"), traced)).run(*inputs)
     return checked
 
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 # In the child nothing of the server is left but its modules: `code` runs as at the start of an interpreter.
@@ -105,3 +106,30 @@ class ForkServer:
 
     def close(self) -> None:
         self._process.communicate()
+
+
+@cache
+def _torch_server(interpret: bool) -> ForkServer:
+    """A server that has imported Torch, or Triton with its interpreter. It ends with this process."""
+    return ForkServer("import triton.language" if interpret else "import torch", environment=_environment(interpret))
+
+
+def _environment(interpret: bool) -> dict[str, str]:
+    return {**os.environ, **({"TRITON_INTERPRET": "1"} if interpret else {})}
+
+
+def run_script(script: Path, *words: str, folder: Path, interpret: bool = False) -> None:
+    """Runs a script that needs Torch in a process of its own, and requires that it succeeds.
+
+    Args:
+        script: the Python file.
+        words: its arguments.
+        folder: where the files with its output are written.
+        interpret: whether Triton's interpreter runs kernels.
+    """
+    code = "import os, runpy, sys; sys.argv.pop(0); sys.path.insert(0, os.path.dirname(sys.argv[0]))"
+    code += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    stdout, stderr = folder / "script.stdout", folder / "script.stderr"
+    server, environment = _torch_server(interpret), _environment(interpret)
+    process = server.start(code, (str(script), *words), environment, stderr, stdout)
+    assert process.wait() == 0, stderr.read_text()[-3000:]

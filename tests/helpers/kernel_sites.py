@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from fork_server import run_script
 from torch import Tensor
 
 from specc.compiler.build import kernel_files
@@ -258,11 +258,8 @@ def check_guards(buffer: Tensor, name: str) -> None:
 def interpret(folder: Path, runs: list[Any]) -> list[Any]:
     """Runs Triton's interpreter in a separate process. Returns the results of run_interpreted.py for each run."""
     torch.save(runs, folder / "cases.pt")
-    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
-    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = (str(folder / "cases.pt"), str(folder / "out.pt"))
+    run_script(Path(__file__).with_name("run_interpreted.py"), *words, folder=folder, interpret=True)
     results: list[Any] = torch.load(folder / "out.pt")
     return results
 
@@ -270,10 +267,7 @@ def interpret(folder: Path, runs: list[Any]) -> list[Any]:
 def library_outputs(folder: Path, runs: list[Any]) -> list[list[Tensor]]:
     """Runs generated files that call a library's attention, in a separate process. Returns the outputs of each run."""
     torch.save(runs, folder / "runs.pt")
-    command = [sys.executable, str(Path(__file__).with_name("run_flash.py")), str(folder)]
-    command += [str(folder / "runs.pt"), str(folder / "results.pt")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = (str(folder), str(folder / "runs.pt"), str(folder / "results.pt"))
+    run_script(Path(__file__).with_name("run_flash.py"), *words, folder=folder, interpret=True)
     results: list[list[Tensor]] = torch.load(folder / "results.pt")
     return results

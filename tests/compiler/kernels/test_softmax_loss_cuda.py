@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
+from fork_server import run_script
 from kernel_sites import check_clean, check_guards, check_outputs, empty, imported, inside, written
 from loss_sites import CAP, FUNCTIONS, TERMS, buffers, columns, expected, loss_inputs, loss_site, op_of
 from torch import Tensor
@@ -189,9 +188,8 @@ def launched(source: Path, site: Site, runs: list[Any], behind: Any) -> tuple[li
     """The runs and what their tensors are views of, after the kernel ran on the CPU in a process of its own."""
     cases, out = source.with_suffix(".cases.pt"), source.with_suffix(".out.pt")
     torch.save((runs, behind), cases)
-    command = [sys.executable, cuda_on_cpu.__file__, str(cuda_on_cpu.compiled(source)), symbol(site)[0]]
-    done = subprocess.run([*command, str(cases), str(out)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = (str(cuda_on_cpu.compiled(source)), symbol(site)[0], str(cases), str(out))
+    run_script(Path(cuda_on_cpu.__file__), *words, folder=source.parent)
     result: tuple[list[Any], Any] = torch.load(out)
     return result
 

@@ -266,6 +266,7 @@ def test_quantizing_leaves_the_old_or_the_new(whole: Whole, server: ForkServer, 
     assert newest(run) == STEPS
 
 
+@pytest.mark.soak  # every call of an export fails once in test_export_atomic.py
 def test_exporting_leaves_the_old_or_the_new(whole: Whole, server: ForkServer, tmp_path: Path) -> None:
     victim, kills, seconds = Victim(server, tmp_path, "export"), 0, whole.seconds["export"]
     outs = tmp_path / "outs"
