@@ -11,6 +11,7 @@ from specc.compiler.int8.products import quantize_products
 from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
+from specc.compiler.passes.count_dropout import count_dropout
 from specc.compiler.passes.fp8_products import fp8_products
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.logits import with_logits
@@ -32,6 +33,10 @@ LOWER, SELECT_KERNELS = "lower", "select_kernels"  # steps before and after all 
 ASSIGN_OPTIMIZERS: Pass = ("assign_optimizers", lambda programs, spec, target: assign_optimizers(programs, spec.train))
 ASSIGN_QUANT: Pass = ("assign_quant", lambda programs, spec, target: assign_quant(programs, spec.quant))
 FAKE_QUANTIZE: Pass = ("fake_quantize", lambda programs, spec, target: round_inputs(programs, spec.quant, spec.train))
+COUNT_DROPOUT: Pass = (
+    "count_dropout",
+    lambda programs, spec, target: count_dropout(programs, spec.model.reads != "lines"),
+)
 FP8_PRODUCTS: Pass = ("fp8_products", lambda programs, spec, target: fp8_products(programs, spec.train, target))
 FUSE: Pass = ("fuse", lambda programs, spec, target: fuse(programs, spec.fuse))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
@@ -42,7 +47,7 @@ LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 # sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is in files for
 # other programs, such as ONNX.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
-    "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, FP8_PRODUCTS, FUSE),
+    "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, COUNT_DROPOUT, FP8_PRODUCTS, FUSE),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
     "exported": (ASSIGN_QUANT, LOGITS),

@@ -1,36 +1,87 @@
 """Dropout (Srivastava et al., 2014)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from __future__ import annotations
 
-from specc.compiler.ir.op import Op
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir.op import ADDED, Gradients, Op, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
-from specc.compiler.ir.types import Tensor, Tensors, TensorType
+from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+STORAGE = "draw"  # marks the buffer that says which numbers a node draws
+DRAW = TensorType((4,), "i64", STORAGE)  # the key, the first sequence, the step between sequences, tokens of a sequence
+PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)  # factors of a round, and steps of the key
 
 
 @dataclass(frozen=True, slots=True)
 class Dropout(Op):
     """Sets each element of x to 0 with probability `p` and divides the others by 1 - p. Only training programs have it.
 
-    Random numbers are drawn from Torch's generator of the device in program order, in the reference too.
+    Random numbers are drawn from Torch's generator of the device in program order, in the reference too. With
+    `counted`, a second input DRAW determines them instead: the number of an element is that of Philox4x32-10 (Salmon et
+    al., 2011) for the key, the row of the element in the whole step, and its column. The gradient draws them again, so
+    that no mask is stored.
     """
 
     name: ClassVar[str] = "dropout"
     inline: ClassVar[bool] = False  # random numbers must be drawn in program order
     keeps_features: ClassVar[bool] = True
-    arity: ClassVar[int] = 1
     p: float
+    counted: bool = field(default=False, metadata=ADDED)
+
+    @property
+    def arity(self) -> int:
+        return 2 if self.counted else 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        if self.counted and inputs[1] != DRAW:
+            raise TypeRuleError(f"draws by {DRAW}, not by {inputs[1]}", (1,))
         return (inputs[0],)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        if self.counted:
+            return TorchCall("counted_dropout", (Input(0), Input(1), self.p))
         return TorchCall("F.dropout", (Input(0), self.p))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
         x = inputs[0]
-        mask = torch.empty_like(x).bernoulli_(1 - self.p)
-        return x * mask / (1 - self.p)
+        if not self.counted:
+            mask = torch.empty_like(x).bernoulli_(1 - self.p)
+            return x * mask / (1 - self.p)
+        key, first, step, tokens = inputs[1].tolist()
+        rows = [(first + m // tokens * step) * tokens + m % tokens for m in range(x.shape[:-1].numel())]
+        keep = philox(key, rows, x.shape[-1]) >= int(self.p * 2**32)
+        return x * torch.from_numpy(keep).to(x.device).view(x.shape) / (1 - self.p)
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        if not self.counted:
+            return None
+        return tape.add("grad", self, (tape.grad(), tape.input(1))), None
+
+
+def begin_draw(draw: Tensor, window: int) -> None:
+    """Fills the buffer of a node for a single batch whose sequences have `window` tokens, with key 0."""
+    draw.data.copy_(draw.new_tensor([0, 0, 1, window]))
+
+
+def philox(key: int, rows: Sequence[int], columns: int) -> npt.NDArray[np.uint64]:
+    """Returns the first word of Philox4x32-10 for each pair of a row and a column, below 2^32, [rows, columns]."""
+    import numpy as np
+
+    low, bits = np.uint64(2**32 - 1), np.uint64(32)
+    row, column = np.meshgrid(np.array(rows, np.uint64), np.arange(columns, dtype=np.uint64), indexing="ij")
+    c = [column, row & low, row >> bits, np.zeros_like(row)]
+    k = [key & (2**32 - 1), key >> 32]
+    for _ in range(10):
+        a, b = c[0] * np.uint64(PHILOX[0]), c[2] * np.uint64(PHILOX[1])
+        c = [(b >> bits) ^ c[1] ^ np.uint64(k[0]), b & low, (a >> bits) ^ c[3] ^ np.uint64(k[1]), a & low]
+        k = [(word + more) % 2**32 for word, more in zip(k, PHILOX[2:], strict=True)]
+    return c[0]

@@ -147,10 +147,12 @@ def _legend(plan: Plan) -> str:
 def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
     yield from plan.programs.functions
     yield from plan.programs.programs
+    for group in plan.programs.groups:
+        yield from (group.forward, group.backward)
 
 
 def _supports(graph: Graph) -> Iterator[TorchCall]:
-    for node in graph.nodes:
+    for node in (node for node in graph.nodes if not node.op.planned):
         call = node.op.call([graph.types[ref] for ref in node.inputs])
         if call is not None and call.support:
             yield call

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from specc.compiler.build import DEPLOYED, compile_loaded
 from specc.compiler.generated_folder import write
-from specc.compiler.ops.fp8 import STORAGE, begin_scales
+from specc.compiler.ops import fp8
+from specc.compiler.ops.dropout import DRAW, begin_draw
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs.programs import Group, Programs, group_functions
 from specc.compiler.render.function import applied
@@ -73,8 +74,10 @@ def instantiate(
     plan = built.deployed[target] if deployed else built.plans[target]
     model = import_model(code).Model()
     for name, type in plan.programs.buffers:
-        if type.storage == STORAGE:
-            begin_scales(model.get_buffer(name))
+        if type.storage == fp8.STORAGE:
+            fp8.begin_scales(model.get_buffer(name))
+        elif type == DRAW:
+            begin_draw(model.get_buffer(name), spec.model.window)
     return Loaded(spec, TARGETS[target], plan.programs, model, code)
 
 

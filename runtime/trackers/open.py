@@ -17,6 +17,7 @@ from specc.runtime.trackers.tracker import TrackedRun, Tracker, numbers_of
 class UnknownTracker(RuntimeFailure):
     """No tracker has this name (exit code 2)."""
 
+    code = "U001"
     exit_code = 2
 
 

@@ -29,6 +29,7 @@ from specc.runtime.optim.optimizers import Optimizers, Work, sharded_parameters,
 from specc.runtime.optim.schedule import Moment, moment, value_at
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
+from specc.runtime.train.dropout_draws import DropoutDraws
 from specc.runtime.train.fp8_scales import Fp8Scales
 from specc.runtime.train.loss_scale import LossScale
 from specc.runtime.train.precision import products_in_tf32
@@ -127,8 +128,9 @@ class Trainer:
         self.average = Average(train.average, self.masters.tensors) if train.average else None
         scaling = train.precision.scaling
         self.loss_scale = LossScale(scaling, self.device) if scaling is not None else None
-        rows = train.at_once(world.size) * model.window
-        self._fp8 = Fp8Scales(self._module, rows, world, self._scale)
+        rows = train.at_once(world.size)
+        self._draws = DropoutDraws(self._module, train.seed, rows, model.window, world)
+        self._fp8 = Fp8Scales(self._module, rows * model.window, world, self._scale)
         self._norm = torch.zeros((), device=self.device)
         self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # of the terms of the loss
         self._segments = run_segments(model.phases, train, model.window, world.size)
@@ -396,6 +398,7 @@ class Trainer:
         with products_in_tf32(self.train.precision.tf32 and self.device.type == "cuda"):
             for part, batch in enumerate(batches):
                 batch = tuple(tensor.to(self.device) for tensor in batch)
+                self._draws.write(now.step, part)
                 self._passes[self._index](*self.feed.arguments(batch, now, part, self.segment.phase))
         if wait:
             self.world.wait()

@@ -25,7 +25,7 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.ops.attention import Sdpa, SdpaCached
 from specc.compiler.ops.dropout import Dropout
-from specc.compiler.ops.fp8 import HISTORY, MOST, SCALES, STORAGE, Fp8Linear
+from specc.compiler.ops.fp8 import HISTORY, MOST, SCALES, Fp8Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.pooled.attention import SdpaPooled, SdpaPooledCached
 from specc.compiler.ops.saved_attention import IDS, starts_of
@@ -222,15 +222,16 @@ def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: in
 
 
 def _drops(loaded: Loaded) -> bool:
-    """Returns True if the model has dropout, so that its training loss is random and cannot be compared."""
-    return any(isinstance(node.op, Dropout) for graph in loaded.programs.graphs for node in graph.nodes)
+    """Returns True if the model has dropout by Torch's generator, so that its training loss cannot be compared."""
+    nodes = (node for graph in loaded.programs.graphs for node in graph.nodes)
+    return any(isinstance(node.op, Dropout) and not node.op.counted for node in nodes)
 
 
 def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """Checks the loss and every gradient of the fused module against f64, with the unfused module as a baseline.
 
-    The errors of the unfused module show the cost of rounding. For a model with dropout the loss is the mean of the
-    `score` program.
+    The errors of the unfused module show the cost of rounding. For a model with dropout by Torch's generator, the
+    loss is the mean of the `score` program.
 
     The gradient of a parameter of few numbers is a sum of many terms that may cancel. The error of such a gradient is
     relative to the size of the terms, which `_term_sizes` estimates. It is reported separately from the errors of
@@ -238,9 +239,11 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
-    programs = pipeline.run(replace_fuse(spec), fused.target.name, "fp8_products")  # with factors in 8 bits
+    programs = pipeline.run(replace_fuse(spec), fused.target.name, "fp8_products")  # as they compute: dropout, 8 bits
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
-    exact |= {name: plain.model.get_buffer(name).double() for name, type in programs.buffers if type.storage == STORAGE}
+    for name, type in programs.buffers:
+        buffer = plain.model.get_buffer(name)
+        exact[name] = buffer.double() if type.floating else buffer
     loss = reference.run(programs, program, inputs, exact)["loss"].mean()
     loss.backward()  # type: ignore[no-untyped-call]
     exact = {name: value for name, value in exact.items() if value.requires_grad}

@@ -19,6 +19,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.text import parse_op, parse_type
 from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.dropout import DRAW
 from specc.compiler.ops.paged_attention import TABLE
 from specc.compiler.ops.pooled.attention import PoolWrite
 from specc.compiler.ops.shape import Moves
@@ -191,6 +192,7 @@ SAMPLES = [
     Sample("as_step f32[B,8]"),
     Sample("repeat f32[B,8] i64[B,T]"),
     Sample("dropout{p=0.5} f32[B,T,8]"),
+    Sample("dropout{p=0.5, counted=True} f32[B,T,8] draw:i64[4]"),
     Sample("fp8_linear f32[B,T,8] f32[16,8]"),
     Sample("fp8_linear{by_rows=True} f32[B,T,8] f32[12,8]"),
     Sample("sinusoid{dim=6} i64[T]"),
@@ -290,6 +292,8 @@ def values(sample: Sample, seed: int) -> list[Tensor]:
             start = seed % (sample.sizes["S"] - length)
             start -= start % getattr(sample.op, "block", 1)  # tokens of whole blocks
             inputs.append(torch.arange(length) + start)
+        elif type == DRAW:
+            inputs.append(torch.tensor([2**61 + seed, 2, 3, sample.sizes["T"]]))
         elif type == TABLE:
             inputs.append(torch.randperm(sample.ids, generator=generator)[: math.prod(size)].view(size))
         else:

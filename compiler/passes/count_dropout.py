@@ -1,0 +1,56 @@
+"""Gives each dropout of a model of text its own numbers, which do not depend on processes and micro-batches."""
+
+from dataclasses import replace
+
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ops.dropout import DRAW, Dropout
+from specc.compiler.ops.region import Call
+from specc.compiler.programs.programs import Programs
+
+SUFFIX = "_draw"  # of the buffers
+
+
+def count_dropout(programs: Programs, text: bool) -> Programs:
+    """Returns the programs with a buffer for each dropout, which the trainer sets before each backward pass.
+
+    A buffer has the name of its node. Models of lines keep Torch's generator: the rows of their sources and targets
+    have other lengths in each batch, and their loops over time draw new numbers in each step.
+
+    Args:
+        programs: The programs, before any fusion.
+        text: Whether the model reads text.
+    """
+    if not text or not any(isinstance(node.op, Dropout) for graph in programs.graphs for node in graph.nodes):
+        return programs
+    places: dict[str, list[str]] = {program.name: [""] for program in programs.programs}
+    for program in programs.programs:
+        for node in program.nodes:
+            if isinstance(node.op, Call):
+                places.setdefault(node.op.callee, []).append(f"{node.op.at}.")
+    buffers = {
+        f"{at}{node.name}{SUFFIX}": DRAW
+        for graph in programs.graphs
+        for node in graph.nodes
+        if isinstance(node.op, Dropout)
+        for at in places.get(graph.name, ())
+    }
+    return replace(
+        programs,
+        functions=tuple(map(_counted, programs.functions)),
+        programs=tuple(map(_counted, programs.programs)),
+        buffers=(*programs.buffers, *buffers.items()),
+    )
+
+
+def _counted(graph: Graph) -> Graph:
+    names = [node.name for node in graph.nodes if isinstance(node.op, Dropout)]
+    if not names:
+        return graph
+
+    def change(node: Node) -> Node:
+        if not isinstance(node.op, Dropout):
+            return node
+        return replace(node, op=replace(node.op, counted=True), inputs=(*node.inputs, f"@{node.name}{SUFFIX}"))
+
+    params = (*graph.params, *((f"{name}{SUFFIX}", DRAW) for name in names))
+    return replace(graph, nodes=tuple(map(change, graph.nodes)), params=params)

@@ -1,0 +1,51 @@
+"""The random numbers of dropout in models of text: keys from seed, step and node, rows of the whole step."""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.passes.count_dropout import SUFFIX
+from specc.runtime.distributed.world import World
+
+
+class DropoutDraws:
+    """Writes the numbers that dropout draws by into the buffers of a model; see `specc.compiler.ops.dropout`.
+
+    A pass of rank r of W has every W-th sequence of the step, from sequence `part * rows * W + r` on.
+
+    Args:
+        model: the model that trains.
+        seed: the seed of the run.
+        rows: the windows of a backward pass on this process.
+        window: the tokens of a window.
+        world: the processes that train together.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, rows: int, window: int, world: World) -> None:
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(SUFFIX)}
+        self._seed, self._rows, self._window, self._world = seed, rows, window, world
+        self._draws = torch.zeros(len(self._buffers), 4, dtype=torch.int64, device=world.device)
+        for buffer, draw in zip(self._buffers.values(), self._draws, strict=True):
+            buffer.data = draw  # one copy writes all of them
+        self._keys: tuple[int, list[int]] = (-1, [])
+
+    def write(self, step: int, part: int) -> None:
+        """Sets the numbers of a backward pass, without waiting for the device.
+
+        Args:
+            step: the number of updates so far.
+            part: the index of the pass in its update.
+        """
+        if not self._buffers:
+            return
+        if self._keys[0] != step:
+            self._keys = step, [key_of(self._seed, step, name.removesuffix(SUFFIX)) for name in self._buffers]
+        first = part * self._rows * self._world.size + self._world.rank
+        rows: Tensor = torch.tensor([[key, first, self._world.size, self._window] for key in self._keys[1]])
+        self._draws.copy_(rows.pin_memory() if self._draws.is_cuda else rows, non_blocking=True)
+
+
+def key_of(seed: int, step: int, node: str) -> int:
+    """Returns the key of a node in a step, 63 bits."""
+    return int.from_bytes(hashlib.sha256(f"specc dropout {seed} {step} {node}".encode()).digest()[:8]) >> 1

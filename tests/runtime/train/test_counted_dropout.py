@@ -1,0 +1,176 @@
+"""Dropout in models of text: known numbers, the same mask in all forms of a model, in both passes and on all ranks."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from log_lines import read_log
+from ranks import environment
+from run_samples import SPEC, random_weights, small_spec, write_text
+from safetensors.torch import load_file
+from torch import nn
+
+from specc.compiler import pipeline
+from specc.compiler.ops.dropout import Dropout, philox
+from specc.compiler.programs import reference
+from specc.compiler.spec.check import load
+from specc.runtime.distributed.world import World
+from specc.runtime.model.load import Loaded, import_file, instantiate, replace_fuse
+from specc.runtime.train.dropout_draws import DropoutDraws, key_of
+from specc.runtime.train.train import TrainOptions, train
+
+MLP = "model.blocks.layers.1.dropout=0.25"
+ATTENTION = "model.blocks.layers.0.dropout=0.125"
+FUSED = 'fuse=[{"blocks.*.attention": [q.norm, q.rope, q.gain]}, {"blocks.*.mlp": [up, act, down, dropped, x]}]'
+
+
+def test_numbers_are_those_of_philox() -> None:
+    """The first words that Salmon et al. publish for Philox4x32-10: counter and key of zeros, and of ones."""
+    assert philox(0, [0], 1).tolist() == [[0x6627E8D5]]
+    last = philox(2**64 - 1, [2**64 - 1], 1)
+    assert last.shape == (1, 1) and last[0, 0] < 2**32
+    spread = philox(key_of(1, 2, "a"), range(512), 512) / 2**32
+    assert abs(spread.mean() - 0.5) < 0.003 and abs(spread.std() - 12**-0.5) < 0.003
+    rows = spread - spread.mean()
+    assert abs((rows[1:] * rows[:-1]).mean()) < 0.001 and abs((rows[:, 1:] * rows[:, :-1]).mean()) < 0.001
+
+
+def built(folder: Path, fuse: bool) -> Loaded:
+    loaded = instantiate(small_spec(MLP, ATTENTION, FUSED), "cpu", folder / str(fuse), fuse)
+    weights = random_weights(loaded.spec)
+    with torch.no_grad():
+        for name, parameter in loaded.model.named_parameters():
+            parameter.copy_(weights[name])
+    loaded.model.double()
+    return loaded
+
+
+def test_unfused_fused_and_interpreted_programs_agree_to_the_last_digits(tmp_path: Path) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        ids = torch.randint(257, (3, 33), generator=torch.Generator().manual_seed(2))
+        batch: Any = ids[:, :-1], ids[:, 1:]
+        results = []
+        for fuse in (False, True):
+            loaded = built(tmp_path, fuse)
+            DropoutDraws(loaded.model, 7, 3, 32, World.alone()).write(5, 2)
+            loss = loaded.model(*batch)
+            loss.backward()
+            results.append((loss.detach(), {name: p.grad for name, p in loaded.model.named_parameters()}))
+        programs = pipeline.run(replace_fuse(loaded.spec), "cpu", "count_dropout")
+        exact = {name: p.detach().clone().requires_grad_() for name, p in loaded.model.named_parameters()}
+        buffers = {name: loaded.model.get_buffer(name) for name, _ in programs.buffers}
+        loss = reference.run(
+            programs, "train", dict(zip(("ids", "targets"), batch, strict=True)), {**exact, **buffers}
+        )["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
+        results.append((loss.detach(), {name: p.grad for name, p in exact.items()}))
+        for have, gradients in results[:2]:
+            torch.testing.assert_close(have, loss.detach(), rtol=1e-12, atol=0)
+            for name, want in results[2][1].items():
+                torch.testing.assert_close(gradients[name], want, rtol=1e-9, atol=1e-12)
+        plain = reference.run(
+            pipeline.lower(loaded.spec, "cpu"), "score", dict(zip(("ids", "targets"), batch, strict=True)), exact
+        )
+        assert abs(plain["loss"].mean() - loss) > 1e-3
+        torch.testing.assert_close(loaded.model.score(*batch), plain["loss"], rtol=1e-10, atol=1e-10)  # type: ignore[operator]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_fused_group_stores_no_mask(tmp_path: Path) -> None:
+    loaded = built(tmp_path, True)
+    group = next(group for group in loaded.programs.groups if "mlp.dropped" in group.members)
+    assert sum(isinstance(node.op, Dropout) for node in group.forward.nodes) == 1
+    assert sum(isinstance(node.op, Dropout) for node in group.backward.nodes) == 1
+    kept = {name: type for name, type in group.backward.inputs if name in group.saved}
+    assert str(kept["dropped_draw"]) == "draw:i64[4]"
+    assert not any(type.dtype == "bool" for type in kept.values())
+    # the gradient of the learned factor of the branch reads its value, which the spec asks for
+    assert {name for name, type in kept.items() if type.shape == ("B", "T", 32)} <= {"x", "dropped", "residual_x"}
+
+
+class Node(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("a_draw", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("b_draw", torch.zeros(4, dtype=torch.int64))
+
+
+def test_masks_depend_on_the_row_of_the_step_and_not_on_its_parts(tmp_path: Path) -> None:
+    """Sequences of a step in any cut: 8 passes of one, two of four, or four of two ranks with one each."""
+    code = import_file(built(tmp_path, False).directory, "counted_dropout")
+    masks = {}
+    for ranks, rows in ((1, 8), (1, 1), (1, 4), (2, 1), (2, 2)):
+        whole = torch.empty(8, 6, 10)
+        for rank in range(ranks):
+            node = Node()
+            draws = DropoutDraws(node, 3, rows, 6, World(rank, ranks))
+            for part in range(8 // rows // ranks):
+                draws.write(11, part)
+                found = code.counted_dropout(torch.ones(rows, 6, 10), node.a_draw, 0.3)
+                short = code.counted_dropout(torch.ones(2 * rows, 3, 10), node.a_draw, 0.3)
+                assert torch.equal(found.flatten(0, 1), short.flatten(0, 1))
+                whole[part * rows * ranks + rank : (part + 1) * rows * ranks : ranks] = found
+        masks[ranks, rows] = whole
+    first = masks[1, 8]
+    assert all(torch.equal(first, mask) for mask in masks.values())
+    assert set(first.unique().tolist()) == {0.0, first.max().item()} and first.max().item() == pytest.approx(1 / 0.7)
+    assert 0.6 < (first > 0).float().mean() < 0.8
+    node = Node()
+    draws = DropoutDraws(node, 3, 8, 6, World.alone())
+    others = []
+    for step, name in ((11, "b_draw"), (12, "a_draw")):
+        draws.write(step, 0)
+        others.append(code.counted_dropout(torch.ones(8, 6, 10), node.get_buffer(name), 0.3))
+    DropoutDraws(node, 4, 8, 6, World.alone()).write(11, 0)
+    others.append(code.counted_dropout(torch.ones(8, 6, 10), node.a_draw, 0.3))
+    assert all(0.3 < ((other > 0) == (first > 0)).float().mean() < 0.75 for other in others)
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_log(folder / "log.jsonl") if record["event"] == "step"]
+
+
+def test_a_resumed_run_is_the_whole_run(tmp_path: Path) -> None:
+    def run(name: str, steps: int | None = None) -> Path:
+        spec = small_spec(MLP, FUSED, "train.steps=4")
+        data = str(write_text(tmp_path / "data")) if not (tmp_path / "data").exists() else str(tmp_path / "data")
+        options = TrainOptions(
+            spec, "cpu", data, tmp_path / name, resume="auto", stop_after_steps=steps, cache=tmp_path / "c"
+        )
+        return train(options, lambda line: None).run
+
+    whole = losses(run("whole"))
+    for steps in (1, 3, 4):
+        parts = run("parts", steps)
+    assert losses(parts) == whole and len(whole) == 4
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    write_text(tmp_path / "data")
+    sets = ("targets=[cpu]", "model.dim=32", "model.context=32", "model.blocks.count=2", "train.steps=3", MLP, FUSED)
+    sets += ("train.tokens_per_step=256", "train.schedule={}", "train.validate_tokens=64")
+    for name, gpus, rows in (("one", "1", 8), ("two", "2", 2)):
+        words = [word for text in (*sets, f"train.micro_batch={rows}") for word in ("--set", text)]
+        command = [sys.executable, "-c", "from specc.cli.app import main; main()", "train", str(SPEC)]
+        command += ["--data", str(tmp_path / "data"), "--run", str(tmp_path / name), "--target", "cpu", *words]
+        done = subprocess.run([*command, "--gpus", gpus], env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-6)
+    ours, yours = (
+        load_file(tmp_path / name / "checkpoints/step_00000003/model.safetensors") for name in ("one", "two")
+    )
+    for name, tensor in ours.items():
+        assert float((tensor - yours[name]).norm()) <= 1e-4 * float(tensor.norm()), name
+
+
+def test_a_model_of_lines_keeps_the_generator_of_torch() -> None:
+    spec, _ = load(SPEC.parent / "poly_lstm.yaml")
+    programs = pipeline.run(spec, "cpu", "count_dropout")
+    drops = [node.op for graph in programs.graphs for node in graph.nodes if isinstance(node.op, Dropout)]
+    assert drops and not any(op.counted for op in drops) and not programs.buffers
