@@ -25,6 +25,7 @@ from specc.runtime.families.sections import (
     mlp,
     moe,
     norm,
+    require_divisor,
     sizes,
 )
 from specc.runtime.families.tensors import Row, joint_heads, joint_rows, same
@@ -35,6 +36,7 @@ NO_GROUPS = "groups of experts need a router of groups, which specc lacks"
 
 def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
+    require_divisor(config)
     latent = _latent(config)
     number = config.whole("n_routed_experts", 64, most=32768)
     config.fixed("topk_method", ("greedy", None), NO_GROUPS)

@@ -25,6 +25,7 @@ from specc.runtime.families.sections import (
     mlp,
     norm,
     qk_norm,
+    require_divisor,
     sizes,
     softcap_of,
     window_of,
@@ -37,6 +38,7 @@ BASES = {LOCAL: (1e4, "rope_local_base_freq"), FULL: (1e6, "rope_theta")}
 
 def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
+    require_divisor(config)
     eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
     every = config.whole("sliding_window_pattern", 6)
     usual = [FULL if i % every == every - 1 else LOCAL for i in range(count)]

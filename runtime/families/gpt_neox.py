@@ -18,6 +18,7 @@ from specc.runtime.families.sections import (
     layer_of,
     mlp,
     norm,
+    require_divisor,
     sizes,
 )
 from specc.runtime.families.tensors import Row, joint_heads, same, with_biases
@@ -27,6 +28,7 @@ NEOX = "gpt_neox.layers.{i}"
 
 def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
+    require_divisor(config)
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     size = dim // heads
     dims = int(size * _share(config))

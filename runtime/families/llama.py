@@ -18,12 +18,14 @@ from specc.runtime.families.sections import (
     layer_of,
     mlp,
     norm,
+    require_divisor,
     sizes,
 )
 
 
 def model(config: Config) -> Data:
     """Returns the section `model` of the spec of a config."""
+    require_divisor(config)
     layers = [
         attention(config, rope(config), **bias(config, "attention_bias")),
         mlp(config, **bias(config, "mlp_bias")),

@@ -53,6 +53,13 @@ def attention(
     return {"kind": "attention", **{key: value for key, value in stated.items() if value}, **more, "rope": rope}
 
 
+def require_divisor(config: Config) -> None:
+    """Checks that the heads divide the features. Transformers requires it of some families, whatever `head_dim` is."""
+    heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
+    if dim % heads:
+        raise config.error("num_attention_heads", f"does not divide hidden_size, {dim}", "use a divisor of it")
+
+
 def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool = True, **more: Any) -> Data:
     """Returns a dense feed-forward layer. `act` is the activation of the family, and `key` the field that names it."""
     hidden = config.whole("intermediate_size")

@@ -112,6 +112,17 @@ def test_a_model_of_no_family_is_refused_by_its_first_difference(
         recognized(load(SPEC.replace(*change))[0].model)
 
 
+def test_heads_that_do_not_divide_the_features_are_those_of_mistral() -> None:
+    """Transformers refuses them in Llama, whatever the size of a head, and not in Mistral, which is else the same."""
+    from specc.compiler.spec.check import load
+    from specc.runtime.hugging_face.recognizing import recognized
+
+    changed = SPEC.replace("heads: 4, kv_heads: 2", "heads: 6, kv_heads: 2, head_dim: 8")
+    found = recognized(load(changed)[0].model, "llama")
+    assert found.family.name == "mistral" and found.config["sliding_window"] is None
+    assert transformers.AutoConfig.for_model("mistral", **found.config).head_dim == 8
+
+
 def imported(folder: Path, place: Path) -> Path:
     import_folder(folder, ImportOptions("model", place / "spec.yaml", place / "run", "stdlib"), lambda line: None)
     return place / "run"

@@ -44,6 +44,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
     ("llama", {"logits_multiplier": 0}, "logits_multiplier"),
+    ("llama", {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 8}, "num_attention_heads"),
     ("qwen3_moe", {"mlp_only_layers": [7], "num_experts_per_tok": 2}, "mlp_only_layers"),
     ("deepseek_v2", {"topk_method": "group_limited_greedy", "num_experts_per_tok": 2}, "topk_method"),
     ("deepseek_v2", {"scoring_func": "sigmoid", "num_experts_per_tok": 2}, "scoring_func"),
