@@ -56,6 +56,12 @@ from specc.cli.processes import Repeatable, joined_world, launched
     type=click.FloatRange(min=0),
     help="Stop after this number of seconds. The schedule does not change.",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Train nothing: open the data of --data, run a step on the CPU, and print parameters, bytes, times and memory "
+    "of the target. Needs no GPU.",
+)
 @tokenizers_option
 @format_option
 def command(
@@ -68,6 +74,7 @@ def command(
     resume: Any,
     steps: int | None,
     max_seconds: float | None,
+    dry_run: bool,
     tokenizers: tuple[Path, ...],
 ) -> int:
     """Train the model of a spec.
@@ -90,6 +97,9 @@ def command(
             overrides = (*overrides, *selecting(path, overrides, data))
             planned = plan_spec(path, overrides)
             loaded, lock = planned.spec, planned.lock
+        if dry_run:
+            _dry_run(loaded, target, data, (*with_data(tokenizers, data), beside, Path()), lock)
+            return 0
         if (code := launched(gpus, loaded, target, world)) is not None:
             return code
         from specc.runtime.train.train import TrainOptions
@@ -114,6 +124,18 @@ def command(
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
             click.echo(f"next: specc quantize {shlex.quote(str(result.run))}")
     return 0
+
+
+def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path, ...], lock: Any) -> None:
+    """Prints what a run of a spec on a target would need. By default, the target is the last one of the spec."""
+    from platformdirs import user_cache_path
+
+    from specc.runtime.bench.dry_run import dry_run
+    from specc.runtime.model.load import choose_target
+
+    chosen = choose_target(spec, target or spec.targets[-1])
+    for line in dry_run(spec, chosen, data, search, user_cache_path("specc") / "tokens", say, lock).lines():
+        click.echo(line)
 
 
 def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:
