@@ -110,7 +110,7 @@ specc = click.option(
             "eval": "Score a run or an artifact on the validation split, or on the tasks of files.",
             "generate": "Generate text with a run or an artifact, or transform lines.",
             "quantize": "Quantize the final weights of a run into an artifact, as its spec states.",
-            "export": "Export a run as an artifact, safetensors, a folder of Transformers or a submission.",
+            "export": "Export a run as an artifact, safetensors, a graph, a folder of Transformers or a submission.",
             "import": "Turn a folder of Hugging Face Transformers into a spec and a run with its weights.",
             "size": "Count the bytes of an artifact or a submission exactly.",
             "report": "Write a report of a run: one HTML page that needs nothing else, or a model card.",

@@ -64,6 +64,12 @@ from specc.cli.processes import Repeatable, end_with_parent, joined_world, launc
     help="Also send the records of the log to a tracker: tensorboard, trackio or wandb. Repeatable. By default, "
     "nothing leaves this machine.",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Train nothing: open the data of --data, run a step on the CPU, and print parameters, bytes, times and memory "
+    "of the target. Needs no GPU.",
+)
 @tokenizers_option
 def command(
     spec: Path | None,
@@ -76,6 +82,7 @@ def command(
     steps: int | None,
     max_seconds: float | None,
     track: tuple[str, ...],
+    dry_run: bool,
     tokenizers: tuple[Path, ...],
 ) -> int:
     """Train the model of a spec.
@@ -108,6 +115,9 @@ def command(
             overrides = (*overrides, *selecting(path, overrides, data))
             planned = plan_spec(path, overrides)
             loaded, lock = planned.spec, planned.lock
+        if dry_run:
+            _dry_run(loaded, target, data, (*with_data(tokenizers, data), beside, Path()), lock)
+            return 0
         if (code := launched(gpus, loaded, target, world)) is not None:
             return code
         from specc.runtime.train.train import TrainOptions
@@ -136,6 +146,18 @@ def command(
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
             click.echo(f"next: specc quantize {shlex.quote(str(result.run))}")
     return 0
+
+
+def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path, ...], lock: Any) -> None:
+    """Prints what a run of a spec on a target would need. By default, the target is the last one of the spec."""
+    from platformdirs import user_cache_path
+
+    from specc.runtime.bench.dry_run import dry_run
+    from specc.runtime.model.load import choose_target
+
+    chosen = choose_target(spec, target or spec.targets[-1])
+    for line in dry_run(spec, chosen, data, search, user_cache_path("specc") / "tokens", say, lock).lines():
+        click.echo(line)
 
 
 def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:

@@ -8,8 +8,9 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from specc.compiler.expr import derive, reread, variables
 from specc.compiler.ir.graph import Graph, Node, node_of
@@ -29,7 +30,8 @@ LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwi
 TORCH = "torch"
 # Bytes per parameter: the optimizer reads master, gradient and two moments, and writes master, moments and view.
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
-STATE_BYTES = 4 * 4 + 2  # bytes per parameter in memory: master, gradient, two moments and view
+# Bytes per parameter in memory. The view is the weight in the dtype of the products.
+STATE = MappingProxyType({"masters": 4, "gradients": 4, "moments": 8, "views": 2})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class Step:
     """A training step on one target.
 
     `saved` are the bytes that fused groups save in a micro-batch, by path. `memory` is the least number of bytes of
-    parameters, optimizer state and saved values. `key` is a digest of everything that runs.
+    parameters, optimizer state and saved values, which are the `parts`, by name. `key` is a digest of everything that
+    runs.
     """
 
     target: str
@@ -107,6 +110,7 @@ class Step:
     key: str
     machine: Machine | None = None
     timing: StepTiming | None = None
+    parts: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -161,9 +165,13 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         floor = plan.target.floor_ms(0, bytes)
         kernel = "Torch's compiler" if name == POINTWISE else ""
         rows.append(StepRow(name, name, "", kernel, calls, 0, bytes, floor, None if ms is None else ms / calls))
-    memory = STATE_BYTES * count + _saved_bytes(graph, sizes) + sum(saved.values())
+    parts = {name: bytes * count for name, bytes in STATE.items()}
+    parts |= {"saved activations": _saved_bytes(graph, sizes), "saved by fused groups": sum(saved.values())}
+    memory = sum(parts.values())
     machine = locked.machine if locked is not None else None
-    return Step(plan.target.name, tokens, micro_batches, tuple(_joined(rows)), saved, memory, key, machine, timing)
+    return Step(
+        plan.target.name, tokens, micro_batches, tuple(_joined(rows)), saved, memory, key, machine, timing, parts
+    )
 
 
 def _kept_bytes(group: Group, sizes: Mapping[str, int]) -> int:

@@ -16,7 +16,7 @@ from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.profile import Profile, profile
 from specc.runtime.bench.timing import Measured, wait
 from specc.runtime.distributed.world import World
-from specc.runtime.model.load import initialize, instantiate
+from specc.runtime.model.load import Loaded, initialize, instantiate
 from specc.runtime.train.sources.source import source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
 
@@ -119,15 +119,9 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     began = time.perf_counter()
-    torch.manual_seed(spec.train.seed)
     folder = setup.folder / ("step_fused" if fuse else "step_plain")
     loaded = instantiate(spec, setup.target, folder, fuse, setup.lock)
-    initialize(loaded, spec.train.seed)
-    feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
-    model = TrainableModel(loaded.model, loaded.programs.params, window, "bench")
-    # without schedules of sizes: full windows, and the last size of a step
-    sizes = {"context": None, "batch": last(spec.train.batch), "tokens_per_step": last(spec.train.tokens_per_step)}
-    trainer = Trainer(model, spec.train.model_copy(update=sizes), feed, World.alone().on(device), gpu)
+    trainer = random_trainer(loaded, device, stack)
     warm = [_advance(trainer, 1)[0] for _ in range(WARM_UP)]
     start = time.perf_counter() - began
     memory = torch.cuda.max_memory_allocated() - before if gpu else None
@@ -150,6 +144,19 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
         loss=losses[-1],
         profile=seen,
     )
+
+
+def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
+    """Returns a trainer of a loaded spec with initial weights and random data, without schedules of sizes: full
+    windows, and the last size of a step. On a GPU, it compiles."""
+    spec = loaded.spec
+    torch.manual_seed(spec.train.seed)
+    initialize(loaded, spec.train.seed)
+    feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
+    model = TrainableModel(loaded.model, loaded.programs.params, spec.model.window, "bench")
+    sizes = {"context": None, "batch": last(spec.train.batch), "tokens_per_step": last(spec.train.tokens_per_step)}
+    train = spec.train.model_copy(update=sizes)
+    return Trainer(model, train, feed, World.alone().on(device), device.type == "cuda")
 
 
 def _advance(trainer: Trainer, steps: int) -> tuple[float, float, int]:

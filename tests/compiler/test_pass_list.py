@@ -13,16 +13,18 @@ ROOT = Path(__file__).parents[2]
 POLY = load(ROOT / "specs/poly_attn.yaml")[0]  # int8 products, fine-tuned with rounded inputs
 TEXT = load(ROOT / "specs/gpt_mini.yaml")[0]
 
+SPEC_OF = {"logits": TEXT}  # loops over tokens are not exported
 FOLDERS = ("specc.compiler.passes", "specc.compiler.int8")
 
 
 def test_each_pass_changes_what_its_dump_shows() -> None:
     names = list(pipeline.forms())
     assert names[0] == pipeline.LOWER and names[-1] == pipeline.SELECT_KERNELS
-    texts = {name: graphs_text(pipeline.after(POLY, "sm90", name), None) for name in names}
+    texts = {name: graphs_text(pipeline.after(SPEC_OF.get(name, POLY), "sm90", name), None) for name in names}
     assert "optimizer 0" in texts["assign_optimizers"] and "optimizer" not in texts["lower"]
     assert "int8:" in texts["assign_quant"] and "int8:" not in texts["assign_optimizers"]
     assert "int8_linear" in texts["quantize_products"] and "int8_linear" not in texts["fuse"]
+    assert "graph logits(ids: i64[B,T])" in texts["logits"] and "graph train(" not in texts["logits"]
     assert "graph logits(" in texts["uncached"] and "graph logits(" not in texts["lower"]
     fused = graphs_text(pipeline.after(TEXT, "sm90", "fuse"), None)
     assert "# fused group" in fused
@@ -34,7 +36,7 @@ def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "verify", lambda programs, after, before=None: seen.append(after))
     for form, passes in pipeline.PIPELINES.items():
         seen.clear()
-        pipeline.run(POLY, "sm90", form=form)
+        pipeline.run(SPEC_OF.get(passes[-1][0], POLY), "sm90", form=form)
         assert seen[-len(passes) :] == [name for name, _ in passes]
 
 
@@ -44,9 +46,22 @@ def test_a_form_that_a_model_does_not_have() -> None:
     assert pipeline.deployed(TEXT, "cpu") is None
 
 
+def test_a_model_that_cannot_be_exported_names_the_place() -> None:
+    with pytest.raises(ValueError, match=r"model\.encoder\.1 has a loop over tokens"):
+        pipeline.after(POLY, "cpu", "logits")
+
+
 def test_nobody_else_calls_a_pass() -> None:
     """Whoever needs programs asks the pipeline."""
-    passes = {"assign_optimizers", "assign_quant", "round_inputs", "fuse", "quantize_products", "uncached"}
+    passes = {
+        "assign_optimizers",
+        "assign_quant",
+        "round_inputs",
+        "fuse",
+        "quantize_products",
+        "uncached",
+        "with_logits",
+    }
     for half in ("compiler", "runtime", "cli"):
         for path in (ROOT / half).rglob("*.py"):
             imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]

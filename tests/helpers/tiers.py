@@ -20,7 +20,7 @@ import pytest
 
 RESULTS = Path(__file__).parents[2] / "docs" / "promises.json"
 SHARE = float(os.environ.get("SPECC_SOAK_SHARE", "1"))
-FEW = 10  # such a number is one of kinds, which is not scaled
+FEW = 9  # such a number is one of kinds, which is not scaled
 Trials = Mapping[str, int]
 
 

@@ -73,7 +73,8 @@ def order_faults(calls: list[tuple[str, str, str]]) -> list[str]:
             continue
         names = {source} | former.get(source, set())
         former[target] = names
-        if any(part.startswith(".") for part in Path(target).parts):  # not yet in place, or on its way out
+        parts = Path(target).parts
+        if any(part.startswith(".") for part in parts) or "generated" in parts:  # not in place yet; built anew if lost
             continue
         inside = [
             i

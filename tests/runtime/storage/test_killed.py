@@ -131,7 +131,8 @@ class Victim:
         return self.server.start("main()", words, self.env, self.folder / "stderr")
 
     def errors(self) -> str:
-        return (self.folder / "stderr").read_text()
+        file = self.folder / "stderr"
+        return file.read_text() if file.exists() else ""  # the process creates it
 
     def finish(self, words: list[str]) -> None:
         """Lets it come to its end."""

@@ -1,0 +1,147 @@
+"""`specc train --dry-run`: everything that a run needs is checked without a GPU, and one step runs on the CPU."""
+
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specc.compiler import pipeline
+from specc.compiler.build import canonical, plan_loaded
+from specc.compiler.plan.lock import NO_LOCK, Lock
+from specc.compiler.programs.cost import flops_per_token
+from specc.compiler.report.summary import Summary, lines
+from specc.compiler.spec.check import load
+from specc.compiler.spec.spec import Spec
+from specc.runtime.bench.step import random_trainer
+from specc.runtime.errors import RunFailure
+from specc.runtime.log import Say
+from specc.runtime.model.load import instantiate
+from specc.runtime.train.sources.source import source_of
+from specc.runtime.verify.reduced import reduced
+
+CPU = "cpu"
+MOST = 10**12  # floating-point operations of a step that runs in its full size
+STEPS = 2  # the second has the optimizer state of the first
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The result of a dry run.
+
+    Attributes:
+        summary: the lines of `specc plan` for the target.
+        parts: the estimated bytes of a step on the target, by name.
+        measured: whether the lock has the memory of a measured step, which is then the number of `bytes`.
+        bytes: the estimated or measured bytes of a step.
+        data: the number of the data that were opened, in words; empty if none were given.
+        full: whether the step on the CPU had its full size.
+        size: the step that ran, in words.
+        loss: the loss of the step on the CPU.
+        seconds: the seconds of that step.
+        peak: the growth of the resident memory of this process up to the end of the step, in bytes.
+        estimate: the estimated bytes of the step that ran on the CPU.
+    """
+
+    summary: tuple[str, ...]
+    parts: Mapping[str, int]
+    measured: bool
+    bytes: int
+    data: str
+    full: bool
+    size: str
+    loss: float
+    seconds: float
+    peak: int
+    estimate: int
+
+    def lines(self) -> list[str]:
+        """Returns the result as text."""
+        how = "measured, from the lock" if self.measured else "estimate, at least"
+        rows = [*self.summary, f"memory       {how} {self.bytes / 1e6:,.1f} MB on the target"]
+        rows += [f"  {name:<24} {bytes / 1e6:>12,.1f} MB" for name, bytes in self.parts.items()]
+        rows += [f"data         {self.data}"] if self.data else ["data         not checked: name them with --data"]
+        rows.append(f"step         ran on the CPU, {self.size}: loss {self.loss:.4f}, {self.seconds:.2f} s")
+        ratio = f"{self.estimate / self.peak:.2f} times that" if self.peak else "not comparable"
+        rows.append(f"  its memory grew by {self.peak / 1e6:,.1f} MB; the estimate is {ratio}")
+        return rows
+
+
+def dry_run(
+    spec: Spec, target: str, data: str | None, search: tuple[Path, ...], cache: Path, say: Say, lock: Lock = NO_LOCK
+) -> DryRun:
+    """Checks a run without starting it.
+
+    Args:
+        spec: the spec.
+        target: the target that the run would train. No GPU is needed.
+        data: the data of the run. They are opened, and tokenized if they are text. None to skip them.
+        search: folders to search for the tokenizer.
+        cache: the folder that caches tokenized text.
+        say: called with lines of text about the progress.
+        lock: the measured kernels.
+
+    Raises:
+        LoweringError: the spec cannot be planned for the target.
+        DataError: the data cannot be read, or do not fit the spec.
+        RunFailure: the loss of the step is not finite.
+    """
+    summary = Summary(spec, plan_loaded(spec, None, (target,), lock).plans, {})
+    step = summary.step
+    with ExitStack() as stack:
+        described = ""
+        if data is not None:
+            say(f"opens {data}")
+            digests = source_of(spec)(spec, search).open(data, cache, stack).digests
+            described = f"{data}: train {digests.train[:12]}, val {digests.val[:12]}"
+        full, small = _for_cpu(spec)
+        say("runs a step on the CPU")
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="specc-"))
+        before = _peak()
+        began = time.perf_counter()
+        trainer = random_trainer(instantiate(small, CPU, Path(folder)), torch.device(CPU), stack)
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            steps = [*trainer.advance(), *trainer.settle()]
+        loss = steps[-1].loss
+    if not torch.isfinite(torch.tensor(loss)):
+        raise RunFailure(f"the loss of the step is {loss}")
+    return DryRun(
+        summary=lines(summary),
+        parts=step.parts,
+        measured=step.timing is not None,
+        bytes=step.timing.memory if step.timing is not None else step.memory,
+        data=described,
+        full=full,
+        size="in full size" if full else f"one row of {small.model.title}",
+        loss=loss,
+        seconds=time.perf_counter() - began,
+        peak=_peak() - before,
+        estimate=Summary(small, plan_loaded(small, None, (CPU,)).plans, {}).step.memory,
+    )
+
+
+def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
+    """Returns whether a step of a spec is small enough for the CPU, and the spec for it: the spec itself, or a smaller
+    one with the same kinds of blocks and one row in a step."""
+    data = json.loads(canonical(spec))
+    data["targets"] = [CPU]
+    local = load(json.dumps(data))[0]
+    window = spec.model.window
+    work = 3 * flops_per_token(pipeline.lower(local, CPU), window) * spec.train.rows(window) * window
+    if work <= MOST:
+        return True, local
+    data = json.loads(canonical(reduced(local) or local))
+    train = data["train"]
+    train["micro_batch"] = 1
+    train["batch" if train.get("batch") is not None else "tokens_per_step"] = 1 if train.get("batch") else window
+    return False, load(json.dumps(data))[0]
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
