@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing: dict[str, str] = {}
-    if "soak" not in (config.option.markexpr or ""):
+    if "soak" not in (config.option.markexpr or "") and any(item.get_closest_marker("soak") for item in items):
         missing["soak"] = "they take minutes; `-m soak` selects them"
     if any(item.get_closest_marker("nvcc") for item in items) and shutil.which("nvcc") is None:
         if os.environ.get("CI") == "true":
