@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Processes of pytest-xdist take whole files: with short files at the end, all processes end together.
     items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SLOW)
     missing: dict[str, str] = {}
-    if "soak" not in (config.option.markexpr or ""):
+    if "soak" not in (config.option.markexpr or "") and any(item.get_closest_marker("soak") for item in items):
         missing["soak"] = "they take minutes; `-m soak` selects them"
     if any(item.get_closest_marker("nvcc") for item in items) and shutil.which("nvcc") is None:
         if os.environ.get("CI") == "true":

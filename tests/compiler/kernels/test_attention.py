@@ -303,6 +303,7 @@ def test_a_model_that_needs_a_package_says_so_when_it_is_loaded(
     tmp_path: Path, without_flash_4: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from specc.cli.app import failed
+    from specc.cli.output import Output
 
     lock = locked(forward="flash_attention_4", backward="cudnn_attention_grad")
     with pytest.raises(
@@ -310,7 +311,7 @@ def test_a_model_that_needs_a_package_says_so_when_it_is_loaded(
     ) as e:
         instantiate(spec(targets=("sm90",), dim=WIDE), "sm90", tmp_path, lock=lock)
     assert "pip install 'specc[flash]'" in str(e.value) and "specc tune" in str(e.value)
-    assert failed(e.value) == 3
+    assert failed(e.value, Output()) == 3
     assert "specc[flash]" in capsys.readouterr().err
     instantiate(spec(targets=("sm90",), dim=WIDE), "sm90", tmp_path / "rule")  # by rule nothing is needed
 

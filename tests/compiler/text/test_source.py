@@ -1,6 +1,8 @@
 """Spec text -> data and marks; hostile text is refused with a place."""
 
 import math
+import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,23 @@ def test_hostile_text_is_refused_where_it_is(name: str, tmp_path: Path) -> None:
     first = refused(text, tmp_path)[0]
     assert (first.code, first.mark.line) == (code, line)
     assert first.file == str(tmp_path / "bad.yaml") and first.message and first.hint
+
+
+def test_hostile_text_is_cheap(tmp_path: Path) -> None:
+    """Each is refused within 50 ms of CPU time, the best of three, and all of them add at most 64 MiB."""
+    assert len(BOMBS) >= 25
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    slow = {}
+    for name, (text, _, _) in BOMBS.items():
+        times = []
+        for _ in range(3):
+            begin = time.process_time()
+            refused(text, tmp_path)
+            times.append(time.process_time() - begin)
+        if min(times) >= 0.05:
+            slow[name] = min(times)
+    assert slow == {}
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
 def test_the_limits_themselves_are_allowed(tmp_path: Path) -> None:
