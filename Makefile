@@ -36,7 +36,7 @@ test: check
 # The numbers of docs/promises.md, one promise after the other. It takes hours; a run that was stopped goes on where it
 # was on the same day. SPECC_SOAK_SHARE=0.1 runs a tenth.
 soak: setup
-	$(BIN)/python -m pytest -m 'soak and not gpu' -p no:xdist --timeout 0 tests/promises
+	$(BIN)/python -m pytest -m 'soak and not gpu' -p no:xdist --timeout 0
 	$(BIN)/python docs/generate.py --write
 
 check: setup
