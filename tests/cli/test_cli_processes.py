@@ -80,8 +80,8 @@ def test_checking_a_sweep_and_reading_logs_need_no_torch(tmp_path: Path) -> None
     assert imported("compare", str(tmp_path / "a"), str(tmp_path / "b")).isdisjoint({"torch", "numpy", "matplotlib"})
 
 
-def test_checking_and_planning_render_nothing() -> None:
-    assert "jinja2" not in imported("validate", "specs/gpt_mini.yaml") | imported("plan", "specs/gpt_mini.yaml")
+def test_checking_renders_nothing() -> None:
+    assert "jinja2" not in imported("validate", "specs/gpt_mini.yaml")
 
 
 def test_interrupting_a_process_ends_with_130(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_interrupting_a_process_ends_with_130(tmp_path: Path) -> None:
         "import os, signal, sys\nfrom specc.cli import app\nfrom specc.compiler import build\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "def stop(*a, **k): os.kill(os.getpid(), signal.SIGINT)\n"
-        "build.plan_spec = stop\nsys.argv[1:] = ['plan', 'specs/gpt_mini.yaml']\napp.main()"
+        "build.plan_spec = stop\nsys.argv[1:] = ['validate', 'specs/gpt_mini.yaml']\napp.main()"
     )
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, env={**os.environ})
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")

@@ -232,7 +232,7 @@ def test_a_flipped_bit_ends_with_exit_code_5(
         (["eval", "{run}", "--data", " "], 2),
         (["quantize", "{run}", "--data", ""], 2),
         (["train", str(SPEC), "--data", "", "--run", "r"], 2),
-        (["export", "{run}", "--format", "onnx"], 2),
+        (["export", "{run}", "--format", "gguf"], 2),
         (["train", str(SPEC), "--set", "train.steps=x", "--run", "r"], 2),
     ],
 )

@@ -148,7 +148,7 @@ def test_a_changed_file_is_refused(
 
     text = file.read_text()
     changed = message(text.replace(f"train.steps={STEPS}", "train.steps=50"))
-    assert changed.startswith("2 error: the sweep file has changed since ")
+    assert changed.startswith("2 error: U016 the sweep file has changed since ")
     assert f"`train.steps=50` instead of `train.steps={STEPS}` in base-seed1, base-seed2 and 3 more" in changed
     assert "nothing has the settings and seed in base-seed2" in message(text.replace("seeds: [1, 2]", "seeds: [1]"))
     more = text.replace("seeds: [1, 2]", "seeds: [1, 2, 3]")

@@ -18,3 +18,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             records = [old for old in records if old.get("step", 0) <= record["step"]]
         records.append(record)
     return records
+
+
+def read_start(path: Path) -> dict[str, Any]:
+    """The first record of the start of training."""
+    return next(record for record in read_log(path) if record["event"] == "start")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import world_scenes
-from log_lines import read_log
+from log_lines import read_log, read_start
 from ranks import environment
 from run_samples import HELPERS, SPEC, write_text
 from safetensors.torch import load_file
@@ -62,7 +62,7 @@ def test_two_processes_then_one_are_as_one(whole: Path, capfd: pytest.CaptureFix
     assert run(arguments(whole, "two", "--target", "cpu", "--gpus", "2", "--steps", "7")) == 0
     shown = capfd.readouterr()
     assert shown.err.count("run: ") == shown.err.count("step 7  loss") == shown.out.count("7 steps in") == 1
-    assert read_log(whole / "two" / "log.jsonl")[0]["processes"] == 2
+    assert read_start(whole / "two" / "log.jsonl")["processes"] == 2
     assert run(arguments(whole, "two", "--resume", "auto")) == 0
     assert_same_end(whole / "one", whole / "two")
 
@@ -374,7 +374,7 @@ def test_two_gpus_are_as_one(tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=0.02)
-    start = read_log(tmp_path / "two" / "log.jsonl")[0]
+    start = read_start(tmp_path / "two" / "log.jsonl")
     assert (start["processes"], start["device"]) == (2, "cuda:0")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from log_lines import read_log
+from log_lines import read_log, read_start
 from toy import stream
 
 from specc.compiler.errors import SpecError
@@ -86,7 +86,7 @@ def test_the_run_says_what_it_was(tmp_path: Path) -> None:
     state = checkpoint.load(result.checkpoint)
     assert {name.split("/")[1] for name in state.optimizer} == names
     assert state.spec_digest == run.spec_digest
-    start = read_log(run.log)[0]
+    start = read_start(run.log)
     assert start["event"] == "start" and start["threads"] == torch.get_num_threads()
 
 
