@@ -257,6 +257,11 @@ def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
         process.wait()
 
 
+def has_launcher() -> bool:
+    """Returns whether `launch`, `launch_with_torchrun` or a sweep started this process."""
+    return _LAUNCHER in os.environ
+
+
 def end_with_launcher() -> None:
     """If `launch` or a sweep started this process, requests that the system sends SIGTERM when that process ends
     first."""

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from specc.runtime.distributed.heartbeat import Heartbeat
-from specc.runtime.distributed.launch import PEER_LOST, end_with_launcher, place
+from specc.runtime.distributed.launch import PEER_LOST, end_with_launcher, has_launcher, place
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
 T = TypeVar("T")
@@ -175,9 +175,12 @@ class World:
 
     def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`. Only the first process that fails does, because the others
-        end as a result of that failure or with the same error."""
+        end as a result of that failure or with the same error. A lost process of this machine is the launcher's to
+        report, which knows its signal."""
         if self._store is None:
             return True
+        if isinstance(error, PeerLost) and self._one_host and has_launcher():
+            return False
         try:
             if self.rank:
                 self._poll(lambda: self._store.check(["failed"]))
