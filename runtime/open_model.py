@@ -205,7 +205,8 @@ def realize(
             initialize(loaded, weights)
         else:
             assign(loaded.model, _at_rest(spec, target, weights))
-        fill(loaded, constants or {})
+        if constants is not None:
+            fill(loaded, constants)
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
             compile_ahead(loaded.directory)  # in parallel: compiling each kernel at its first call would take minutes
