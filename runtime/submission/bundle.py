@@ -15,6 +15,7 @@ from typing import Any
 import specc.compiler
 import specc.runtime
 from specc.compiler.build import canonical, compile_loaded
+from specc.compiler.ops import dropout, fp8
 from specc.compiler.plan.lock import Lock
 from specc.compiler.spec.spec import SCHEMES, QuantSpec, Spec
 from specc.compiler.spec.train import BitsSpec
@@ -42,14 +43,19 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "parsed"): (_KNOWN, "parsed"),
 }
-_WHEN_USED: Mapping[Symbol, Callable[[QuantSpec], bool]] = {
-    ("specc.runtime.quantize.written_text", "write_text"): lambda quant: quant.calibrate.source == "self",
-    ("specc.runtime.quantize.promotion", "promote"): lambda quant: quant.allocate is None,
-    ("specc.runtime.quantize.bit_allocation", "allocate_bits"): lambda quant: quant.allocate is not None,
-    ("specc.runtime.quantize.bit_allocation", "added_nats"): lambda quant: quant.allocate is not None,
-    ("specc.runtime.calibration.calibrate", "capture_gradients"): lambda quant: quant.allocate is not None,
-    ("specc.runtime.quantize.bit_allocation", "largest_errors"): lambda quant: quant.correct is not None,
-}  # the functions that only some settings of a spec call
+_WHEN_USED: Mapping[Symbol, Callable[[Spec, QuantSpec], bool]] = {
+    ("specc.runtime.quantize.written_text", "write_text"): lambda spec, quant: quant.calibrate.source == "self",
+    ("specc.runtime.quantize.promotion", "promote"): lambda spec, quant: quant.allocate is None,
+    ("specc.runtime.quantize.bit_allocation", "allocate_bits"): lambda spec, quant: quant.allocate is not None,
+    ("specc.runtime.quantize.bit_allocation", "added_nats"): lambda spec, quant: quant.allocate is not None,
+    ("specc.runtime.calibration.calibrate", "capture_gradients"): lambda spec, quant: quant.allocate is not None,
+    ("specc.runtime.quantize.bit_allocation", "largest_errors"): lambda spec, quant: quant.correct is not None,
+    ("specc.runtime.train.loss_scale", "LossScale"): lambda spec, quant: spec.train.precision.scaling is not None,
+}  # the functions and classes that only some settings of a spec call
+_BUFFERS: Mapping[str, Symbol] = {
+    fp8.STORAGE: ("specc.runtime.train.fp8_scales", "Fp8Scales"),
+    dropout.STORAGE: ("specc.runtime.train.dropout_draws", "DropoutDraws"),
+}  # the classes that set buffers of a model, by the storage of the buffers
 LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
 MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len; all are tried, as the best depends on the data
 # Matches the strings and characters of C++, which are preserved, and its comments, which are removed.
@@ -110,10 +116,11 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     Raises:
         ShakeError: the sources of specc contain a construct that cannot be followed.
     """
-    plan, generated = _plan(spec, lock, targets, tokenizer, codec)
+    plan, generated, storages = _plan(spec, lock, targets, tokenizer, codec)
     assert spec.quant is not None
-    unused = {symbol: (_KNOWN, "unused") for symbol, calls in _WHEN_USED.items() if not calls(spec.quant)}
-    shaker = Shaker("specc", {**_sources(), PLAN: plan}, {**REPLACED, **unused}, PACKAGE)
+    unused = {symbol: (_KNOWN, "unused") for symbol, calls in _WHEN_USED.items() if not calls(spec, spec.quant)}
+    idle = {symbol: (_KNOWN, "NoBuffers") for storage, symbol in _BUFFERS.items() if storage not in storages}
+    shaker = Shaker("specc", {**_sources(), PLAN: plan}, {**REPLACED, **unused, **idle}, PACKAGE)
     shaker.reach(ENTRY, "main")
     files = {
         name: shaker.rewritten(text) if name.endswith(".py") else _without_comments(text)
@@ -151,8 +158,8 @@ def _sources() -> dict[str, str]:
 
 def _plan(
     spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
-) -> tuple[str, dict[str, str]]:
-    """Returns the source of the module `plan`, and the generated files by path."""
+) -> tuple[str, dict[str, str], set[str]]:
+    """Returns the source of the module `plan`, the generated files by path, and the storages of the model's buffers."""
     quant = spec.quant
     assert quant is not None and isinstance(spec.eval, BitsSpec)
     built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, replace_fuse(spec)))
@@ -201,7 +208,8 @@ def _plan(
         for folder, _, file in [name.rpartition("/")]
         if folder in targets
     }
-    return "\n".join((*imports, *lines)) + "\n", generated
+    storages = {type.storage for program in programs.values() for _, type in program.buffers}
+    return "\n".join((*imports, *lines)) + "\n", generated, storages
 
 
 def spelled(value: Any, classes: set[type]) -> str:

@@ -47,6 +47,23 @@ def unused(*arguments: object) -> NoReturn:
     raise NotImplementedError("the spec of this submission does not call this function")
 
 
+class NoBuffers:
+    """Takes the place of the classes that set buffers of a model, for a model without such buffers."""
+
+    def __init__(self, *arguments: object) -> None: ...
+
+    def begin(self, *arguments: object) -> None: ...
+
+    def write(self, *arguments: object) -> None: ...
+
+    def update(self, *arguments: object) -> None: ...
+
+    def restore(self, *arguments: object) -> None: ...
+
+    def state(self) -> dict[str, object]:
+        return {}
+
+
 def open_cached(source: object, *how: object) -> NoReturn:
     raise DataError(f"{source} holds no token shards", SHARDS)
 
