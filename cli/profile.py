@@ -1,0 +1,51 @@
+"""The `profile` command. Torch is imported only when it runs."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import device_option, json_option, set_option, spec_argument
+from specc.cli.output import say
+
+
+@click.command("profile")
+@spec_argument
+@device_option
+@set_option
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to record.")
+@click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, help="Kernels to print.")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.json.gz",
+    help="File for the trace, which ui.perfetto.dev opens. By default, NAME.trace.json.gz here.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing trace.")
+@json_option
+def command(
+    spec: Path,
+    target: str | None,
+    overrides: tuple[str, ...],
+    steps: int,
+    top: int,
+    out: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Record a trace of training steps, and list the kernels that take most of the time.
+
+    The steps run in the trainer, on random data. On a GPU, kernels are listed; on a CPU, operators without those that
+    they call. The trace has at most 50 MB: if all events are more, it has those of the GPU alone.
+    """
+    from specc.compiler.build import plan_spec
+    from specc.runtime.bench.trace import record_trace
+
+    planned = plan_spec(spec, overrides)
+    out = out or Path(f"{planned.spec.name}.trace.json.gz")
+    trace = record_trace(planned.spec, target, steps, out, lock=planned.lock, force=force, say=say)
+    if as_json:
+        click.echo(json.dumps({**asdict(trace), "path": str(trace.path)}, indent=2))
+    else:
+        click.echo("\n".join(trace.lines(top)))

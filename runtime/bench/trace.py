@@ -1,0 +1,149 @@
+"""A trace of training steps for a viewer such as Perfetto, and the kernels or operators that take the time."""
+
+import gzip
+import json
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as recorder
+
+from specc.compiler.plan.lock import NO_LOCK, Lock
+from specc.compiler.spec.spec import Spec
+from specc.compiler.targets import TARGETS
+from specc.runtime.bench.profile import generated_names, read
+from specc.runtime.bench.step import random_trainer
+from specc.runtime.bench.timing import wait
+from specc.runtime.errors import ExportError, RunFailure
+from specc.runtime.log import Say
+from specc.runtime.model.load import choose_target, device_of, instantiate
+from specc.runtime.storage.atomic import replacing
+
+LIMIT = 50_000_000  # bytes of a trace: viewers load larger ones slowly or not at all
+WARM_UP = 4  # steps before the trace: the first compiles and captures
+HOST = frozenset({"cpu_op", "python_function", "ac2g", "fwdbwd"})  # events that a trace over the limit omits
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """All calls of one kernel or operator: its class, its name, ms and calls per step."""
+
+    kind: str
+    name: str
+    ms: float
+    calls: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recorded trace.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        whole: whether it has all events. Otherwise, it has no operators of the host.
+        steps: the recorded steps.
+        target: the target.
+        ms: the sum of the entries, in ms per step. Concurrent kernels count in full.
+        entries: kernels on a GPU, or operators on a CPU without the operators that they call; the longest first.
+    """
+
+    path: Path
+    bytes: int
+    whole: bool
+    steps: int
+    target: str
+    ms: float
+    entries: tuple[Entry, ...]
+
+    def lines(self, top: int) -> list[str]:
+        """Returns the first `top` entries as a table, and a line about the file."""
+        rows = [f"{'ms a step':>10} {'share':>6} {'calls':>8}  {'class':<13}  name"]
+        for entry in self.entries[:top]:
+            share = f"{entry.ms / self.ms:.1%}" if self.ms else "-"
+            rows.append(f"{entry.ms:>10.4g} {share:>6} {entry.calls:>8.4g}  {entry.kind:<13}  {entry.name[:90]}")
+        rest = self.entries[top:]
+        if rest:
+            ms = sum(entry.ms for entry in rest)
+            rows.append(f"{ms:>10.4g} {ms / self.ms:>6.1%} {'':>8}  {'':<13}  {len(rest)} more")
+        content = "all events" if self.whole else "without operators of the host"
+        return [*rows, f"wrote {self.path}: {self.steps} steps on {self.target}, {content}, {self.bytes:,} bytes"]
+
+
+def record_trace(
+    spec: Spec,
+    target: str | None,
+    steps: int,
+    out: Path,
+    *,
+    lock: Lock = NO_LOCK,
+    force: bool = False,
+    say: Say = lambda _: None,
+    limit: int = LIMIT,
+) -> Trace:
+    """Records training steps on random data, after a warm-up.
+
+    The recorder is that of Torch, which needs no rights to the hardware counters of a GPU.
+
+    Args:
+        spec: the spec.
+        target: a target of the spec; None for the best that this machine can run.
+        steps: the number of steps.
+        out: the file for the trace, a gzipped Chrome trace.
+        lock: the measured tiles.
+        force: whether to replace an existing file.
+        say: called with lines of text about the progress.
+        limit: the largest size of the file in bytes.
+
+    Returns:
+        The trace.
+
+    Raises:
+        ExportError: the file exists, or its folder does not.
+        RunFailure: the trace exceeds the limit even without the operators of the host; record fewer steps.
+        EnvironmentFailure: the file cannot be written.
+    """
+    if not out.parent.is_dir():
+        raise ExportError(f"{out} is not a path of a file", "name a file in a folder that exists")
+    if out.exists() and not force:
+        raise ExportError(f"{out} exists", "name another file with --out, or replace it with --force")
+    chosen = choose_target(spec, target)
+    device = torch.device(device_of(TARGETS[chosen]))
+    gpu = device.type == "cuda"
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specc-profile-")))
+        say("builds and compiles" if gpu else "builds")
+        loaded = instantiate(spec, chosen, folder / "code", lock=lock)
+        trainer = random_trainer(loaded, device, stack)
+        for _ in range(WARM_UP):
+            trainer.advance()
+        trainer.settle()
+        wait(device)
+        say(f"records {steps} steps")
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+        with recorder(activities=activities) as recorded:
+            for _ in range(steps):
+                trainer.advance()
+            trainer.settle()
+            wait(device)
+        raw = folder / "trace.json"
+        recorded.export_chrome_trace(str(raw))
+        data: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8"))
+        if gpu:
+            plan = read(data["traceEvents"], steps, generated_names(_plan_of(spec, chosen, lock), loaded.code))
+            entries = [Entry(kernel.kind, kernel.name, kernel.ms, kernel.calls) for kernel in plan.kernels]
+        else:
+            entries = [
+                Entry("operator", each.key, each.self_cpu_time_total / 1e3 / steps, each.count / steps)
+                for each in recorded.key_averages()
+            ]
+    entries.sort(key=lambda entry: (-entry.ms, entry.name))
+    packed, whole = _packed(data, limit)
+    with replacing(out) as file:
+        file.write(packed)
+    return Trace(out, len(packed), whole, steps, chosen, sum(entry.ms for entry in entries), tuple(entries))
