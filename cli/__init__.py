@@ -35,6 +35,7 @@ LAYERS = (
     "inspect",
     "verify",
     "bench",
+    "profile",
     "tune",
     "doctor",
     "completion",

@@ -116,6 +116,7 @@ specc = click.option(
             "report": "Write a report of a run: one HTML page that needs nothing else, or a model card.",
             "inspect": "Measure the final weights of a run: ranks, heads, units, norms, sensitivity.",
             "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
+            "profile": "Record a trace of training steps, and list the kernels that take most of the time.",
             "tune": "Search for the fastest kernel and tile of each node, at the sizes of the spec.",
             "doctor": "Check the machine: packages, GPUs, compilers, caches, disk and threads.",
             "completion": "Print the script that completes commands, options and files in a shell.",

@@ -1,6 +1,7 @@
 """The `profile` command. Torch is imported only when it runs."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def command(
     The steps run in the trainer, on random data. On a GPU, kernels are listed; on a CPU, operators without those that
     they call. The trace has at most 50 MB: if all events are more, it has those of the GPU alone.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the recorder of Torch would write lines of its own
     from specc.compiler.build import plan_spec
     from specc.runtime.bench.trace import record_trace
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 import tempfile
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,30 +12,21 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as recorder
 
+from specc.compiler.build import plan_loaded
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
-from specc.runtime.bench.profile import generated_names, read
+from specc.runtime.bench.profile import Kernel, generated_names, read
 from specc.runtime.bench.step import random_trainer
 from specc.runtime.bench.timing import wait
 from specc.runtime.errors import ExportError, RunFailure
 from specc.runtime.log import Say
 from specc.runtime.model.load import choose_target, device_of, instantiate
-from specc.runtime.storage.atomic import replacing
+from specc.runtime.storage.atomic import write_atomically
 
 LIMIT = 50_000_000  # bytes of a trace: viewers load larger ones slowly or not at all
 WARM_UP = 4  # steps before the trace: the first compiles and captures
 HOST = frozenset({"cpu_op", "python_function", "ac2g", "fwdbwd"})  # events that a trace over the limit omits
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """All calls of one kernel or operator: its class, its name, ms and calls per step."""
-
-    kind: str
-    name: str
-    ms: float
-    calls: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +49,7 @@ class Trace:
     steps: int
     target: str
     ms: float
-    entries: tuple[Entry, ...]
+    entries: tuple[Kernel, ...]
 
     def lines(self, top: int) -> list[str]:
         """Returns the first `top` entries as a table, and a line about the file."""
@@ -71,8 +61,9 @@ class Trace:
         if rest:
             ms = sum(entry.ms for entry in rest)
             rows.append(f"{ms:>10.4g} {ms / self.ms:>6.1%} {'':>8}  {'':<13}  {len(rest)} more")
+        steps = f"{self.steps} step{'s' * (self.steps > 1)}"
         content = "all events" if self.whole else "without operators of the host"
-        return [*rows, f"wrote {self.path}: {self.steps} steps on {self.target}, {content}, {self.bytes:,} bytes"]
+        return [*rows, f"wrote {self.path}: {steps} on {self.target}, {content}, {self.bytes:,} bytes"]
 
 
 def record_trace(
@@ -124,7 +115,7 @@ def record_trace(
             trainer.advance()
         trainer.settle()
         wait(device)
-        say(f"records {steps} steps")
+        say(f"records {steps} step{'s' * (steps > 1)}")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         with recorder(activities=activities) as recorded:
             for _ in range(steps):
@@ -135,15 +126,26 @@ def record_trace(
         recorded.export_chrome_trace(str(raw))
         data: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8"))
         if gpu:
-            plan = read(data["traceEvents"], steps, generated_names(_plan_of(spec, chosen, lock), loaded.code))
-            entries = [Entry(kernel.kind, kernel.name, kernel.ms, kernel.calls) for kernel in plan.kernels]
+            plan = plan_loaded(spec, None, (chosen,), lock).plans[chosen]
+            kernels = read(data["traceEvents"], steps, generated_names(plan, loaded.directory)).kernels
+            entries = [*kernels]
         else:
             entries = [
-                Entry("operator", each.key, each.self_cpu_time_total / 1e3 / steps, each.count / steps)
+                Kernel("operator", each.key, each.self_cpu_time_total / 1e3 / steps, each.count / steps)
                 for each in recorded.key_averages()
             ]
     entries.sort(key=lambda entry: (-entry.ms, entry.name))
     packed, whole = _packed(data, limit)
-    with replacing(out) as file:
-        file.write(packed)
+    write_atomically(out, [packed])
     return Trace(out, len(packed), whole, steps, chosen, sum(entry.ms for entry in entries), tuple(entries))
+
+
+def _packed(data: dict[str, Any], limit: int) -> tuple[bytes, bool]:
+    """Returns a trace as a gzipped file, and whether it has all events. Raises RunFailure if it exceeds the limit."""
+    events = data["traceEvents"]
+    for whole in (True, False):
+        kept = events if whole else [event for event in events if event.get("cat") not in HOST]
+        packed = gzip.compress(json.dumps({**data, "traceEvents": kept}).encode(), mtime=0)
+        if len(packed) <= limit:
+            return packed, whole
+    raise RunFailure(f"the trace has {len(packed):,} bytes, more than {limit:,}", "record fewer steps with --steps")

@@ -32,6 +32,7 @@ SMALL = {
     "train": f"--target cpu {SMALL_MODEL} --set train.steps=4 --set train.tokens_per_step=1024 "
     "--set train.schedule.warmup_steps=1 --set train.schedule.warmdown_steps=2 --set train.validate_every=0 "
     "--set train.validate_tokens=2048",
+    "profile": f"{SMALL_MODEL} --steps 1 --set train.tokens_per_step=1024",
     "quantize": "--max-tokens 512",
     "eval": "--max-tokens 512",
     "generate": "--max-tokens 2",
