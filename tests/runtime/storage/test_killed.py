@@ -205,6 +205,7 @@ def test_training_goes_on_from_the_newest_checkpoint(whole: Whole, server: ForkS
                 return log.exists() and log.stat().st_size > size
 
             if not victim.strike(words, at_work, whole.seconds["train"] * (1 - committed / STEPS)):
+                committed = newest(run)  # it ended before it was killed
                 break
             kills += 1
             if "resuming after" in (stderr := victim.errors()):
