@@ -14,6 +14,7 @@ from specc.runtime.errors import RunFailure
 
 INTERVAL = 1.0  # seconds between two heartbeats of a process
 PATIENCE = 60.0  # seconds without a heartbeat after which a process counts as hung
+LEAVE = 1.0  # seconds that a process waits for its threads when it exits
 _HEAD_START = 2.0  # seconds by which the other ranks delay, so that rank 1 reports first
 _LEFT = 1 << 40  # added to the count of a process that exits normally
 
@@ -35,12 +36,19 @@ class Heartbeat:
         self._rank, self._watched, self._connect = rank, (rank - 1) % size, connect
         self._ends = threading.Event()
         self._answered = time.monotonic()
-        for loop in (self._report, self._watch_store):
-            threading.Thread(target=loop, name=f"specc-heartbeat-{loop.__name__}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=loop, name=f"specc-heartbeat-{loop.__name__}", daemon=True)
+            for loop in (self._report, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Ends both threads: this process exits normally."""
+        """Ends both threads, because this process exits. Waits at most LEAVE seconds for them: a thread that is in a
+        call of the store when Python ends aborts the process."""
         self._ends.set()
+        for thread in self._threads:
+            thread.join(LEAVE)
 
     def _report(self) -> None:
         """Increments the count. Ends this process if the watched process has stopped counting, or if another process

@@ -221,14 +221,17 @@ def joined() -> Iterator[World]:
         SystemExit: with the exit code of the error, on ranks that do not show it.
     """
     world = _join()
-    done: list[bool] = []
-    atexit.register(lambda: _leave() if done else None)
+    codes: list[int] = []
+    atexit.register(lambda: _leave(codes[0]) if codes else None)
     try:
         yield world
     except BaseException as error:  # no teardown: it could wait for ranks that have ended
-        if not world.reports(error):
-            code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 70)
-            raise SystemExit(code) from None
+        shows = world.reports(error)
+        if world._heartbeat is not None:
+            world._heartbeat.stop()
+        if not shows:
+            codes.append(130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 70))
+            raise SystemExit(codes[0]) from None
         if world.rank:
             error.add_note(f"on rank {world.rank} of {world.size}")
             if isinstance(error, RuntimeFailure):
@@ -237,14 +240,15 @@ def joined() -> Iterator[World]:
     if world._heartbeat is not None:
         world._heartbeat.stop()
     dist.destroy_process_group()
-    done.append(True)
+    codes.append(0)
 
 
-def _leave() -> None:
-    """Ends the process with `os._exit`. Python's normal exit would abort if a gloo thread freed a tensor meanwhile."""
+def _leave(code: int) -> None:
+    """Ends the process with `os._exit`. Python's normal exit would abort if a gloo thread freed a tensor meanwhile, or
+    if a thread of the heartbeat was in a call of the store."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 def _join() -> World:
