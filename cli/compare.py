@@ -83,7 +83,7 @@ def command(
     texts = _texts(groups, prompt, length, temperature, seed, target, tokenizers) if prompt is not None else {}
     if as_json:
         facts = comparison.facts()
-        facts |= {"calibration": {name: [c.facts() for c in found] for name, found in calibrations.items()}}
+        facts |= {"calibration": {name: [each.facts() for each in members] for name, members in calibrations.items()}}
         click.echo(json.dumps({**facts, "texts": texts}, indent=2, ensure_ascii=False))
     else:
         lines = [*report(comparison), *_calibration_lines(calibrations)]
@@ -108,8 +108,8 @@ def _calibrations(
     for group in groups:
         for member in group.members:
             opened = open_model(member.run.directory, target, search=tokenizers, say=say)
-            found = calibration_of(opened, max_tokens, partial(Stages(), member.name))
-            results.setdefault(group.name, []).append(found)
+            calibration = calibration_of(opened, max_tokens, partial(Stages(), member.name))
+            results.setdefault(group.name, []).append(calibration)
     return results
 
 

@@ -21,7 +21,7 @@ _WHOLE_NUMBER = re.compile(r"\b\d+\b")
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a checkpoint or an artifact of a spec depends on.
+    """The properties of a spec that its checkpoints and artifacts depend on.
 
     Attributes:
         source: the text of the spec.

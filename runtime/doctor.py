@@ -148,12 +148,12 @@ def _gpus() -> Iterator[Check]:
 
 def _cxx() -> Check:
     name = os.environ.get("CXX") or "c++"
-    found = shutil.which(name) or shutil.which("g++") or shutil.which("clang++")
-    if found is None:
+    compiler = shutil.which(name) or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
         fix = "install a C++ compiler, such as the package g++, or set CXX"
         return Check("c++", "failed", f"{name} is not on PATH; torch.compile needs it on the CPU", fix)
-    done = subprocess.run([found, "--version"], capture_output=True, text=True)
-    return Check("c++", "ok", f"{found}, {(done.stdout.splitlines() or ['unknown version'])[0]}")
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    return Check("c++", "ok", f"{compiler}, {(done.stdout.splitlines() or ['unknown version'])[0]}")
 
 
 def _nvcc() -> str:
@@ -184,11 +184,11 @@ def _optional(name: str, purpose: str, extra: str) -> Check:
 
 def _caches() -> Iterator[Check]:
     """The folders from which code is loaded: only their owner may write there."""
-    own = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"))
+    cache = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"))
     inductor = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}")
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     for name, folder, variable in (
-        ("cache specc", own, "SPECC_CACHE_DIR"),
+        ("cache specc", cache, "SPECC_CACHE_DIR"),
         ("cache inductor", inductor, "TORCHINDUCTOR_CACHE_DIR"),
         ("cache triton", triton, "TRITON_CACHE_DIR"),
     ):

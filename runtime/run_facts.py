@@ -1,4 +1,4 @@
-"""What the files of a run state about it: the spec, the log, checkpoints, quantization and evaluations.
+"""The facts of a run from its files: the spec, the log, checkpoints, quantization and evaluations.
 
 Reports and model cards take every number from here. A number that no file states is missing, and is never estimated.
 """

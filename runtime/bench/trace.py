@@ -144,8 +144,8 @@ def _packed(data: dict[str, Any], limit: int) -> tuple[bytes, bool]:
     """Returns a trace as a gzipped file, and whether it has all events. Raises RunFailure if it exceeds the limit."""
     events = data["traceEvents"]
     for whole in (True, False):
-        kept = events if whole else [event for event in events if event.get("cat") not in HOST]
-        packed = gzip.compress(json.dumps({**data, "traceEvents": kept}).encode(), mtime=0)
+        shown = events if whole else [event for event in events if event.get("cat") not in HOST]
+        packed = gzip.compress(json.dumps({**data, "traceEvents": shown}).encode(), mtime=0)
         if len(packed) <= limit:
             return packed, whole
     raise RunFailure(f"the trace has {len(packed):,} bytes, more than {limit:,}", "record fewer steps with --steps")

@@ -13,7 +13,7 @@ from specc.runtime.storage.run_directory import Run
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """What `specc export` is asked for.
+    """The arguments of `specc export`.
 
     Attributes:
         run: the run directory.

@@ -1,1 +1,1 @@
-"""What `specc inspect` measures in a trained model: ranks, heads, units, norms, and sensitivity to quantization."""
+"""The measurements of `specc inspect`: ranks, heads, units, norms, and sensitivity to quantization."""

@@ -19,7 +19,7 @@ DEFAULT_BITS = 4
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What quantizing one matrix does to the loss of the validation text.
+    """The effect of quantizing one matrix on the loss of the validation text.
 
     Attributes:
         name: the parameter.

@@ -270,9 +270,9 @@ def _quantized(facts: RunFacts) -> Table | None:
         )
         for row in _rows(facts)
     ]
-    kept = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
-    rows = [tuple(row[i] for i in kept) for row in rows]  # type: ignore[misc]
-    return Table.of([head[i] for i in kept], rows, 2) if rows else None
+    columns = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
+    rows = [tuple(row[i] for i in columns) for row in rows]  # type: ignore[misc]
+    return Table.of([head[i] for i in columns], rows, 2) if rows else None
 
 
 def _quantized_pictures(facts: RunFacts) -> Iterator[Picture]:

@@ -42,7 +42,7 @@ class LoggedValidation:
 
 @dataclass
 class RunHistory:
-    """What the log of a run says.
+    """The content of the log of a run.
 
     A run that resumes from a checkpoint repeats the steps after it; the history has only the last record of each step.
 

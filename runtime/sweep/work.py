@@ -51,7 +51,7 @@ class Slot:
 
 @dataclass
 class Outcome:
-    """What became of jobs.
+    """The results of jobs.
 
     Attributes:
         failed: name -> reason.

@@ -98,6 +98,17 @@ def test_products_and_gradients_equal_a_plain_reference(code: ModuleType, form: 
     torch.testing.assert_close(again, expected[0], rtol=1e-6, atol=1e-6)
 
 
+def has_product(by_rows: bool) -> bool:
+    """Whether this build of Torch multiplies 8-bit floats on a CPU, by a call with operands that are surely valid."""
+    ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    scales = (torch.ones(16, 1), torch.ones(1, 16)) if by_rows else (torch.ones(()), torch.ones(()))
+    try:
+        torch._scaled_mm(ones, ones.t(), *scales, out_dtype=torch.bfloat16)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 @pytest.mark.parametrize("n", [16, 21])
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_the_call_of_the_library_equals_the_emulation(code: ModuleType, by_rows: bool, n: int) -> None:
@@ -106,10 +117,9 @@ def test_the_call_of_the_library_equals_the_emulation(code: ModuleType, by_rows:
     scales = [code.scale_of(value, code.E4M3, by_rows) for value in (x, w)]
     codes = [code.rounded(value, scale, code.E4M3) for value, scale in zip((x, w), scales, strict=True)]
     dtype = torch.bfloat16
-    try:
-        have = code.library_product(*codes, *scales, dtype)
-    except (RuntimeError, NotImplementedError) as error:
-        pytest.skip(f"this Torch has no such product on a CPU: {error}")
+    if not has_product(by_rows):
+        pytest.skip("this Torch has no such product on a CPU")
+    have = code.library_product(*codes, *scales, dtype)
     want = code.multiplied(*codes, *scales, torch.float32)
     assert have.shape == want.shape and have.dtype == dtype
     torch.testing.assert_close(have.float(), want, rtol=2**-7, atol=1e-3 * float(want.abs().max()))
