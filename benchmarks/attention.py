@@ -1,11 +1,13 @@
-"""Times of attention on a GPU, forward and backward: this project's Triton kernels, FlexAttention compiled, and Torch's
-causal attention. `python benchmarks/attention.py [WORD ...]` prints a table; words choose the rows that contain one."""
+"""Times of attention on a GPU, forward and backward: this project's Triton kernels, flash-attn-4 with the same
+expressions where it is installed, FlexAttention compiled, and Torch's causal attention.
+`python benchmarks/attention.py [WORD ...] [--tiles]` prints a table; words choose the rows that contain one."""
 
 import importlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from specc.compiler.expr.mask import bound_mask
 from specc.compiler.expr.score import bound_score
 from specc.compiler.ir.graph import Node
 from specc.compiler.ir.types import TensorType
+from specc.compiler.kernels.attention.flash_scored import FLASH_SCORED, FLASH_SCORED_GRAD
 from specc.compiler.kernels.attention.scored import SCORED, SCORED_GRAD
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.ops.attention import Sdpa
@@ -111,11 +114,12 @@ def fastest(kernel: Kernel, site: Site, inputs: Sequence[Tensor], folder: Path) 
     return variants[int(best)]
 
 
-def passes(row: Row, values: Sequence[Tensor], dy: Tensor, folder: Path) -> tuple[Callable[[], object], str]:
-    """Forward and backward by this project's kernels as one call in a CUDA graph, and their tiles."""
+def passes(
+    row: Row, kernels: Sequence[Kernel], values: Sequence[Tensor], dy: Tensor, folder: Path
+) -> tuple[Callable[[], object], str]:
+    """Forward and backward by a pair of kernels as one call in a CUDA graph, and their tiles."""
     sites = [row.site(False), row.site(True)]
-    kernels: list[Kernel] = [SCORED, SCORED_GRAD]
-    attend = op_of(SCORED, sites[0], folder)
+    attend = op_of(kernels[0], sites[0], folder)
     y, lse = attend(*values)
     inputs = [list(values), [dy, *values[:3], y, lse, *values[3:]]]
     if TILES:
@@ -146,7 +150,7 @@ def main() -> None:
             with sdpa_kernel(backend):
                 times = alternate({"": lambda: torch.autograd.grad(attend(*leaves), leaves, dy)}, dy.device, touched)
             print(f"plain causal by {backend.name}: {times[''].ms:.3f} ms")
-        print("| | Triton | FlexAttention | tiles |\n|---|---|---|---|", flush=True)
+        print("| | Triton | flash-attn-4 | FlexAttention | tiles |\n|---|---|---|---|---|", flush=True)
         for title, row in ROWS.items():
             if WORDS and not any(word in title for word in WORDS):
                 continue
@@ -159,15 +163,22 @@ def main() -> None:
             learned = [*leaves, *(table.clone().requires_grad_() for table in tables)]
             compiled = torch.compile(flex(row), fullgraph=True, dynamic=False)
             read = [*learned[:3], *([start] if row.mask == DOCUMENTS else []), *learned[3:]]
-            call, tiles = passes(row, [*inputs, *further], dy, folder)
-            calls = {
-                "Triton": call,
-                "Flex": lambda compiled=compiled, read=read, learned=learned: torch.autograd.grad(
-                    compiled(*read), learned, dy
-                ),
-            }
+            values = [*inputs, *further]
+            triton, tiles = passes(row, [SCORED, SCORED_GRAD], values, dy, folder)
+            calls: dict[str, Callable[[], object]] = {"Triton": triton}
+            flash = [FLASH_SCORED, FLASH_SCORED_GRAD]
+            if find_spec("flash_attn") and not any(flash[i].rejects(row.site(bool(i))) for i in range(2)):
+                calls["flash-attn-4"], _ = passes(row, flash, values, dy, folder)
+
+            def flexible(compiled: Callable[..., Tensor] = compiled, read: list[Tensor] = read) -> object:
+                return torch.autograd.grad(compiled(*read), [leaf for leaf in read if leaf.requires_grad], dy)
+
+            calls["FlexAttention"] = flexible
             times = alternate(calls, dy.device, touched)
-            print(f"| {title} | {times['Triton'].ms:.3f} | {times['Flex'].ms:.3f} | {tiles} |", flush=True)
+            cells = [
+                f"{times[name].ms:.3f}" if name in times else "" for name in ("Triton", "flash-attn-4", "FlexAttention")
+            ]
+            print(f"| {title} | {' | '.join(cells)} | {tiles} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from specc.runtime.bench import report_pairs
@@ -217,12 +217,12 @@ def data(report: Report) -> dict[str, Any]:
 
 def _data(value: Any) -> Any:
     """Returns a value as JSON data. A dataclass becomes an object of its fields and its properties."""
-    if isinstance(value, Profile):
-        value = replace(value, kernels=value.kernels[:TOP])
     if is_dataclass(value):
         properties = (name for name, member in vars(type(value)).items() if isinstance(member, property))
         names = (*(field.name for field in fields(value)), *properties)
-        return {name: _data(getattr(value, name)) for name in names}
+        data = {name: _data(getattr(value, name)) for name in names}
+        # the largest kernels, and classes that count all
+        return {**data, "kernels": data["kernels"][:TOP]} if isinstance(value, Profile) else data
     if isinstance(value, Mapping):
         return {key: _data(entry) for key, entry in value.items()}
     return [_data(entry) for entry in value] if isinstance(value, tuple) else value

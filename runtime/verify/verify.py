@@ -38,6 +38,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, unavailable
+from specc.runtime.model.parameters import place
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
 from specc.runtime.verify.random_inputs import random_tensor
@@ -174,11 +175,12 @@ def _magnitudes(plain: Loaded) -> Iterator[Check]:
 
 
 def _fill(fused: Loaded, plain: Loaded) -> None:
-    """Fills both modules with the same random parameters, in the compute dtype on the target's device.
+    """Fills both modules with the same random parameters, in the dtypes that programs read, on the target's device.
 
     No parameter is zero, so that every path contributes to the result.
     """
-    device, dtype = device_of(fused.target), DTYPES[_dtype(fused)]
+    device = device_of(fused.target)
+    dtypes = {param.name: DTYPES[param.dtype] for param in fused.programs.params}
     tensors = {}
     for param in fused.programs.params:
         spread = 1.0 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5
@@ -187,7 +189,7 @@ def _fill(fused: Loaded, plain: Loaded) -> None:
         with torch.no_grad():
             for name, parameter in loaded.model.named_parameters():
                 parameter.copy_(tensors[name])
-        loaded.model.to(device=device, dtype=dtype)
+        place(loaded.model, dtypes, device)
 
 
 def _dtype(loaded: Loaded) -> str:

@@ -1,5 +1,6 @@
 """Sites of attention with a score and a mask, and random inputs that belong together."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,12 @@ class Attention:
     tables: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sinks: bool = False
     scale: float | None = None
+
+    def hook_shape(self, shape: Shape, backward: bool) -> Shape:
+        """`shape`, with as many heads of keys as of queries where flash-attn-4 takes no others: for the gradient of a
+        score that reads positions of queries or heads."""
+        heads, groups, channels = shape
+        return heads, heads if backward and re.search(r"\b[ih]\b", self.score) else groups, channels
 
     def site(
         self, shape: Shape, backward: bool = False, dtype: str = "bf16", target: str = "sm90", context: int = CONTEXT

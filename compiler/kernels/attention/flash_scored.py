@@ -90,11 +90,27 @@ class FlashScored(AttentionKernel):
         op = op_of(site)
         if is_gradient(site) and op.tables:
             return f"returns no gradient of what a score reads; this one reads {', '.join(op.tables)}"
+        if is_gradient(site) and (read := _misread(site)):
+            return f"gives hooks of the gradient a wrong {read} where heads share keys (4.0.0b36)"
         return prefix_reason(site) or AttentionKernel.rejects(self, site)
 
     def render(self, site: Site) -> Rendered:
         context = _FlashWriter(site).context(REPEATS[self.deterministic])
         return python_file(context.op, "torch/flash_scored_attention.py.jinja", context)
+
+
+def _misread(site: Site) -> str | None:
+    """Returns the variable that the gradient's hooks read and get wrongly, or None.
+
+    flash-attn-4 computes the gradient by query heads, and divides the indices of heads and queries that it passes to
+    `score_mod` and `score_mod_bwd` by the number of heads that share a key, as if they were packed (4.0.0b36).
+    """
+    inputs = inputs_of(site)
+    if inputs["q"].shape[-2] == inputs["k"].shape[-2]:
+        return None
+    score, _ = op_of(site).parsed(inputs["q"].shape[-2])
+    read = {*variables(score.value), *variables(score.slope)}
+    return next((name for name in ("i", "h") if name in read), None)
 
 
 class _FlashWriter:

@@ -54,7 +54,6 @@ class ScoreGradTile:
 FORWARD_TILES = ((64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 2))
 QUERIES_TILES = ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2))
 KEYS_TILES = ((32, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2))
-SCORED_KEYS_TILES = (KEYS_TILES[1], KEYS_TILES[0], *KEYS_TILES[2:])  # where a score is computed, not only masked
 MOST_SUMS = 128  # f32 sums of products per thread, which has 255 registers
 
 

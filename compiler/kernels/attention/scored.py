@@ -9,7 +9,6 @@ from specc.compiler.kernels.attention.score_tile import (
     FORWARD_TILES,
     KEYS_TILES,
     QUERIES_TILES,
-    SCORED_KEYS_TILES,
     ScoreGradTile,
     ScoreTile,
     fitting,
@@ -89,7 +88,10 @@ class ScoredBackward(ScoredKernel):
         """Returns the candidate tiles of each kernel. Sums along i - j need square tiles."""
         lines = lines_of(site)
         queries = [tile for tile in QUERIES_TILES if not lines.by_distance or tile[0] == tile[1]]
-        keys_tiles = KEYS_TILES if lines.plain else SCORED_KEYS_TILES
+        first = KEYS_TILES[
+            2 if lines.by_distance else 0 if lines.plain else 1
+        ]  # where a score is computed, not only masked
+        keys_tiles = sorted(KEYS_TILES, key=first.__ne__)
         target, channels = site.target, number_of(inputs_of(site)["q"].width)
         return fitting(target, channels, queries), fitting(target, channels, keys_tiles, by_keys=True)
 

@@ -25,7 +25,7 @@ LENGTHS = (1, 129, 300)
 
 
 def site_of(name: str, backward: bool, target: str = "sm90") -> Site:
-    return ALL[name].site(SHAPE, backward, target=target)
+    return ALL[name].site(ALL[name].hook_shape(SHAPE, backward), backward, target=target)
 
 
 def kernel_of(site: Site) -> Kernel:
@@ -49,6 +49,10 @@ def test_refusals_say_why() -> None:
 
     assert reason(CASES["buckets"]) == "" and reason(CASES["documents"], True) == ""
     assert reason(CASES["buckets"], True) == "returns no gradient of what a score reads; this one reads bias"
+    misread = "gives hooks of the gradient a wrong i where heads share keys (4.0.0b36)"
+    assert reason(CASES["alibi"], True) == misread
+    assert reason(CASES["alibi"], True, shape=(4, 4, 64)) == reason(CASES["alibi"]) == ""
+    assert reason(Attention("s * (1 + h)"), True) == misread.replace("wrong i", "wrong h")
     assert reason(CASES["alibi"], dtype="f32") == "computes in bf16 or f16, not in f32"
     assert reason(CASES["distances"], shape=(4, 2, 32)).startswith("takes heads of a multiple of 64 channels")
     assert reason(CASES["alibi"], target="sm80") == "sm80 has no tma"

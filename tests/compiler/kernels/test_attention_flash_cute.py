@@ -92,9 +92,10 @@ def on_host(hook: Callable[..., Any], aux: list[Tensor], points: Tensor, s: Tens
 @pytest.mark.parametrize("name", ALL)
 def test_hooks_give_the_values_of_the_expressions(name: str, tmp_path: Path) -> None:
     backward = not ALL[name].tables
-    site = ALL[name].site(SHAPE, backward)
+    shape = ALL[name].hook_shape(SHAPE, backward)
+    site = ALL[name].site(shape, backward)
     op = site.node.op.forward.plain if backward else site.node.op.plain
-    tokens, inputs = 300, scored_inputs(ALL[name].site(SHAPE), 2, 300, 3)
+    tokens, inputs = 300, scored_inputs(ALL[name].site(shape), 2, 300, 3)
     generator = torch.Generator().manual_seed(1)
     count = 24
     points = torch.stack([torch.randint(n, (count,), generator=generator) for n in (2, 4, tokens, 40)], 1).int()

@@ -9,6 +9,7 @@ from specc.compiler.build import kernel_files
 from specc.compiler.plan.lock import lock_path, read_lock
 from specc.compiler.spec.check import load
 from specc.runtime.bench.profile import classify, covered, generated_names, jitted, read
+from specc.runtime.bench.report import TOP, _data
 
 SPECS = Path(__file__).parents[3] / "specs"
 
@@ -101,6 +102,15 @@ def test_a_profile_by_hand() -> None:
     )
     assert [(kernel.kind, kernel.name) for kernel in seen.kernels[:2]] == [("optimizer", GEMM), ("GEMM", GEMM)]
     assert seen.classes["optimizer"]["calls"] == 1.0 and seen.classes["GEMM"]["calls"] == 0.5
+
+
+def test_data_have_the_largest_kernels_and_classes_of_all() -> None:
+    many = [event("kernel", f"triton_poi_{n}", 3000 + n, 1, 20 + n) for n in range(TOP)]
+    seen = read([*TRACE, *many], 1, frozenset())
+    data = _data(seen)
+    assert len(data["kernels"]) == TOP < len(seen.kernels)
+    assert sum(total["ms"] for total in data["classes"].values()) >= data["wall_ms"] - data["idle_ms"]
+    assert data["classes"]["pointwise"]["calls"] == TOP + 1
 
 
 def test_a_trace_without_kernels_is_an_error() -> None:

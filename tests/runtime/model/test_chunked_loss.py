@@ -144,6 +144,7 @@ def test_on_a_gpu_compiled_and_eager(case: str, tmp_path: Path) -> None:
         count = len(loaded.programs.program("train").inputs) - 2
         weights = [torch.tensor(value).cuda() for value in (0.5, 0.01, 0.25)[:count]]
         for run in (model, torch.compile(model)):
+            run(ids, targets, *weights).backward()  # compiles, which allocates memory too
             model.zero_grad()
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -161,4 +162,5 @@ def test_on_a_gpu_compiled_and_eager(case: str, tmp_path: Path) -> None:
         for name, value in gradients.items():
             assert (other_gradients[name] - value).norm() <= 0.03 * value.norm(), name
     logits = 64 * 32 * 20032 * 2
-    assert all(part < memory - logits / 2 for *_, part in others[1:])
+    peaks = [memory, *(part for *_, part in others)]
+    assert max(peaks[2:]) < memory - logits / 2, peaks

@@ -1,0 +1,32 @@
+"""Parameters are verified in the dtypes that programs read them in, which may differ: a router is read in f32."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ATTENTION, tiny
+
+from specc.runtime.model.load import instantiate
+from specc.runtime.verify import verify as module
+from specc.runtime.verify.verify import verify
+
+MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "act": "silu(gate) * x"}
+
+
+def experts(target: str) -> Any:
+    return tiny((ATTENTION, MOE), targets=[target], dim=32)
+
+
+def test_a_router_stays_in_f32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = instantiate(experts("sm90"), "sm90", tmp_path, fuse=False)
+    monkeypatch.setattr(module, "device_of", lambda _: torch.device("cpu"))
+    module._fill(loaded, loaded)
+    dtypes = {name: parameter.dtype for name, parameter in loaded.model.named_parameters()}
+    assert dtypes["blocks.0.moe.router"] == torch.float32 and dtypes["blocks.0.moe.up"] == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_experts_are_verified_on_a_gpu() -> None:
+    checks = list(verify(experts("sm90"), ("sm90",)))
+    assert all(check.ok for check in checks), [check for check in checks if not check.ok]
