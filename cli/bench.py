@@ -43,7 +43,22 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="Weights for `decode`. By default, the initial weights, which rarely end a line.",
+    help="Weights for `decode`. By default, the initial weights, which rarely end a line of a model of pairs.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Number of texts to `decode` at once. Repeatable. By default, 1, 8, 64 and 256; on a CPU, 1 and 8.",
+)
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Tokens of a text at the end of `decode`. Repeatable. By default, 128, 512, 2048 and 8192 as far as the "
+    "model's context goes; on a CPU, 128 and 512.",
 )
 @click.option(
     "--picture",
@@ -61,6 +76,8 @@ def command(
     steps: int,
     gpus: int | None,
     weights: Path | None,
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
     picture: Path | None,
     as_json: bool,
 ) -> int:
@@ -68,6 +85,9 @@ def command(
 
     Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is computed from its bytes and operations
     and from ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
+
+    `decode` measures tokens per second of a text model with a contiguous cache and with a cache in pages, beside
+    Transformers if it is installed and has the model, and the share of the floor: the weights and the cache read once.
 
     A model of pairs has more parts. `table` times training and validation on one and several GPUs, with and without a
     cache. `decode` measures lines per second in each dtype. `int8` compares deployed products with torch._int_mm.
@@ -81,7 +101,8 @@ def command(
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
         raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
-    for option, value, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
+    given = {"--weights": weights, "--batch": batches or None, "--context": contexts or None}
+    for option, value, part in (("--gpus", gpus, "table"), *((name, value, "decode") for name, value in given.items())):
         if value is not None and parts and part not in parts:
             raise click.UsageError(f"{option} is for {part}, which --only excludes")
     if picture is not None and not picture.parent.is_dir():
@@ -106,7 +127,7 @@ def command(
 
             require()
         command = shlex.join(["specc", *given_arguments()])
-        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights)
+        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights, batches, contexts)
         if world is not None and world.rank:
             follow(options, world)
             return 0

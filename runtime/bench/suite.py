@@ -14,10 +14,11 @@ import torch
 from specc.compiler.build import Built, compile_loaded
 from specc.compiler.plan.lock import Lock, Machine
 from specc.compiler.spec.spec import Spec
-from specc.runtime.bench import ceilings, decode, step, table
+from specc.runtime.bench import ceilings, decode, decode_text, step, table
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.decode import Decoding
+from specc.runtime.bench.decode_text import TextDecoding
 from specc.runtime.bench.environment import Setup, device_for, machine_of
 from specc.runtime.bench.groups import group_rows, require_place
 from specc.runtime.bench.kernels import Row, kernel_rows
@@ -47,6 +48,8 @@ class BenchOptions:
         command: the command that a report states.
         at: measures only the kernels, groups and int8 products whose path contains this text.
         weights: a run or an artifact to decode with.
+        batches: the numbers of texts to decode at once; empty for the usual ones.
+        contexts: the tokens of a decoded text at its end; empty for the usual ones.
     """
 
     spec: Spec
@@ -57,6 +60,8 @@ class BenchOptions:
     command: str = ""
     at: str = ""
     weights: Path | None = None
+    batches: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,7 +80,7 @@ class Report:
     groups: tuple[Row, ...] = ()
     builds: Mapping[str, Build] = field(default_factory=dict)
     table: Table | None = None
-    decoding: Decoding | None = None
+    decoding: Decoding | TextDecoding | None = None
     products: tuple[ProductRow, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     nvcc_seconds: float = 0.0
@@ -93,12 +98,14 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {
         "table": None if pairs else "needs a model of lines, but this model reads one stream of tokens",
-        "decode": None if pairs else "needs a model of lines, but this model reads one stream of tokens",
         "int8": None if integers else "needs int8 products, but this spec has none",
     }
     for part in options.parts:
         if reason := refused.get(part):
             raise RunFailure(f"{options.spec.name}: {part} {reason}", "name other parts with --only")
+    if pairs and (options.batches or options.contexts):
+        message = f"{options.spec.name}: --batch and --context are for models of text, but this model translates lines"
+        raise RunFailure(message, "set eval.batch: --set eval.batch=N")
     return tuple(part for part in PARTS if part in options.parts or not (options.parts or refused.get(part)))
 
 
@@ -190,7 +197,12 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
     if "table" in parts:
         report.table = table.measure(setup, options.steps, world)
     if "decode" in parts:
-        report.decoding = decode.measure(replace(setup, folder=folder / "decode"), options.weights)
+        place = replace(setup, folder=folder / "decode")
+        if setup.spec.model.reads == "lines":
+            report.decoding = decode.measure(place, options.weights)
+        else:
+            sizes = options.batches, options.contexts
+            report.decoding = decode_text.measure(place, report.ceilings, options.weights, *sizes)
 
 
 def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:

@@ -1,0 +1,36 @@
+"""The parts of a report for models of text: decoding."""
+
+from specc.runtime.bench.decode_text import TextDecoding
+
+NONE = "-"
+
+
+def decode_lines(decoding: TextDecoding) -> list[str]:
+    """Returns the decoding table as lines, one per decoder, batch and context."""
+    heads = ("batch", "context", "tokens/s", "ms/token", "±", "floor ms", "of it", "first s", "error")
+    lines = [f"{f'decode, {decoding.dtype}':<30}" + "".join(f"{head:>10}" for head in heads)]
+    for row in decoding.rows:
+        cells = (
+            f"{row.batch:,}",
+            f"{row.context:,}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.token.ms:.4g}",
+            f"{row.token.spread:.1%}",
+            f"{row.floor_ms:.3g}",
+            f"{row.share_of_floor:.1%}",
+            f"{row.first:.1f}",
+            NONE if row.error is None else f"{row.error:.1e}",
+        )
+        lines.append(f"{row.decoder:<30}" + "".join(f"{cell:>10}" for cell in cells))
+    lines += [f"not measured: {reason}" for reason in decoding.missing.values()]
+    tokens = " or ".join(f"{count}" for count in sorted({row.tokens for row in decoding.rows}))
+    lines += [
+        f"Greedy decoding of the last {tokens} tokens of texts that end with `context` tokens, two passes after an",
+        "untimed pass. ms/token: of a step, which decodes one token of each text. floor: the weights and the cache read",
+        "once, or the operations, at the ceilings above. of it: the floor divided by the time. first: the additional",
+        "time of the untimed pass, which compiles and captures. error: of logits against those of the contiguous cache,",
+        "relative to the largest.",
+    ]
+    if not decoding.trained:
+        lines.append("The weights are initial; --weights selects others. They do not change the time.")
+    return lines
