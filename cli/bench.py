@@ -13,7 +13,7 @@ from specc.cli.options import device_option, json_option, set_option, spec_argum
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, given_arguments, joined_world, launched
 
-PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
+PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
 
 
 @click.command("bench", cls=Repeatable)
@@ -34,7 +34,7 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Number of training steps to time, for each build and each row of the table.",
+    help="Number of training steps to time, for each build, for the optimizer and for each row of the table.",
 )
 @click.option(
     "--gpus", type=click.IntRange(min=1), help="Number of processes of the table's distributed rows, one per GPU."
@@ -85,6 +85,9 @@ def command(
 
     Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is computed from its bytes and operations
     and from ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
+
+    `optimizer` times the update of the spec's optimizers, as trained and each alone, beside Torch's AdamW: fused, in
+    multi-tensor kernels, and in a loop over the parameters.
 
     `decode` measures tokens per second of a text model with a contiguous cache and with a cache in pages, beside
     Transformers if it is installed and has the model, and the share of the floor: the weights and the cache read once.

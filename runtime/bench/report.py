@@ -40,6 +40,8 @@ def text(report: Report) -> str:
         parts.append(_step(report))
         if any(build.profile is not None for build in report.builds.values()):
             parts.append(_profiles(report.builds))
+    if report.updates is not None:
+        parts.append(report_text.update_lines(report.updates))
     if report.table is not None:
         parts.append(report_pairs.table_lines(report.table, report.options.steps))
     if isinstance(report.decoding, TextDecoding):
@@ -207,6 +209,15 @@ def data(report: Report) -> dict[str, Any]:
         "groups": [_row_data(report.ceilings, row) for row in report.groups],
         "step": {name: {**_data(build), "ratio": _ratio(report, build)} for name, build in report.builds.items()}
         or None,
+        "optimizer": None
+        if (updates := report.updates) is None
+        else {
+            "step": _data(updates.step),
+            "rows": [
+                {**_data(row), "of_step": updates.of_step(row), "over_fused": updates.over_fused(row)}
+                for row in updates.rows
+            ],
+        },
         "table": _data(report.table),
         "decode": {
             **_data(decoding),

@@ -1,8 +1,35 @@
-"""The parts of a report for models of text: decoding."""
+"""Parts of a report: the updates of optimizers, and decoding by models of text."""
 
 from specc.runtime.bench.decode_text import TextDecoding
+from specc.runtime.bench.optimizer import Updates
 
 NONE = "-"
+
+
+def update_lines(updates: Updates) -> list[str]:
+    """Returns the table of updates as lines."""
+    heads = ("tensors", "numbers", "ms", "±", "of step", "of fused", "floor ms", "of it")
+    lines = [f"{'optimizer':<36}" + "".join(f"{head:>10}" for head in heads)]
+    for row in updates.rows:
+        cells = (
+            f"{row.tensors:,}",
+            f"{row.numbers / 1e6:.4g} M",
+            f"{row.update.ms:.4g}",
+            f"{row.update.spread:.1%}",
+            f"{updates.of_step(row):.2%}",
+            f"{updates.over_fused(row):.2f}x",
+            f"{row.floor_ms:.3g}",
+            f"{row.share_of_floor:.0%}",
+        )
+        name = row.name if len(row.name) < 36 else f"{row.name[:32]}..."
+        lines.append(f"{name:<36}" + "".join(f"{cell:>10}" for cell in cells))
+    return [
+        *lines,
+        f"Consecutive updates, by the clock. of step: of a training step of {updates.step.ms:.4g} ms, which has the update",
+        "as trained: with the copies in the compute dtype, and the average of the weights. of fused: divided by the time",
+        "of Torch's fused AdamW. floor: weights, gradients and state read once, weights and state written once. Small",
+        "models stay in the cache, and can be faster.",
+    ]
 
 
 def decode_lines(decoding: TextDecoding) -> list[str]:

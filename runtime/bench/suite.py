@@ -14,7 +14,7 @@ import torch
 from specc.compiler.build import Built, compile_loaded
 from specc.compiler.plan.lock import Lock, Machine
 from specc.compiler.spec.spec import Spec
-from specc.runtime.bench import ceilings, decode, decode_text, step, table
+from specc.runtime.bench import ceilings, decode, decode_text, optimizer, step, table
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.decode import Decoding
@@ -22,6 +22,7 @@ from specc.runtime.bench.decode_text import TextDecoding
 from specc.runtime.bench.environment import Setup, device_for, machine_of
 from specc.runtime.bench.groups import group_rows, require_place
 from specc.runtime.bench.kernels import Row, kernel_rows
+from specc.runtime.bench.optimizer import Updates
 from specc.runtime.bench.products import ProductRow, product_rows
 from specc.runtime.bench.profile import generated_names
 from specc.runtime.bench.step import Build
@@ -32,7 +33,7 @@ from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import Loaded, instantiate
 from specc.runtime.verify.random_inputs import DTYPES, sizes_of
 
-PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
+PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Report:
     kernels: tuple[Row, ...] = ()
     groups: tuple[Row, ...] = ()
     builds: Mapping[str, Build] = field(default_factory=dict)
+    updates: Updates | None = None
     table: Table | None = None
     decoding: Decoding | TextDecoding | None = None
     products: tuple[ProductRow, ...] = ()
@@ -153,7 +155,8 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
         except torch.OutOfMemoryError as error:
             hint = "lower train.micro_batch: --set train.micro_batch=N"
             raise RunFailure("out of GPU memory", hint if spec.train.batch is None else "lower the batch") from error
-    measured = (report.kernels, report.groups, report.builds, report.products, report.table, report.decoding)
+    measured = (report.kernels, report.groups, report.builds, report.updates, report.products)
+    measured = (*measured, report.table, report.decoding)
     if at and not any(measured):
         labels = {choice.site.label for each in (plan, *built.deployed.values()) for choice in each.choices}
         raise RunFailure(
@@ -186,6 +189,8 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
                 compiler.all()
                 report.builds = step.measure(setup, options.steps, generated_names(plan, fused.directory))
         report.nvcc_seconds += compiler.seconds
+    if "optimizer" in parts:
+        report.updates = optimizer.measure(setup, report.ceilings, options.steps)
     if "int8" in parts:
         deployed = instantiate(setup.spec, setup.target, folder / "deployed", lock=setup.lock, deployed=True)
         with Compiler(deployed.directory) as compiler:

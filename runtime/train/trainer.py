@@ -215,10 +215,17 @@ class Trainer:
         skipped = self._launch(now.multiplier, numbers)
         steps = self._arrived(lag=1 if self.device.type == "cuda" else 0)
         if not skipped:
-            self._update(now)
+            self.update(now)
         self._fp8.update(self._scale)
         self.step += 1
         return steps
+
+    def update(self, now: Moment) -> None:
+        """Updates the weights and their average from the gradients of the masters, as the step at `now` does."""
+        self.optimizers.set(now)
+        self._update_function(self.optimizers.work(now.step))()
+        if self.average is not None:
+            self.average.update(self.step + 1, now)
 
     def settle(self) -> list[Step]:
         """Waits for the device and returns the steps that `advance` has not returned yet. Raises as `advance`."""
@@ -249,7 +256,7 @@ class Trainer:
                 for _ in range(WARM_UP_STEPS):
                     batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
                     self._gradients(batches, Moment(step=step), wait=True)
-                    self._update(Moment(step=step))
+                    self.update(Moment(step=step))
         self.restore(before)
 
     def evaluate(
@@ -474,12 +481,6 @@ class Trainer:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
         scale = self.loss_scale.factor if self.loss_scale is not None else None
         self._norm.copy_(self.masters.finish(micro_batches, clip_norm, banks, self.world, scale))
-
-    def _update(self, now: Moment) -> None:
-        self.optimizers.set(now)
-        self._update_function(self.optimizers.work(now.step))()
-        if self.average is not None:
-            self.average.update(self.step + 1, now)
 
     def _apply(self, unused: UnusedParameters, work: Work) -> None:
         self.optimizers.update(work)
