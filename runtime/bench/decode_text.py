@@ -225,11 +225,10 @@ def _ours(loaded: Loaded, device: torch.device) -> _Decoder:
 def _sample(decoder: TextDecoder, vocabulary: int, prompts: Tensor, count: int) -> float:
     """Decodes `count` tokens after the first, as `specc generate` does. Returns ms per token."""
     steps = sample_tokens(decoder, prompts, vocabulary, GREEDY, [0] * len(prompts), count + 1)
-    last = next(steps)
+    next(steps)
     wait(prompts.device)
     began = time.perf_counter()
-    for last in steps:
-        pass
+    *_, last = steps
     wait(prompts.device)
     ms = 1e3 * (time.perf_counter() - began) / count
     if int(last.min()) < 0:
@@ -245,18 +244,21 @@ def _transformers(setup: Setup, weights: Mapping[str, Tensor], dtype: str) -> An
     folder.mkdir(parents=True, exist_ok=True)
     cpu = {name: tensor.detach().float().cpu() for name, tensor in weights.items()}
     write_model(folder, _contiguous(setup.spec).model, cpu, dtype)
-    from transformers import AutoModelForCausalLM, logging
+    import transformers
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    untyped: Any = transformers
+    untyped.logging.set_verbosity_error()
+    untyped.logging.disable_progress_bar()
+    model = untyped.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
     return model.to(setup.device).eval()
 
 
 def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
-    from transformers import CompileConfig, GenerationConfig, StoppingCriteria
+    import transformers
 
-    class Clock(StoppingCriteria):  # type: ignore[misc, unused-ignore]
+    untyped: Any = transformers
+
+    class Clock(transformers.StoppingCriteria):  # type: ignore[misc, unused-ignore]
         """Notes the time of the first token, and stops nothing."""
 
         began: float | None = None
@@ -268,11 +270,11 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
             return torch.zeros(len(ids), dtype=torch.bool, device=device)
 
     def generate(prompts: Tensor, count: int, **more: Any) -> Any:
-        settings = GenerationConfig(
+        settings = untyped.GenerationConfig(
             max_new_tokens=count, do_sample=False, cache_implementation=cache, eos_token_id=None, pad_token_id=0
         )
         if cache == "static":
-            settings.compile_config = CompileConfig()
+            settings.compile_config = untyped.CompileConfig()
             settings.compile_config._compile_all_devices = True  # else a CPU does not compile
         return model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=settings, **more)
 
@@ -296,9 +298,7 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
     return _Decoder(logits, passes)
 
 
-def _rows(
-    setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]
-) -> Iterator[TextRow]:
+def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
     """Yields the row of each decoder. Those that cannot run, or compute another function, are entered into `missing`.
 
     Raises RunFailure if the two caches of this package differ.

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.passes.optimizers import owners
-from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.runtime.bench.ceilings import Ceilings, Work
 from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.step import WARM_UP, advance, random_trainer, release
@@ -27,10 +26,10 @@ from specc.runtime.optim.schedule import Moment, moment
 from specc.runtime.train.trainer import Trainer
 
 TRAINED = "as trained"
-TORCH: Mapping[str, Mapping[str, bool]] = {
-    "torch AdamW, fused": {"fused": True},
-    "torch AdamW, foreach": {"foreach": True},
-    "torch AdamW, a loop": {"foreach": False},
+TORCH = {  # whether it is `fused`, and whether it is `foreach`
+    "torch AdamW, fused": (True, False),
+    "torch AdamW, foreach": (False, True),
+    "torch AdamW, a loop": (False, False),
 }
 UPDATES = 20  # consecutive updates of a sample; optimizers with rarer work, such as a new basis, repeat it in them
 SECONDS = 0.5  # of the samples of a pass
@@ -99,7 +98,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
         advance(trainer, WARM_UP)
         half = -(-steps // 2)
         step = Measured.of(*([advance(trainer, half)[0]] for _ in range(2)))
-        values = {name: master.detach().cpu() for name, master in trainer.masters.tensors.items()}
+        values = {name: master.detach().cpu() for name, master in trainer.masters.weights().items()}
         for row in (_trained(setup, ceilings, trainer), *_others(setup, ceilings, values)):
             setup.say(f"  {row.name}: {row.update.ms:.4g} ms, {row.update.ms / step.ms:.2%} of a step")
             rows.append(row)
@@ -110,14 +109,21 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
     """Returns the row of the trainer's own update, which also writes the copies in the compute dtype and the average.
     The gradients are those of its last step."""
-    masters, average = trainer.masters.tensors, trainer.average
-    copies = [p for name, p in trainer.masters.model_parameters.items() if p is not masters[name]]
+    masters, average = trainer.masters, trainer.average
+    read = sum(weight.nbytes for weight in masters.model_parameters.values())  # bf16, if that is all there is
+    copies = 0
+    if trainer.train.precision.masters == "f32":
+        copies = sum(p.nbytes for name, p in masters.model_parameters.items() if p is not masters.tensors[name])
+        read = sum(master.nbytes for master in masters.tensors.values())
     state = [*trainer.optimizers.state().values(), *(average.tensors.values() if average is not None else ())]
+    stored = sum(tensor.nbytes for tensor in state)
+    gradients = sum(gradient.nbytes for gradient in masters.gradients)
+    work = Work(0, 2 * (read + stored) + gradients + copies, read + stored + copies)
 
     def update(step: int) -> None:
         trainer.update(moment(trainer.train, trainer.step + step, trainer.clock.common))
 
-    return _row(setup, ceilings, TRAINED, masters, state, update, sum(copy.nbytes for copy in copies))
+    return _row(setup, ceilings, TRAINED, masters.model_parameters, work, update)
 
 
 def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> Iterator[UpdateRow]:
@@ -130,17 +136,20 @@ def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> I
             masters = _masters(setup, group)
             optimizers = Optimizers(masters, (spec,))
             update = _entry(optimizers, setup.device)
-            yield _row(setup, ceilings, _name(spec), masters, optimizers.state().values(), update)
-    for name, how in TORCH.items():
+            work = _work(masters, optimizers.state().values())
+            yield _row(setup, ceilings, f"{spec.kind} {spec.match}", masters, work, update)
+    for name in TORCH:
         masters = _masters(setup, values)
-        adamw = torch.optim.AdamW(masters.values(), lr=1e-4, weight_decay=0.1, **how)
+        adamw = torch_adamw(name, masters.values())
         adamw.step()  # creates the state
-        state = [tensor for slots in adamw.state.values() for tensor in slots.values()]
-        yield _row(setup, ceilings, name, masters, state, partial(_step, adamw))
+        state = (tensor for slots in adamw.state.values() for tensor in slots.values())
+        yield _row(setup, ceilings, name, masters, _work(masters, state), partial(_step, adamw))
 
 
-def _name(spec: OptimizerSpec) -> str:
-    return f"{spec.kind} {spec.match}"
+def torch_adamw(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Returns Torch's AdamW in the form `name` of TORCH."""
+    fused, foreach = TORCH[name]
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=fused, foreach=foreach)
 
 
 def _step(adamw: torch.optim.Optimizer, step: int) -> None:
@@ -172,14 +181,20 @@ def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None
     return update
 
 
+def _work(masters: Mapping[str, nn.Parameter], state: Iterable[Tensor]) -> Work:
+    """Returns the least work of an update of f32 masters: weights, gradients and state are read, and weights and state
+    are written."""
+    weights, stored = (sum(tensor.nbytes for tensor in tensors) for tensors in (masters.values(), state))
+    return Work(0, 3 * weights + 2 * stored, weights + stored)
+
+
 def _row(
     setup: Setup,
     ceilings: Ceilings,
     name: str,
-    masters: Mapping[str, nn.Parameter],
-    state: Iterable[Tensor],
+    parameters: Mapping[str, Tensor],
+    work: Work,
     update: Callable[[int], None],
-    written: int = 0,
 ) -> UpdateRow:
     """Times an update.
 
@@ -187,17 +202,13 @@ def _row(
         setup: the setup of the benchmark.
         ceilings: the peak rates.
         name: the name of the row.
-        masters: the parameters.
-        state: the tensors that an update reads and writes.
+        parameters: the parameters.
+        work: the least work of an update.
         update: performs an update, given the number of the step.
-        written: additional bytes that an update writes.
     """
-    weights = sum(master.nbytes for master in masters.values())
-    stored = sum(tensor.nbytes for tensor in state)
-    work = Work(0, 3 * weights + 2 * stored + written, weights + stored + written)
-    passes = _passes(setup.device, update)
-    numbers = sum(master.numel() for master in masters.values())
-    return UpdateRow(name, len(masters), numbers, Measured.of(*passes), ceilings.floor_ms(work))
+    numbers = sum(parameter.numel() for parameter in parameters.values())
+    measured = Measured.of(*_passes(setup.device, update))
+    return UpdateRow(name, len(parameters), numbers, measured, ceilings.floor_ms(work))
 
 
 def _passes(device: torch.device, update: Callable[[int], None]) -> tuple[list[float], list[float]]:

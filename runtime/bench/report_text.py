@@ -25,10 +25,10 @@ def update_lines(updates: Updates) -> list[str]:
         lines.append(f"{name:<36}" + "".join(f"{cell:>10}" for cell in cells))
     return [
         *lines,
-        f"Consecutive updates, by the clock. of step: of a training step of {updates.step.ms:.4g} ms, which has the update",
-        "as trained: with the copies in the compute dtype, and the average of the weights. of fused: divided by the time",
-        "of Torch's fused AdamW. floor: weights, gradients and state read once, weights and state written once. Small",
-        "models stay in the cache, and can be faster.",
+        f"Consecutive updates, by the clock. of step: of a training step of {updates.step.ms:.4g} ms, which has the",
+        "update as trained: with the copies in the compute dtype, and the average of the weights. of fused: divided by",
+        "the time of Torch's fused AdamW. floor: weights, gradients and state read once, weights and state written",
+        "once. Small models stay in the cache, and can be faster.",
     ]
 
 
@@ -53,9 +53,9 @@ def decode_lines(decoding: TextDecoding) -> list[str]:
     tokens = " or ".join(f"{count}" for count in sorted({row.tokens for row in decoding.rows}))
     lines += [
         f"Greedy decoding of the last {tokens} tokens of texts that end with `context` tokens, two passes after an",
-        "untimed pass. ms/token: of a step, which decodes one token of each text. floor: the weights and the cache read",
-        "once, or the operations, at the ceilings above. of it: the floor divided by the time. first: the additional",
-        "time of the untimed pass, which compiles and captures. error: of logits against those of the contiguous cache,",
+        "untimed pass. ms/token: of a step, which decodes one token of each text. floor: weights and cache read once,",
+        "or the operations, at the ceilings above. of it: the floor divided by the time. first: the additional time of",
+        "the untimed pass, which compiles and captures. error: of logits against those of the contiguous cache,",
         "relative to the largest.",
     ]
     if not decoding.trained:

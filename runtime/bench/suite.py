@@ -156,8 +156,8 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
             hint = "lower train.micro_batch: --set train.micro_batch=N"
             raise RunFailure("out of GPU memory", hint if spec.train.batch is None else "lower the batch") from error
     measured = (report.kernels, report.groups, report.builds, report.updates, report.products)
-    measured = (*measured, report.table, report.decoding)
-    if at and not any(measured):
+    others = (report.table, report.decoding)
+    if at and not any((*measured, *others)):
         labels = {choice.site.label for each in (plan, *built.deployed.values()) for choice in each.choices}
         raise RunFailure(
             f"no node of a kernel or group has {at} in its name", f"the names are: {', '.join(sorted(labels))}"
