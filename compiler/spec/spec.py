@@ -284,7 +284,8 @@ class Spec(StrictModel):
             message = f"training computes in {stated}, but the model has `dtype: {model}`"
             yield Problem(("compute",), "S293", message, "remove one of the two", (("the model", ("model", "dtype")),))
         if self.train.precision.masters == "bf16" and self.computes_in != "bf16":
-            message = f"masters in bf16 are the weights that a model in bf16 reads, but it computes in {self.computes_in or 'the dtype of its target'}"
+            dtype = self.computes_in or "the dtype of its target"
+            message = f"masters in bf16 are the weights that a model in bf16 reads, but it computes in {dtype}"
             yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
             message = "qat rounds copies of weights in f32, but the masters are bf16, and have no copies"

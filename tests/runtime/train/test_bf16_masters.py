@@ -156,8 +156,8 @@ def test_a_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
         again.advance()
     assert state(again).keys() == state(whole).keys()
     assert all(torch.equal(value, state(again)[name]) for name, value in state(whole).items())
-    stored = {name: weight for name, weight in whole.snapshot().weights.items()}
-    assert all(weight.dtype == torch.float32 for weight in stored.values())  # as of a run with f32 masters
+    weights = whole.snapshot().weights.values()
+    assert all(weight.dtype == torch.float32 for weight in weights)  # as of a run with f32 masters
 
 
 def state(run: Trainer) -> dict[str, Tensor]:
