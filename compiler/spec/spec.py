@@ -287,6 +287,9 @@ class Spec(StrictModel):
             dtype = self.computes_in or "the dtype of its target"
             message = f"masters in bf16 are the weights that a model in bf16 reads, but it computes in {dtype}"
             yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
+        if self.train.precision.masters == "bf16" and self.model.reads == "lines":
+            message = "rounding draws from Torch's generator, as dropout of lines does, whose draws differ by process"
+            yield Problem(("masters",), "S293", message, "remove masters; models of text draw dropout by counters")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
             message = "qat rounds copies of weights in f32, but the masters are bf16, and have no copies"
             yield Problem(("masters",), "S293", message, "remove masters, or remove qat")
