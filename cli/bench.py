@@ -57,8 +57,8 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     "contexts",
     multiple=True,
     type=click.IntRange(min=1),
-    help="Tokens of a text at the end of `decode`. Repeatable. By default, 128, 512, 2048 and 8192 as far as the "
-    "model's context goes; on a CPU, 128 and 512.",
+    help="Tokens of a text at the end of `decode`. Repeatable. By default, 128, 512, 2048 and 8192, each at most "
+    "the model's context; on a CPU, 128 and 512.",
 )
 @click.option(
     "--picture",

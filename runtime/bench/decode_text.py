@@ -138,7 +138,7 @@ def measure(
     """
     spec, device = setup.spec, setup.device
     window = spec.model.window
-    contexts = contexts or [size for size in CONTEXTS[device.type] if size < window] or [window]
+    contexts = contexts or sorted({min(size, window) for size in CONTEXTS[device.type]})
     if wrong := [size for size in contexts if not LEAST <= size <= window]:
         message = f"a context of {wrong[0]} tokens is not in the range of {spec.name}, {LEAST} to {window}"
         raise RunFailure(message, "name others with --context")

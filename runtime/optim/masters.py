@@ -71,30 +71,30 @@ class Masters:
             else:
                 self.tensors[name] = nn.Parameter(param.detach().clone())
                 param.data = param.data.to(dtype)
-        self._own = [name for name, dtype in dtypes.items() if in_bf16 and dtype == torch.bfloat16]
-        for name in self._own:
-            self.tensors[name].data.copy_(self.model_parameters[name])
+        self._released: dict[str, Tensor] = {}  # the values of masters in bf16 outside `in_f32`
+        for name in [name for name, dtype in dtypes.items() if in_bf16 and dtype == torch.bfloat16]:
+            (master := self.tensors[name]).data.copy_(self.model_parameters[name])
+            self._released[name] = torch.full((), math.nan, device=master.device).expand(master.shape)
         self.fake_quantize(None)
         self._lay_out(dtypes, sharded, unclipped)
 
     def release(self) -> None:
         """Releases the f32 values of masters in bf16. Until then, optimizers can create state like them."""
-        for name in self._own:
-            shape, device = self.tensors[name].shape, self.tensors[name].device
-            self.tensors[name].data = torch.full((), math.nan, device=device).expand(shape)
+        for name, nan in self._released.items():
+            self.tensors[name].data = nan
 
     @contextmanager
     def in_f32(self, changes: bool = True) -> Iterator[None]:
         """A context manager in which `tensors` hold the f32 values of all masters. At its end, those of masters in bf16
         are rounded, unless nothing `changes` them."""
-        if not self._own:
+        if not self._released:
             yield
             return
-        parameters = [self.model_parameters[name].data for name in self._own]
+        parameters = [self.model_parameters[name].data for name in self._released]
         flat = torch.empty(sum(map(_room, parameters)), device=parameters[0].device)
         views = _views(flat, parameters)
         torch._foreach_copy_(views, parameters)
-        for name, view in zip(self._own, views, strict=True):
+        for name, view in zip(self._released, views, strict=True):
             self.tensors[name].data = view
         yield
         if changes:
@@ -104,9 +104,8 @@ class Masters:
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the f32 values of all masters by name. Those of masters in bf16 are copied."""
-        own = set(self._own)
         return {
-            name: self.model_parameters[name].detach().float() if name in own else master
+            name: self.model_parameters[name].detach().float() if name in self._released else master
             for name, master in self.tensors.items()
         }
 
@@ -138,7 +137,7 @@ class Masters:
         if schemes is not None:
             self.quantized = FakeQuantized(self.tensors, parameters, schemes, input_shares)
             names = self.quantized.names
-        own = {*names, *self._own}
+        own = {*names, *self._released}
         copied = [n for n in parameters if self.tensors[n] is not parameters[n] and n not in own]
         self._copies: list[Tensor] = [parameters[name] for name in copied]
         self._sources: list[Tensor] = [self.tensors[name] for name in copied]
@@ -246,9 +245,8 @@ class Masters:
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
         """Copies `weights`, which must have the names and shapes of `tensors`, into masters and model."""
-        own = set(self._own)
         for name in self.tensors:
-            (self.model_parameters if name in own else self.tensors)[name].copy_(weights[name])
+            (self.model_parameters if name in self._released else self.tensors)[name].copy_(weights[name])
         self.refresh()
 
     @contextmanager
