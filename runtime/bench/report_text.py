@@ -59,5 +59,5 @@ def decode_lines(decoding: TextDecoding) -> list[str]:
         "relative to the largest.",
     ]
     if not decoding.trained:
-        lines.append("The weights are initial; --weights selects others. They do not change the time.")
+        lines.append("The weights are random; --weights selects others. They do not change the time.")
     return lines
