@@ -13,7 +13,7 @@ from specc.cli.options import device_option, json_option, set_option, spec_argum
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, given_arguments, joined_world, launched
 
-PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
+PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
 
 
 @click.command("bench", cls=Repeatable)
@@ -34,7 +34,7 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Number of training steps to time, for each build and each row of the table.",
+    help="Number of training steps to time, for each build, for the optimizer and for each row of the table.",
 )
 @click.option(
     "--gpus", type=click.IntRange(min=1), help="Number of processes of the table's distributed rows, one per GPU."
@@ -43,7 +43,22 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="Weights for `decode`. By default, the initial weights, which rarely end a line.",
+    help="Weights for `decode`. By default, the initial weights, which rarely end a line of a model of pairs.",
+)
+@click.option(
+    "--batch",
+    "batches",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Number of texts to `decode` at once. Repeatable. By default, 1, 8, 64 and 256; on a CPU, 1 and 8.",
+)
+@click.option(
+    "--context",
+    "contexts",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Tokens of a text at the end of `decode`. Repeatable. By default, 128, 512, 2048 and 8192, each at most "
+    "the model's context; on a CPU, 128 and 512.",
 )
 @click.option(
     "--picture",
@@ -61,6 +76,8 @@ def command(
     steps: int,
     gpus: int | None,
     weights: Path | None,
+    batches: tuple[int, ...],
+    contexts: tuple[int, ...],
     picture: Path | None,
     as_json: bool,
 ) -> int:
@@ -68,6 +85,12 @@ def command(
 
     Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is computed from its bytes and operations
     and from ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
+
+    `optimizer` times the update of the spec's optimizers, as trained and each alone, beside Torch's AdamW: fused, in
+    multi-tensor kernels, and in a loop over the parameters.
+
+    `decode` measures tokens per second of a text model with a contiguous cache and with a cache in pages, beside
+    Transformers if it is installed and has the model, and the share of the floor: the weights and the cache read once.
 
     A model of pairs has more parts. `table` times training and validation on one and several GPUs, with and without a
     cache. `decode` measures lines per second in each dtype. `int8` compares deployed products with torch._int_mm.
@@ -81,7 +104,8 @@ def command(
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
         raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
-    for option, value, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
+    given = {"--weights": weights, "--batch": batches or None, "--context": contexts or None}
+    for option, value, part in (("--gpus", gpus, "table"), *((name, value, "decode") for name, value in given.items())):
         if value is not None and parts and part not in parts:
             raise click.UsageError(f"{option} is for {part}, which --only excludes")
     if picture is not None and not picture.parent.is_dir():
@@ -106,7 +130,7 @@ def command(
 
             require()
         command = shlex.join(["specc", *given_arguments()])
-        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights)
+        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights, batches, contexts)
         if world is not None and world.rank:
             follow(options, world)
             return 0

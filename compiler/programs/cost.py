@@ -94,3 +94,27 @@ def flops_per_token(programs: Programs, tokens: int) -> int:
     """
     costs = node_costs(programs, "train", {"B": 1, "T": tokens, "S": tokens})
     return sum(cost.flops for cost in costs if cost.matrix) // tokens
+
+
+def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
+    """Returns the least work of a decoding step that appends one token to each of `rows` texts of `tokens` tokens: the
+    operations of matrix products and attention, and the bytes of the parameters and of the cache, each read once.
+
+    A lookup reads only the rows of its table that it returns. Experts are read only if a text uses them, and at most
+    once.
+    """
+    sizes = {"B": rows, "T": 1, "S": tokens}
+    graph = flatten(programs, programs.program("decode"))
+    types = graph.types
+    read: dict[str, int] = {}
+    for node in graph.nodes:
+        inputs = [types[ref] for ref in node.inputs]
+        share = min(rows * node.op.used_share(inputs), 1.0) if node.op.matrix else 1.0
+        most = sum(type.bytes(sizes) for type in node.types)
+        for ref in node.inputs:
+            if ref.startswith("@"):
+                whole = types[ref].bytes(sizes)
+                read[ref] = max(read.get(ref, 0), round(share * whole) if node.op.matrix else min(whole, most))
+    cache = sum(type.bytes(sizes) for name, type in graph.inputs if name.startswith("cache."))
+    flops = sum(cost.flops for cost in node_costs(programs, "decode", sizes) if cost.matrix)
+    return flops, sum(read.values()) + cache

@@ -165,7 +165,8 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         floor = plan.target.floor_ms(0, bytes)
         kernel = "Torch's compiler" if name == POINTWISE else ""
         rows.append(StepRow(name, name, "", kernel, calls, 0, bytes, floor, None if ms is None else ms / calls))
-    parts = {name: bytes * count for name, bytes in STATE.items()}
+    own = train.precision.masters == "bf16"  # the views are the masters
+    parts = {name: bytes * count for name, bytes in STATE.items() if not (own and name == "masters")}
     parts |= {"saved activations": _saved_bytes(graph, sizes), "saved by fused groups": sum(saved.values())}
     memory = sum(parts.values())
     machine = locked.machine if locked is not None else None

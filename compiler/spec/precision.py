@@ -75,7 +75,11 @@ class PrecisionSpec(StrictModel):
 
     Attributes:
         compute: the dtype of activations, and of the weights in products. If unset, that of the target: f32 on a CPU,
-            bf16 on a GPU. Sums, losses, norms and the weights of the optimizers are f32 in every case.
+            bf16 on a GPU. Sums, losses and norms are f32 in every case.
+        masters: the dtype of the weights that optimizers update. With `bf16`, the parameters that the model reads in
+            bf16 have no copy in f32. An update computes in f32 and rounds its result stochastically: up or down with
+            probabilities by the distance, so that updates below the resolution of bf16 add up in expectation (Zamirai
+            et al., 2020, "Revisiting BFloat16 Training", arXiv 2010.06192). It needs `compute: bf16`.
         loss_scale: a factor of the loss during the backward pass, so that small gradients do not vanish: a constant
             number, or a mapping for a factor that changes. If unset, it changes with `compute: f16`, else it is 1.
         tf32: whether f32 matrix products of a training step on a GPU round their inputs to TF32, which has 10 bits of
@@ -85,6 +89,7 @@ class PrecisionSpec(StrictModel):
     """
 
     compute: Literal["f32", "bf16", "f16"] | None = None
+    masters: Literal["f32", "bf16"] = later("f32")
     loss_scale: PositiveFloat | LossScaleSpec | None = None
     tf32: bool = later(False)
     fp8: tuple[Fp8Spec, ...] = later(())

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from specc.runtime.bench import report_pairs
+from specc.runtime.bench import report_pairs, report_text
 from specc.runtime.bench.ceilings import Ceilings
+from specc.runtime.bench.decode import Decoding
+from specc.runtime.bench.decode_text import TextDecoding
 from specc.runtime.bench.kernels import Row
 from specc.runtime.bench.profile import ORDER, Profile
 from specc.runtime.bench.step import UNFUSED, Build
@@ -38,9 +40,13 @@ def text(report: Report) -> str:
         parts.append(_step(report))
         if any(build.profile is not None for build in report.builds.values()):
             parts.append(_profiles(report.builds))
+    if report.updates is not None:
+        parts.append(report_text.update_lines(report.updates))
     if report.table is not None:
         parts.append(report_pairs.table_lines(report.table, report.options.steps))
-    if report.decoding is not None:
+    if isinstance(report.decoding, TextDecoding):
+        parts.append(report_text.decode_lines(report.decoding))
+    elif report.decoding is not None:
         parts.append(report_pairs.decode_lines(report.decoding))
     if report.products:
         parts.append(report_pairs.product_lines(report.products))
@@ -203,13 +209,22 @@ def data(report: Report) -> dict[str, Any]:
         "groups": [_row_data(report.ceilings, row) for row in report.groups],
         "step": {name: {**_data(build), "ratio": _ratio(report, build)} for name, build in report.builds.items()}
         or None,
-        "table": _data(report.table),
-        "decode": None
-        if decoding is None
+        "optimizer": None
+        if (updates := report.updates) is None
         else {
+            "step": _data(updates.step),
+            "rows": [
+                {**_data(row), "of_step": updates.of_step(row), "over_fused": updates.over_fused(row)}
+                for row in updates.rows
+            ],
+        },
+        "table": _data(report.table),
+        "decode": {
             **_data(decoding),
             "rows": [{**_data(row), "over_uncached": decoding.over_uncached(row)} for row in decoding.rows],
-        },
+        }
+        if isinstance(decoding, Decoding)
+        else _data(decoding),
         "int8": _data(report.products),
         "left_out": dict(report.left_out),
     }

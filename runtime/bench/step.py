@@ -122,12 +122,12 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
     folder = setup.folder / ("step_fused" if fuse else "step_plain")
     loaded = instantiate(spec, setup.target, folder, fuse, setup.lock)
     trainer = random_trainer(loaded, device, stack)
-    warm = [_advance(trainer, 1)[0] for _ in range(WARM_UP)]
+    warm = [advance(trainer, 1)[0] for _ in range(WARM_UP)]
     start = time.perf_counter() - began
     memory = torch.cuda.max_memory_allocated() - before if gpu else None
     setup.say("  trains")
     each = -(-steps // ROUNDS)
-    samples, losses, tokens = zip(*(_advance(trainer, each) for _ in range(-(-steps // each))), strict=True)
+    samples, losses, tokens = zip(*(advance(trainer, each) for _ in range(-(-steps // each))), strict=True)
     half, count, usual = len(samples) // 2, each * len(samples), median(samples)
     seen = None
     if gpu:
@@ -159,7 +159,7 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
     return Trainer(model, train, feed, World.alone().on(device), device.type == "cuda")
 
 
-def _advance(trainer: Trainer, steps: int) -> tuple[float, float, int]:
+def advance(trainer: Trainer, steps: int) -> tuple[float, float, int]:
     """Trains `steps` steps. Returns the ms per step, the last loss in nats, and the number of tokens, without pads."""
     wait(trainer.device)
     _, before = trainer.feed.counted()

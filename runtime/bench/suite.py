@@ -14,13 +14,15 @@ import torch
 from specc.compiler.build import Built, compile_loaded
 from specc.compiler.plan.lock import Lock, Machine
 from specc.compiler.spec.spec import Spec
-from specc.runtime.bench import ceilings, decode, step, table
+from specc.runtime.bench import ceilings, decode, decode_text, optimizer, step, table
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.decode import Decoding
+from specc.runtime.bench.decode_text import TextDecoding
 from specc.runtime.bench.environment import Setup, device_for, machine_of
 from specc.runtime.bench.groups import group_rows, require_place
 from specc.runtime.bench.kernels import Row, kernel_rows
+from specc.runtime.bench.optimizer import Updates
 from specc.runtime.bench.products import ProductRow, product_rows
 from specc.runtime.bench.profile import generated_names
 from specc.runtime.bench.step import Build
@@ -31,7 +33,7 @@ from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import Loaded, instantiate
 from specc.runtime.verify.random_inputs import DTYPES, sizes_of
 
-PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
+PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class BenchOptions:
         command: the command that a report states.
         at: measures only the kernels, groups and int8 products whose path contains this text.
         weights: a run or an artifact to decode with.
+        batches: the numbers of texts to decode at once; empty for the usual ones.
+        contexts: the tokens of a decoded text at its end; empty for the usual ones.
     """
 
     spec: Spec
@@ -57,6 +61,8 @@ class BenchOptions:
     command: str = ""
     at: str = ""
     weights: Path | None = None
+    batches: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -74,8 +80,9 @@ class Report:
     kernels: tuple[Row, ...] = ()
     groups: tuple[Row, ...] = ()
     builds: Mapping[str, Build] = field(default_factory=dict)
+    updates: Updates | None = None
     table: Table | None = None
-    decoding: Decoding | None = None
+    decoding: Decoding | TextDecoding | None = None
     products: tuple[ProductRow, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     nvcc_seconds: float = 0.0
@@ -93,12 +100,14 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {
         "table": None if pairs else "needs a model of lines, but this model reads one stream of tokens",
-        "decode": None if pairs else "needs a model of lines, but this model reads one stream of tokens",
         "int8": None if integers else "needs int8 products, but this spec has none",
     }
     for part in options.parts:
         if reason := refused.get(part):
             raise RunFailure(f"{options.spec.name}: {part} {reason}", "name other parts with --only")
+    if pairs and (options.batches or options.contexts):
+        message = f"{options.spec.name}: --batch and --context are for models of text, but this model translates lines"
+        raise RunFailure(message, "set eval.batch: --set eval.batch=N")
     return tuple(part for part in PARTS if part in options.parts or not (options.parts or refused.get(part)))
 
 
@@ -146,8 +155,9 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
         except torch.OutOfMemoryError as error:
             hint = "lower train.micro_batch: --set train.micro_batch=N"
             raise RunFailure("out of GPU memory", hint if spec.train.batch is None else "lower the batch") from error
-    measured = (report.kernels, report.groups, report.builds, report.products, report.table, report.decoding)
-    if at and not any(measured):
+    measured = (report.kernels, report.groups, report.builds, report.updates, report.products)
+    others = (report.table, report.decoding)
+    if at and not any((*measured, *others)):
         labels = {choice.site.label for each in (plan, *built.deployed.values()) for choice in each.choices}
         raise RunFailure(
             f"no node of a kernel or group has {at} in its name", f"the names are: {', '.join(sorted(labels))}"
@@ -179,6 +189,8 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
                 compiler.all()
                 report.builds = step.measure(setup, options.steps, generated_names(plan, fused.directory))
         report.nvcc_seconds += compiler.seconds
+    if "optimizer" in parts:
+        report.updates = optimizer.measure(setup, report.ceilings, options.steps)
     if "int8" in parts:
         deployed = instantiate(setup.spec, setup.target, folder / "deployed", lock=setup.lock, deployed=True)
         with Compiler(deployed.directory) as compiler:
@@ -190,7 +202,12 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
     if "table" in parts:
         report.table = table.measure(setup, options.steps, world)
     if "decode" in parts:
-        report.decoding = decode.measure(replace(setup, folder=folder / "decode"), options.weights)
+        place = replace(setup, folder=folder / "decode")
+        if setup.spec.model.reads == "lines":
+            report.decoding = decode.measure(place, options.weights)
+        else:
+            sizes = options.batches, options.contexts
+            report.decoding = decode_text.measure(place, report.ceilings, options.weights, *sizes)
 
 
 def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:

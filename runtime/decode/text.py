@@ -82,12 +82,15 @@ class Sampling:
         Returns:
             Tokens, i64 [B]; -1 in rows whose largest logit is not finite.
         """
+        finite = logits.amax(-1).isfinite()
+        if self.temperature == 0:  # the first of equals, as in `probabilities`, without its sort
+            return logits.argmax(-1).where(finite, -1)
         steps = self.probabilities(logits).cumsum(-1)
         last = steps[:, -1:]
         # Tokens of probability 0 do not increase the sum, so `right=True` skips them. The last sum may be less than 1.
         tokens = torch.searchsorted(steps, uniform[:, None] * last, right=True)
         tokens = torch.minimum(tokens, (steps < last).sum(-1, keepdim=True))
-        return tokens[:, 0].where(logits.amax(-1).isfinite(), -1)
+        return tokens[:, 0].where(finite, -1)
 
 
 class Decoder:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.spec.data.text import TextData
 from specc.runtime.data.errors import DataError
@@ -120,6 +121,27 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return out
+
+
+def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor], dtype: str) -> None:
+    """Writes config.json and the weights of a model alone, which `from_pretrained` loads.
+
+    Args:
+        folder: the folder, which exists.
+        model: the model of a spec.
+        weights: the parameters, f32 by name.
+        dtype: the dtype of all tensors: `f32`, `bf16` or `f16`.
+
+    Raises:
+        NoFamily: no family of Transformers has the model (exit code 2).
+    """
+    match = recognized(model)
+    assert isinstance(model, Decoder)
+    fields = {"architectures": [match.family.architecture], "model_type": match.family.name, **match.config}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    rows = expanded(match.family.table(Config(fields)), shapes, model.blocks.count)
+    _write(folder / CONFIG, _json(fields | {"dtype": SPELLED[DTYPES[dtype]]}))
+    _write_weights(folder, rows, weights, {name: DTYPES[dtype] for row in rows for name in row.tensors}, SHARD)
 
 
 def _require_free(out: Path, force: bool) -> None:

@@ -1,6 +1,6 @@
 """The average of the weights over a run, used as its final weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,17 +10,17 @@ from specc.runtime.optim.schedule import Moment
 
 
 class Average:
-    """An f32 mean of the master weights, by name. The initial value is a copy of the master weights.
+    """An f32 mean of the master weights, by name. The initial value is a copy of the master weights, which `weights`
+    returns.
 
     An `ema` is an exponential moving average: each update moves it 1 - `decay` of the way to the masters (Polyak and
     Juditsky, 1992). An `swa` is the plain mean of the masters, sampled after every `every` steps while the warm-down is
     below `below` (Izmailov et al., 2018).
     """
 
-    def __init__(self, spec: AverageSpec, masters: Mapping[str, Tensor]) -> None:
-        self._spec = spec
-        self._masters = [master.detach() for master in masters.values()]
-        self._tensors = {name: master.detach().clone() for name, master in masters.items()}
+    def __init__(self, spec: AverageSpec, weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._spec, self._weights = spec, weights
+        self._tensors = {name: weight.detach().clone() for name, weight in weights().items()}
         self._count = torch.zeros(())  # the samples of an `swa`
 
     @property
@@ -45,7 +45,8 @@ class Average:
 
     @torch.no_grad()
     def _move(self, share: float) -> None:
-        torch._foreach_lerp_(list(self._tensors.values()), self._masters, share)
+        weights = self._weights()
+        torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
         """Returns the state in addition to the mean, by name, not copied."""

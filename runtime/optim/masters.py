@@ -1,5 +1,6 @@
-"""Master weights: f32 parameters and gradients for the optimizers, for any compute dtype of the model."""
+"""Master weights: parameters and gradients in f32 for the optimizers, for any compute dtype of the model."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -24,12 +25,17 @@ class Masters:
     refreshed from the master once per step, and gradients of the copy are summed in f32. A parameter in f32 is the
     master itself.
 
+    Masters in bf16 are the model's own parameters in bf16. `tensors` then hold their values only within `in_f32`, and
+    NaN outside it. At its end, the values are rounded stochastically (Zamirai et al., 2020, arXiv 2010.06192) with
+    Torch's default generator, whose state is part of checkpoints. Values that bf16 represents do not change.
+
     Args:
         model: has f32 parameters under exactly the names of `dtypes`, on the device that it will run on.
         dtypes: the compute dtype of each parameter, by name.
         sharded: the parameters whose gradients are summed in banks, a part per process.
         copied: the parameters with a separate master although the model computes with them in f32.
         unclipped: the parameters whose gradients are neither in the norm of `finish` nor clipped. None is sharded.
+        in_bf16: whether parameters that the model computes with in bf16 are their own masters. None is in `copied`.
 
     Attributes:
         tensors: the masters.
@@ -51,6 +57,7 @@ class Masters:
         sharded: Collection[str] = (),
         copied: Collection[str] = (),
         unclipped: Collection[str] = (),
+        in_bf16: bool = False,
     ) -> None:
         self.model_parameters = dict(model.named_parameters())
         self.quantized: FakeQuantized | None = None
@@ -64,8 +71,43 @@ class Masters:
             else:
                 self.tensors[name] = nn.Parameter(param.detach().clone())
                 param.data = param.data.to(dtype)
+        self._released: dict[str, Tensor] = {}  # the values of masters in bf16 outside `in_f32`
+        for name in [name for name, dtype in dtypes.items() if in_bf16 and dtype == torch.bfloat16]:
+            (master := self.tensors[name]).data.copy_(self.model_parameters[name])
+            self._released[name] = torch.full((), math.nan, device=master.device).expand(master.shape)
         self.fake_quantize(None)
         self._lay_out(dtypes, sharded, unclipped)
+
+    def release(self) -> None:
+        """Releases the f32 values of masters in bf16. Until then, optimizers can create state like them."""
+        for name, nan in self._released.items():
+            self.tensors[name].data = nan
+
+    @contextmanager
+    def in_f32(self, changes: bool = True) -> Iterator[None]:
+        """A context manager in which `tensors` hold the f32 values of all masters. At its end, those of masters in bf16
+        are rounded, unless nothing `changes` them."""
+        if not self._released:
+            yield
+            return
+        parameters = [self.model_parameters[name].data for name in self._released]
+        flat = torch.empty(sum(map(_room, parameters)), device=parameters[0].device)
+        views = _views(flat, parameters)
+        torch._foreach_copy_(views, parameters)
+        for name, view in zip(self._released, views, strict=True):
+            self.tensors[name].data = view
+        yield
+        if changes:
+            _round_stochastically(flat)
+            torch._foreach_copy_(parameters, views)
+        self.release()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the f32 values of all masters by name. Those of masters in bf16 are copied."""
+        return {
+            name: self.model_parameters[name].detach().float() if name in self._released else master
+            for name, master in self.tensors.items()
+        }
 
     @torch.no_grad()
     def fake_quantize(
@@ -95,7 +137,8 @@ class Masters:
         if schemes is not None:
             self.quantized = FakeQuantized(self.tensors, parameters, schemes, input_shares)
             names = self.quantized.names
-        copied = [n for n in parameters if self.tensors[n] is not parameters[n] and n not in names]
+        own = {*names, *self._released}
+        copied = [n for n in parameters if self.tensors[n] is not parameters[n] and n not in own]
         self._copies: list[Tensor] = [parameters[name] for name in copied]
         self._sources: list[Tensor] = [self.tensors[name] for name in copied]
         self.refresh()
@@ -202,8 +245,8 @@ class Masters:
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
         """Copies `weights`, which must have the names and shapes of `tensors`, into masters and model."""
-        for name, master in self.tensors.items():
-            master.copy_(weights[name])
+        for name in self.tensors:
+            (self.model_parameters if name in self._released else self.tensors)[name].copy_(weights[name])
         self.refresh()
 
     @contextmanager
@@ -229,12 +272,12 @@ class Masters:
         identify the parameter that failed first.
         """
         gradients = zip(self.tensors, self.gradients, strict=True)
-        pairs = (*self.tensors.items(), *gradients)
+        pairs = (*self.weights().items(), *gradients)
         return next((name for name, tensor in pairs if not bool(torch.isfinite(tensor).all())), None)
 
     def digests(self) -> dict[str, int]:
         """Returns the sum of each master's bits, read as i32, by name. Equal weights have equal sums on any device."""
-        sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.tensors.values()]
+        sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.weights().values()]
         return dict(zip(self.tensors, torch.stack(sums).tolist(), strict=True))
 
 
@@ -265,6 +308,17 @@ class _Group:
             self._staging.zero_()  # the values of the previous pass must not count again
         torch._foreach_copy_([self._staged[index] for index in gradients], list(gradients.values()))
         self._flat.add_(self._staging)
+
+
+def _round_stochastically(values: Tensor) -> None:
+    """Rounds f32 `values` to values of bf16 in place: away from zero with the probability of the share of the way to
+    the next value, else toward zero. Infinity and NaN remain.
+
+    bf16 has the first 16 bits of f32. A uniform integer of 16 bits is added to the others, which are then cut off; the
+    sum carries into the first with that probability.
+    """
+    bits = values.view(torch.int32)
+    bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)
 
 
 def _room(tensor: Tensor) -> int:

@@ -85,7 +85,8 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
 class UnusedParameters:
     """Parameters that no program of a phase reads.
 
-    An update would still decay them and advance their step counts. `restore` reverts that.
+    An update would still decay them and advance their step counts. `restore` reverts that. The masters hold their
+    values in f32 in each call.
 
     Args:
         names: the parameters.
@@ -95,9 +96,9 @@ class UnusedParameters:
 
     def __init__(self, names: Sequence[str], masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         unused = set(names)
-        self._tensors = [masters[name].detach() for name in names]
+        self._tensors = [masters[name] for name in names]
         self._tensors += [tensor for key, tensor in state.items() if key.partition("/")[2] in unused]
-        self._saved = [tensor.clone() for tensor in self._tensors]
+        self._saved = [tensor.detach().clone() for tensor in self._tensors]
 
     @torch.no_grad()
     def save(self) -> None:

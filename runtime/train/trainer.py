@@ -123,9 +123,10 @@ class Trainer:
         copied = [name for name, scheme in (self._schemes or {}).items() if scheme.has_grid]
         sharded = sharded_parameters(shapes, train.optimizers) if world.size > 1 else frozenset[str]()
         unclipped = unclipped_parameters(shapes, train.optimizers)
-        self.masters = Masters(self._module, dtypes, sharded, copied, unclipped)
+        in_bf16 = train.precision.masters == "bf16"
+        self.masters = Masters(self._module, dtypes, sharded, copied, unclipped, in_bf16)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
-        self.average = Average(train.average, self.masters.tensors) if train.average else None
+        self.average = Average(train.average, self.masters.weights) if train.average else None
         scaling = train.precision.scaling
         self.loss_scale = LossScale(scaling, self.device) if scaling is not None else None
         rows = train.at_once(world.size)
@@ -140,11 +141,14 @@ class Trainer:
         }
         state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
         self._unused = {names: UnusedParameters(names, self.masters.tensors, state) for names in unused}
+        self.masters.release()
         self._updates: dict[tuple[tuple[str, ...], Work], Callable[[], None]] = {}
         self.loads: Mapping[str, Sequence[float]] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled)
-        several = self.device.type == "cuda" and compiled and len(self._segments) > 1
-        pool = torch.cuda.graph_pool_handle() if several else None
+        # Graphs that run one at a time share their memory. An update in f32 of masters in bf16 has that of activations.
+        shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
+        pool = torch.cuda.graph_pool_handle() if shared else None
+        self._update_pool = pool if in_bf16 else None
         self._passes = [
             self._replayed(partial(self._pass, self._functions[segment.phase.train], segment.tokens), pool=pool)
             for segment in self._segments
@@ -215,10 +219,17 @@ class Trainer:
         skipped = self._launch(now.multiplier, numbers)
         steps = self._arrived(lag=1 if self.device.type == "cuda" else 0)
         if not skipped:
-            self._update(now)
+            self.update(now)
         self._fp8.update(self._scale)
         self.step += 1
         return steps
+
+    def update(self, now: Moment) -> None:
+        """Updates the weights and their average from the gradients of the masters, as the step at `now` does."""
+        self.optimizers.set(now)
+        self._update_function(self.optimizers.work(now.step))()
+        if self.average is not None:
+            self.average.update(self.step + 1, now)
 
     def settle(self) -> list[Step]:
         """Waits for the device and returns the steps that `advance` has not returned yet. Raises as `advance`."""
@@ -249,7 +260,7 @@ class Trainer:
                 for _ in range(WARM_UP_STEPS):
                     batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
                     self._gradients(batches, Moment(step=step), wait=True)
-                    self._update(Moment(step=step))
+                    self.update(Moment(step=step))
         self.restore(before)
 
     def evaluate(
@@ -330,7 +341,7 @@ class Trainer:
         return Snapshot(
             self.step,
             self.clock.seconds,
-            self.masters.tensors,
+            self.masters.weights(),
             self.average.tensors if self.average is not None else None,
             {
                 **self.optimizers.state(),
@@ -444,13 +455,15 @@ class Trainer:
         if (rests, work) not in self._updates:
             update = partial(self._apply, self._unused[rests], work)
             waits = self.optimizers.waits(work)
-            self._updates[rests, work] = update if waits else self._replayed(update, collective=True)
+            pool = self._update_pool
+            self._updates[rests, work] = update if waits else self._replayed(update, collective=True, pool=pool)
         return self._updates[rests, work]
 
     def _enter(self, index: int) -> None:
         """Begins, or continues, the segment with this index."""
         self._index = index
-        self._unused[self._segments[index].phase.rests].save()
+        with self.masters.in_f32(changes=False):
+            self._unused[self._segments[index].phase.rests].save()
 
     def _fake_quantize_from(self, now: Moment, index: int) -> None:
         """Switches the model to quantized weights once the spec requires it. `index` is that of the next segment."""
@@ -475,15 +488,10 @@ class Trainer:
         scale = self.loss_scale.factor if self.loss_scale is not None else None
         self._norm.copy_(self.masters.finish(micro_batches, clip_norm, banks, self.world, scale))
 
-    def _update(self, now: Moment) -> None:
-        self.optimizers.set(now)
-        self._update_function(self.optimizers.work(now.step))()
-        if self.average is not None:
-            self.average.update(self.step + 1, now)
-
     def _apply(self, unused: UnusedParameters, work: Work) -> None:
-        self.optimizers.update(work)
-        unused.restore()
+        with self.masters.in_f32():
+            self.optimizers.update(work)
+            unused.restore()
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> bool:

@@ -33,6 +33,7 @@ SMALL = {
     "--set train.schedule.warmup_steps=1 --set train.schedule.warmdown_steps=2 --set train.validate_every=0 "
     "--set train.validate_tokens=2048",
     "profile": f"{SMALL_MODEL} --steps 1 --set train.tokens_per_step=1024",
+    "bench": f"{SMALL_MODEL} --steps 1 --set train.tokens_per_step=1024",
     "quantize": "--max-tokens 512",
     "eval": "--max-tokens 512",
     "generate": "--max-tokens 2",

@@ -67,6 +67,16 @@ def test_two_processes_then_one_are_as_one(whole: Path, capfd: pytest.CaptureFix
     assert_same_end(whole / "one", whole / "two")
 
 
+def test_masters_in_bf16_are_rounded_the_same_on_all_ranks(whole: Path) -> None:
+    """Weights that differ at a validation would end the run."""
+    precision = ("--set", "train.precision={compute: bf16, masters: bf16}")
+    assert run(arguments(whole, "rounded", "--target", "cpu", "--gpus", "2", *precision)) == 0
+    assert losses(whole / "rounded") == pytest.approx(losses(whole / "one"), rel=0.02)
+    weights = load_file(whole / "rounded/checkpoints/step_00000012/model.safetensors")
+    matrices = [tensor for tensor in weights.values() if tensor.ndim == 2]
+    assert matrices and all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in matrices)
+
+
 def test_one_process_then_torchrun_are_as_one(whole: Path) -> None:
     """Started by hand. Without the `--`, torchrun takes `--run` for an option of its own."""
     assert run(arguments(whole, "hand", "--steps", "4")) == 0

@@ -207,7 +207,7 @@ def test_names_must_be_those_of_the_plan() -> None:
 
 def test_the_average_is_the_recurrence() -> None:
     weights = {"w": nn.Parameter(torch.zeros(5))}
-    average = Average(EmaSpec(kind="ema", decay=0.9), weights)
+    average = Average(EmaSpec(kind="ema", decay=0.9), lambda: weights)
     expected = torch.zeros(5, dtype=torch.float64)
     for step in range(50):
         with torch.no_grad():

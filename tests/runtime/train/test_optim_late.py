@@ -47,7 +47,7 @@ def stored(name: str, weight: Tensor) -> Tensor:
 
 def test_swa_is_the_mean_of_what_it_took() -> None:
     weights = {"w": nn.Parameter(torch.zeros(5))}
-    average = Average(SwaSpec(kind="swa", every=3, below=0.5), weights)
+    average = Average(SwaSpec(kind="swa", every=3, below=0.5), lambda: weights)
     taken = []
     for step in range(1, 31):
         with torch.no_grad():

@@ -1,0 +1,349 @@
+"""Greedy decoding of texts of equal length: with a contiguous cache, with a cache in pages, and by Transformers.
+
+A text ends with `context` tokens. Its last tokens are decoded one at a time, and timed; all tokens before them are
+random and read at once. Each decoder has one untimed pass, which compiles and captures, and two timed passes. Before a
+decoder is timed, its logits after the same tokens are compared with those of the contiguous cache.
+
+Transformers has the same weights in the same dtype, in a folder that `specc export --format hf` would write. Its
+`generate` decodes with a dynamic cache, and with a static cache, which it compiles.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler.pipeline import lower
+from specc.compiler.programs.cost import decode_cost
+from specc.compiler.spec.spec import Spec
+from specc.runtime.bench.ceilings import Ceilings, Work
+from specc.runtime.bench.compiling import Compiler
+from specc.runtime.bench.environment import Setup
+from specc.runtime.bench.step import release
+from specc.runtime.bench.timing import Measured, wait
+from specc.runtime.decode.pages import decoder_of, in_pages
+from specc.runtime.decode.text import Sampling, TextDecoder, sample_tokens
+from specc.runtime.errors import RunFailure, RuntimeFailure
+from specc.runtime.hugging_face.exporting import write_model
+from specc.runtime.model.load import Loaded, initialize, instantiate
+from specc.runtime.open_model import final_weights, read_verified, realize
+from specc.runtime.storage.run_directory import Run
+
+CONTIGUOUS, PAGED = "contiguous cache", "cache in pages"
+DYNAMIC, STATIC = "transformers, dynamic", "transformers, static, compiled"
+BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
+CONTEXTS = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512)}
+LEAST = 4  # tokens of a text: two are read, and two are timed
+TIMED = 64  # tokens of each text, at most half of it
+TOLERANCE = {"f32": 1e-3, "bf16": 0.1, "f16": 0.02}  # of logits, relative to the largest
+GREEDY = Sampling(temperature=0)
+
+Pass = Callable[[Tensor, int], float]  # reads the prompts and decodes tokens; returns ms per token
+
+
+@dataclass(frozen=True, slots=True)
+class TextRow:
+    """The measurement of one decoder with one batch and one context.
+
+    Attributes:
+        decoder: the name of the decoder.
+        batch: the number of texts.
+        context: the tokens of a text at its end.
+        tokens: the timed tokens of each text.
+        token: the time of a step, which decodes one token of each text.
+        first: the seconds of the untimed pass beyond those of a timed pass.
+        floor_ms: the least time of a step at the ceilings.
+        error: the largest difference of its logits from those of the contiguous cache, relative to the largest logit.
+            None for the contiguous cache.
+    """
+
+    decoder: str
+    batch: int
+    context: int
+    tokens: int
+    token: Measured
+    first: float
+    floor_ms: float
+    error: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.batch / self.token.ms
+
+    @property
+    def share_of_floor(self) -> float:
+        return self.floor_ms / self.token.ms
+
+
+@dataclass(frozen=True, slots=True)
+class TextDecoding:
+    """All rows, the dtype of the weights, whether they are trained, and the reasons for missing rows, by name."""
+
+    rows: tuple[TextRow, ...]
+    dtype: str
+    trained: bool
+    missing: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """The sizes, the floor of a step in ms, and the tolerance of the rows of one batch and one context."""
+
+    batch: int
+    context: int
+    tokens: int
+    floor_ms: float
+    tolerance: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """A decoder, whose objects are created for each batch and context.
+
+    Attributes:
+        logits: returns the logits after the given tokens, i64 [rows, T]: all but the last are read at once, and the
+            last is decoded.
+        passes: returns the function to time, of the number of texts and the tokens of a text at its end.
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    passes: Callable[[int, int], Pass]
+
+
+def measure(
+    setup: Setup, ceilings: Ceilings, weights: Path | None, batches: Sequence[int], contexts: Sequence[int]
+) -> TextDecoding:
+    """Measures each decoder that this machine has, with each batch and each context.
+
+    Args:
+        setup: the setup of the benchmark. Its spec is of a text model.
+        ceilings: the peak rates that floors follow from.
+        weights: a run or an artifact. None for the initial weights of training.
+        batches: the numbers of texts; empty for those of BATCHES.
+        contexts: the tokens of a text at its end; empty for those of CONTEXTS that the model allows.
+
+    Returns:
+        The rows.
+
+    Raises:
+        RunFailure: if a context is longer than that of the model, or if the logits of a decoder of this package differ
+            from those of another.
+        Others: the errors of reading `weights`.
+    """
+    spec, device = setup.spec, setup.device
+    window = spec.model.window
+    contexts = contexts or sorted({min(size, window) for size in CONTEXTS[device.type]})
+    if wrong := [size for size in contexts if not LEAST <= size <= window]:
+        message = f"a context of {wrong[0]} tokens is not in the range of {spec.name}, {LEAST} to {window}"
+        raise RunFailure(message, "name others with --context")
+    floats, trained = _weights(setup, weights)
+    programs = lower(_contiguous(spec), setup.target)
+    dtype, missing = programs.params[0].dtype, dict[str, str]()
+    decoders = dict(_decoders(setup, floats, dtype, missing))
+    rows: list[TextRow] = []
+    for context in contexts:
+        for batch in batches or BATCHES[device.type]:
+            tokens = min(TIMED, context // 2)
+            flops, moved = decode_cost(programs, batch, context - tokens // 2)
+            cell = _Cell(batch, context, tokens, ceilings.floor_ms(Work(flops, moved, 0)), TOLERANCE[dtype])
+            for row in _rows(setup, decoders, cell, missing):
+                setup.say(f"  {row.decoder}, {batch} x {context}: {row.tokens_per_second:,.0f} tokens/s")
+                rows.append(row)
+    return TextDecoding(tuple(rows), dtype, trained, missing)
+
+
+def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], bool]:
+    """Returns the f32 parameters to decode with, by name, and whether they are trained."""
+    if path is None:
+        loaded = instantiate(setup.spec.at_rest, setup.target, setup.folder / "start")
+        initialize(loaded, setup.spec.train.seed)
+        torch.manual_seed(setup.spec.train.seed)
+        floats = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+        for tensor in floats.values():
+            if tensor.ndim > 1 and not tensor.any():  # blocks that add nothing would hide wrong values
+                tensor.normal_(std=0.02)
+        return floats, False
+    if path.is_dir():
+        return final_weights(Run.open(path), setup.say)[0], True
+    return read_verified(path).weights, True
+
+
+def _contiguous(spec: Spec) -> Spec:
+    """Returns the spec with a cache that is not in pages."""
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"cache": None})})
+
+
+def _decoders(
+    setup: Setup, weights: Mapping[str, Tensor], dtype: str, missing: dict[str, str]
+) -> Iterator[tuple[str, _Decoder]]:
+    """Yields the decoders that the spec and this machine have, by name, first that with a contiguous cache. The others
+    are entered into `missing`."""
+    for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
+        setup.say(f"decode, {name}: builds")
+        try:
+            spec = prepared(setup.spec)
+        except RunFailure as error:
+            missing[name] = f"{name}: {error.message}"
+            continue
+        loaded = realize(spec, setup.target, str(setup.device), weights, lock=setup.lock)
+        if setup.device.type == "cuda":
+            with Compiler(loaded.directory) as compiler:
+                compiler.all()
+        yield name, _ours(loaded, setup.device)
+    try:
+        model = _transformers(setup, weights, dtype)
+    except RuntimeFailure as error:
+        missing[DYNAMIC] = f"transformers: {error.message}"
+        return
+    for name, cache in ((DYNAMIC, "dynamic"), (STATIC, "static")):
+        yield name, _theirs(model, cache, setup.device)
+
+
+def _ours(loaded: Loaded, device: torch.device) -> _Decoder:
+    model: Any = loaded.model
+
+    def decoder(rows: int, context: int) -> TextDecoder:
+        return decoder_of(model, context, device, rows)
+
+    def logits(ids: Tensor) -> Tensor:
+        each = decoder(*ids.shape)
+        each.prefill(ids[:, :-1])
+        return each.append(ids[:, -1]).clone()
+
+    def passes(rows: int, context: int) -> Pass:
+        return partial(_sample, decoder(rows, context), loaded.spec.model.vocabulary)
+
+    return _Decoder(logits, passes)
+
+
+def _sample(decoder: TextDecoder, vocabulary: int, prompts: Tensor, count: int) -> float:
+    """Decodes `count` tokens after the first, as `specc generate` does. Returns ms per token."""
+    steps = sample_tokens(decoder, prompts, vocabulary, GREEDY, [0] * len(prompts), count + 1)
+    next(steps)
+    wait(prompts.device)
+    began = time.perf_counter()
+    *_, last = steps
+    wait(prompts.device)
+    ms = 1e3 * (time.perf_counter() - began) / count
+    if int(last.min()) < 0:
+        raise RunFailure("decode: the logits are not finite", "decode with other --weights")
+    return ms
+
+
+def _transformers(setup: Setup, weights: Mapping[str, Tensor], dtype: str) -> Any:
+    """Returns the model of Transformers with these weights. Raises RuntimeFailure if there is none."""
+    if find_spec("transformers") is None:
+        raise RunFailure("is not installed: pip install transformers")
+    folder = setup.folder / "transformers"
+    folder.mkdir(parents=True, exist_ok=True)
+    cpu = {name: tensor.detach().float().cpu() for name, tensor in weights.items()}
+    write_model(folder, _contiguous(setup.spec).model, cpu, dtype)
+    import transformers
+
+    untyped: Any = transformers
+    untyped.logging.set_verbosity_error()
+    untyped.logging.disable_progress_bar()
+    model = untyped.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    return model.to(setup.device).eval()
+
+
+def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
+    import transformers
+
+    untyped: Any = transformers
+
+    class Clock(transformers.StoppingCriteria):  # type: ignore[misc, unused-ignore]
+        """Notes the time of the first token, and stops nothing."""
+
+        began: float | None = None
+
+        def __call__(self, ids: Tensor, scores: Any, **words: Any) -> Tensor:
+            if self.began is None:
+                wait(device)
+                self.began = time.perf_counter()
+            return torch.zeros(len(ids), dtype=torch.bool, device=device)
+
+    def generate(prompts: Tensor, count: int, **more: Any) -> Any:
+        settings = untyped.GenerationConfig(
+            max_new_tokens=count, do_sample=False, cache_implementation=cache, eos_token_id=None, pad_token_id=0
+        )
+        if cache == "static":
+            settings.compile_config = untyped.CompileConfig()
+            settings.compile_config._compile_all_devices = True  # else a CPU does not compile
+        return model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=settings, **more)
+
+    @torch.no_grad()
+    def logits(ids: Tensor) -> Tensor:
+        result: Tensor = model(ids).logits[:, -1]
+        return result.float()
+
+    def one_pass(prompts: Tensor, count: int) -> float:
+        clock = Clock()
+        texts = generate(prompts, count + 1, stopping_criteria=[clock])
+        wait(device)
+        assert clock.began is not None and texts.shape[1] == prompts.shape[1] + count + 1
+        return 1e3 * (time.perf_counter() - clock.began) / count
+
+    def passes(rows: int, context: int) -> Pass:
+        model._cache = None  # of another size
+        torch.compiler.reset()
+        return one_pass
+
+    return _Decoder(logits, passes)
+
+
+def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
+    """Yields the row of each decoder. Those that cannot run, or compute another function, are entered into `missing`.
+
+    Raises RunFailure if the two caches of this package differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (cell.batch, cell.context - cell.tokens)
+    ids = torch.randint(setup.spec.model.vocabulary, shape, generator=generator).to(setup.device)
+    wanted: Tensor | None = None
+    for name, decoder in decoders.items():
+        place = f"{name}, {cell.batch} x {cell.context}"
+        try:
+            logits = decoder.logits(ids[:1])
+            error = None if wanted is None else _difference(logits, wanted)
+            wanted = logits if wanted is None else wanted
+            if error is not None and not error <= cell.tolerance:
+                message = f"{place}: logits differ from those of the {CONTIGUOUS} by {error:.1%} of the largest"
+                if name == PAGED:
+                    raise RunFailure(message, "report the spec")
+                missing[place] = message
+                continue
+            first, *samples = _timed(decoder, ids, cell)
+        except torch.OutOfMemoryError:
+            missing[place] = f"{place}: out of GPU memory"
+            continue
+        finally:
+            release(setup.device)
+        token = Measured.of(samples[:1], samples[1:])
+        yield TextRow(name, cell.batch, cell.context, cell.tokens, token, first, cell.floor_ms, error)
+
+
+def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
+    """Yields the seconds of the untimed pass beyond those of a timed pass, then the ms per token of two passes."""
+    decode = decoder.passes(cell.batch, cell.context)
+    began = time.perf_counter()
+    decode(ids, cell.tokens)
+    middle = time.perf_counter()
+    each = decode(ids, cell.tokens)
+    end = time.perf_counter()
+    yield max(0.0, (middle - began) - (end - middle))
+    yield each
+    yield decode(ids, cell.tokens)
+
+
+def _difference(logits: Tensor, others: Tensor) -> float:
+    """Returns the largest difference, relative to the largest of the other logits."""
+    width = min(logits.shape[-1], others.shape[-1])
+    exact = others[:, :width].double()
+    return float((logits[:, :width].double() - exact).abs().max() / exact.abs().max())
