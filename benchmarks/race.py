@@ -80,10 +80,14 @@ def original(factor: float, seed: int) -> Leg:
     return Leg(f"original@{factor:g}-seed{seed}", seed, factor)
 
 
-def fast(sets: Mapping[str, tuple[str, ...]], setting: str, seed: int, stop: float | None = None) -> Leg:
-    """Returns the leg of a setting of the sweep file. The first setting is the spec itself, named `fast`."""
-    name = "fast" if setting == next(iter(sets)) else f"fast:{setting}"
-    return Leg(f"{name}-seed{seed}", seed, None, sets[setting], stop)
+def fast(sets: Mapping[str, tuple[str, ...]], seed: int, stop: float | None) -> Leg:
+    """Returns a leg of gpt2_fast, with the first setting of the sweep file, which stops at a loss."""
+    return Leg(f"fast-seed{seed}", seed, None, next(iter(sets.values())), stop)
+
+
+def ablation(sets: Mapping[str, tuple[str, ...]], setting: str, seed: int) -> Leg:
+    """Returns the leg of a setting of the sweep file, which trains its whole schedule."""
+    return Leg(f"fast:{setting}-seed{seed}", seed, None, sets[setting])
 
 
 @dataclass(frozen=True)
@@ -307,18 +311,16 @@ def legs(race: Race, sets: Mapping[str, tuple[str, ...]], target: float | None) 
         yield from (original(best, seed) for seed in SEEDS[1:])
         if target is None and len(records := originals(race, best)) == len(SEEDS):
             target = mean(record["loss"] for record in records)
-    whole, *rest = sets
-    yield from (fast(sets, whole, seed, target) for seed in SEEDS)
-    yield from (fast(sets, setting, SEEDS[0]) for setting in rest)
+    yield from (fast(sets, seed, target) for seed in SEEDS)
+    yield from (ablation(sets, setting, SEEDS[0]) for setting in sets)
 
 
 def explicit(sets: Mapping[str, tuple[str, ...]], target: float | None) -> list[Leg]:
     """Returns every leg that `--only` can name, whether or not the race needs it."""
-    every = [original(factor, seed) for factor in FACTORS for seed in SEEDS]
-    return every + [
-        fast(sets, setting, seed, target if number == 0 else None)
-        for number, setting in enumerate(sets)
-        for seed in SEEDS
+    return [
+        *(original(factor, seed) for factor in FACTORS for seed in SEEDS),
+        *(fast(sets, seed, target) for seed in SEEDS),
+        *(ablation(sets, setting, seed) for setting in sets for seed in SEEDS),
     ]
 
 
@@ -327,22 +329,25 @@ def crossing(record: Record, target: float) -> Record | None:
     return next((point for point in record["validations"] if point["loss"] <= target), None)
 
 
-def table(records: Sequence[Record], target: float | None) -> list[str]:
-    """Returns one row per record, as Markdown."""
-    rows = ["| leg | loss | in f32 | tokens | seconds | seconds to target | whole process, s | GPU |"]
-    rows.append("|---|--:|--:|--:|--:|--:|--:|---|")
+def table(records: Sequence[Record], sets: Iterable[str], target: float | None) -> list[str]:
+    """Returns one row per record, as Markdown. Ablations are compared with the leg of the first setting."""
+    whole = {f"fast:{next(iter(sets))}-seed{seed}": seed for seed in SEEDS}
+    base = {whole[record["leg"]]: record["loss"] for record in records if record["leg"] in whole}
+    rows = ["| leg | loss | to the whole | in f32 | tokens | seconds | to the target | whole process, s |"]
+    rows.append("|---|--:|--:|--:|--:|--:|--:|--:|")
     for record in records:
         at = crossing(record, target) if target is not None else None
         f32 = record.get("loss_f32", record["loss"] if record["leg"].startswith("original") else None)
+        compared = base.get(record["settings"]["seed"]) if record["leg"].startswith("fast:") else None
         values = (
             record["leg"],
             f"{record['loss']:.4f}",
+            "" if compared is None else f"{record['loss'] - compared:+.4f}",
             "" if f32 is None else f"{f32:.4f}",
             f"{record['tokens']:,}",
             f"{record['seconds']:.1f}",
             "" if at is None else f"{at['seconds']:.1f}",
             f"{record['wall']:.0f}",
-            record["gpu"],
         )
         rows.append("| " + " | ".join(values) + " |")
     return rows
@@ -356,7 +361,7 @@ def verdict(race: Race, sets: Mapping[str, tuple[str, ...]]) -> list[str]:
     records = originals(race, best)
     target, seconds = mean(r["loss"] for r in records), mean(r["seconds"] for r in records)
     lines = [f"target {target:.4f}: the script at {best:g} x {RATE:g}, {len(records)} seeds, {seconds:.1f} s"]
-    found = [finished(race, fast(sets, next(iter(sets)), seed, target)) for seed in SEEDS]
+    found = [finished(race, fast(sets, seed, target)) for seed in SEEDS]
     ours = [record for record in found if record is not None]
     if not ours or len(records) < len(SEEDS):
         return lines
@@ -429,8 +434,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed.append(f"{leg.name}: {error}")
             print(failed[-1], flush=True)
             continue
-        print(table([record], options.loss)[-1], flush=True)
-    print(*table(race.records(), options.loss or _target(race)), *verdict(race, sets), *failed, sep="\n")
+        print(table([record], sets, options.loss)[-1], flush=True)
+    records = race.records()
+    machines = sorted({f"{record['gpu']}, torch {record['torch']}" for record in records})
+    print(*table(records, sets, options.loss or _target(race)), *machines, *verdict(race, sets), *failed, sep="\n")
     return 1 if failed else 0
 
 
