@@ -9,7 +9,7 @@ validation and leave out compilation. Both sides validate every `--spacing` toke
 Each leg of the race is a process of its own, on the first visible GPU. Its record is a line of `race.jsonl` in `--out`.
 A leg that has a record with the same settings is not repeated, so the same command continues a race. `--only` chooses
 legs by patterns: `original@2-*`, `fast-seed1`, `fast:no softcap-*`. `--dry-run` lists them. Two commands with the same
-`--out` may run at once, on two GPUs, once the data are packed.
+`--out` may run at once, on two GPUs.
 
 The script is not part of this repository. Its changes are those of `CHANGES`, which the command prints; everything
 else is set by its options.
@@ -33,6 +33,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from filelock import FileLock
 
 SWEEP = Path(__file__).with_name("gpt2_fast.yaml")
 SEEDS = (1, 2, 3)
@@ -233,18 +235,18 @@ def _ended(validations: Sequence[Record]) -> Record:
 def loss_in_f32(run: Path, data: Path) -> float:
     """Returns the loss of a finished run in nats per target, in f32 as the script validates.
 
-    The code for a CPU computes in f32. It runs on a GPU as well, where products do not use TF32.
+    The code for a CPU computes in f32. Without fusion points it is plain Torch, which runs on a GPU too, without TF32.
     """
     import torch
 
-    from specc.runtime.eval.evaluate import evaluate
     from specc.runtime.eval.options import EvaluateOptions
-    from specc.runtime.metrics.bits_per_byte import BitsPerByte
+    from specc.runtime.eval.text import evaluate_text
+    from specc.runtime.open_model import open_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    opened = open_model(run, "cpu", device, search=(data,), prepared=lambda spec: spec.model_copy(update={"fuse": ()}))
     options = EvaluateOptions(str(data), batch=ROWS, max_tokens=VALIDATION_TOKENS, compiled=False)
-    result = evaluate(run, options, target="cpu", device=device, search=(data,))
-    assert isinstance(result, BitsPerByte)
+    result = evaluate_text(opened, options)
     return result.nats / result.tokens
 
 
@@ -372,13 +374,14 @@ def verdict(race: Race, sets: Mapping[str, tuple[str, ...]]) -> list[str]:
 
 
 def pack(arguments: argparse.Namespace, data: Path) -> None:
-    """Packs the text into token shards, which both sides read, unless they exist."""
-    if data.exists():
-        return
-    command = [sys.executable, "-P", "-m", "specc.cli", "data", "pack", str(arguments.train)]
-    options = ["--validation", str(arguments.val), "--tokenizer", str(arguments.tokenizer), "--out", str(data)]
-    if code := subprocess.run([*command, *options], check=False).returncode:
-        raise RaceError(f"specc data pack ended with exit code {code}")
+    """Packs the text into token shards, which both sides read, unless they exist. Another race may pack them now."""
+    with FileLock(f"{data}.lock"):
+        if data.exists():
+            return
+        command = [sys.executable, "-P", "-m", "specc.cli", "data", "pack", str(arguments.train)]
+        options = ["--validation", str(arguments.val), "--tokenizer", str(arguments.tokenizer), "--out", str(data)]
+        if code := subprocess.run([*command, *options], check=False).returncode:
+            raise RaceError(f"specc data pack ended with exit code {code}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
