@@ -81,23 +81,25 @@ def test_a_race_is_not_repeated(prepared: race.Race, monkeypatch: pytest.MonkeyP
         return {**point, "validations": [point], "loss_f32": 5.0 + leg.seed / 100}
 
     monkeypatch.setattr(race.Race, "_run_fast", trained)
-    assert race.verdict(prepared, SETS) == [
+    assert race.verdict(prepared, SETS, None) == [
         "the learning rate of the script is not decided: original@1, original@2, original@0.5, original@4"
     ]
+    scripts = [f"original@{factor}-seed1" for factor in ("1", "2", "0.5", "4")]
+    assert [leg.name for leg in race.legs(prepared, SETS, None)] == scripts  # if none of them succeeds
     ran = []
     for leg in race.legs(prepared, SETS, None):
         assert race.finished(prepared, leg) is None
         prepared.run(leg)
         ran.append(leg.name)
     assert ran == [
-        *(f"original@{factor}-seed1" for factor in ("1", "2", "0.5", "4")),
+        *scripts,
         *("original@2-seed2", "original@2-seed3", "fast-seed1", "fast-seed2", "fast-seed3"),
         *("fast:whole-seed1", "fast:no softcap-seed1"),
     ]
     assert all(race.finished(prepared, leg) for leg in race.legs(prepared, SETS, None))
     assert prepared.records()[-3]["settings"]["overrides"][-1] == "train.stop_at_loss=5.019000"
     assert race.finished(race.Race(**{**_fields(prepared), "rows": 64}), race.original(2.0, 1)) is None
-    assert race.verdict(prepared, SETS) == [
+    assert race.verdict(prepared, SETS, 5.02) == [
         "target 5.0200: the script at 2 x 0.0018, 3 seeds, 320.0 s",
         "gpt2_fast 5.0200, 3 seeds, 32.0 s: target met, ratio 0.100",
     ]
@@ -118,7 +120,8 @@ def test_only_named_legs_run_and_a_failure_is_reported(
     script.write_text(SCRIPT + "sys.exit('no GPU' if options['--learning_rate'] == '0.0072' else 0)\n")
     monkeypatch.setattr(race, "settings_of", lambda path: SETS)
     monkeypatch.setattr(race, "pack", lambda options, data: None)
-    command = ["--original", str(script), "--train", "t", "--val", "v", "--tokenizer", "g", "--out", str(tmp_path)]
+    text = str(script)  # any file: nothing is packed
+    command = ["--original", text, "--train", text, "--val", text, "--tokenizer", text, "--out", str(tmp_path)]
     assert race.main([*command, "--only", "original@2-seed1,original@4-seed1"]) == 1
     output = capsys.readouterr().out
     assert "original@4-seed1: " in output and "exit code 1" in output and "no GPU" in output
