@@ -179,4 +179,4 @@ def test_a_spec_beside_the_sweep_file_is_found(tmp_path: Path) -> None:
 def test_the_sweeps_of_this_repository_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     sweep = read_sweep(path)
-    assert len(sweep.settings) > 1 and len(sweep.quantizations) > 1
+    assert len(sweep.settings) > 1
