@@ -24,7 +24,7 @@ def command(specs: tuple[Path, ...], against: str) -> int:
     specs in specs/ are compared. With a revision, a spec that was removed is a finding, and a new one is none. The exit
     code is 1 if there are findings.
     """
-    from specc.compiler.breaking import CODE, breaking_changes, interface_of
+    from specc.compiler.compare.breaking import CODE, breaking_changes, interface_of
     from specc.compiler.errors import Diagnostic
 
     chosen = list(specs) or all_specs()

@@ -24,7 +24,7 @@ def command(before: Path, after: Path, form: str) -> int:
     A summary comes first, then the changes of the spec, of model.py and of the kernels. The exit code is 1 if the specs
     differ.
     """
-    from specc.compiler.diff import Comparison
+    from specc.compiler.compare.diff import Comparison
     from specc.compiler.errors import Diagnostic
 
     comparison = Comparison.of(before, after)

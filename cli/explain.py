@@ -36,7 +36,7 @@ def _explain_codes(code: str | None, as_json: bool) -> None:
     """Shows one code with its examples, or all codes with their meanings."""
     from dataclasses import asdict
 
-    from specc.compiler.codes import CODES
+    from specc.compiler.errors.codes import CODES
     from specc.compiler.report.error_pages import page_of
 
     pages = [page_of(code.upper())] if code is not None else []

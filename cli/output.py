@@ -118,7 +118,7 @@ class Output:
         if not shown and self.form == "json":  # the usual end, without an import
             click.echo("[]", file=stream)
             return
-        from specc.compiler.error_formats import FORMATS
+        from specc.compiler.errors.formats import FORMATS
 
         if text := FORMATS[self.form](shown):
             click.echo(text, file=stream)

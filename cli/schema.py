@@ -19,7 +19,7 @@ def command(of: str, write: bool, check: bool) -> int:
     from specc.compiler.generated_folder import replace_file
 
     if of == "findings":
-        from specc.compiler.error_formats import schema_text as text_of
+        from specc.compiler.errors.formats import schema_text as text_of
 
         if write or check:
             raise click.UsageError("--write and --check are for the schema of specs")

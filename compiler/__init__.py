@@ -2,9 +2,7 @@
 
 # Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.
 LAYERS = (
-    "codes",
     "errors",
-    "error_formats",
     "strict",
     "pattern",
     "targets",
@@ -31,6 +29,5 @@ LAYERS = (
     "render",
     "report",
     "build",
-    "diff",
-    "breaking",
+    "compare",
 )

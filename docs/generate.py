@@ -16,9 +16,9 @@ import click
 from pictures import pictures
 from promise_page import promise_page
 
-from specc.compiler.codes import CODES, INTERRUPTED, exit_code_of
-from specc.compiler.codes import EXIT_CODES as EXITS
-from specc.compiler.error_formats import schema_text as findings_schema
+from specc.compiler.errors.codes import CODES, INTERRUPTED, exit_code_of
+from specc.compiler.errors.codes import EXIT_CODES as EXITS
+from specc.compiler.errors.formats import schema_text as findings_schema
 from specc.compiler.spec.json_schema import schema_text
 
 ROOT = Path(__file__).parents[1]

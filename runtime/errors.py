@@ -12,7 +12,7 @@ class RuntimeFailure(Exception):
         message: the problem and its location.
         hint: a suggested remedy; empty if there is none.
         exit_code: exit code of the command that ends with this error.
-        code: its code, a key of `specc.compiler.codes.CODES`.
+        code: its code, a key of `specc.compiler.errors.codes.CODES`.
     """
 
     exit_code = 4

@@ -5,8 +5,8 @@ import importlib.resources
 import re
 from dataclasses import dataclass
 
-from specc.compiler.codes import CODES, exit_code_of
 from specc.compiler.errors import UsageProblem, one_of
+from specc.compiler.errors.codes import CODES, exit_code_of
 
 CODE = re.compile(r"[A-Za-z]\d{3}")
 _SECTION = r"^## {code}: .*?$(.*?)(?=^## |\Z)"

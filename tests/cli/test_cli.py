@@ -18,9 +18,9 @@ import pytest
 from tiny_models import spec_data
 
 from specc.cli import LAYERS, app, output
-from specc.compiler.codes import CODES
-from specc.compiler.error_formats import schema_text
 from specc.compiler.errors import EnvironmentProblem, SpeccError
+from specc.compiler.errors.codes import CODES
+from specc.compiler.errors.formats import schema_text
 from specc.compiler.spec.check import load
 
 ROOT = Path(__file__).parents[2]

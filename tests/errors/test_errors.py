@@ -16,9 +16,9 @@ import pytest
 from error_cases import BASES, FAMILIES, FOLDER, Case, cases_of, write_message
 
 from specc.compiler.build import plan_spec
-from specc.compiler.codes import CODES, exit_code_of
-from specc.compiler.error_formats import FORMATS
 from specc.compiler.errors import SpecError, render
+from specc.compiler.errors.codes import CODES, exit_code_of
+from specc.compiler.errors.formats import FORMATS
 
 SPECS = sorted((FOLDER.parents[1] / "specs").glob("*.yaml"))
 CASES = [case for family in FAMILIES for case in cases_of(family)]

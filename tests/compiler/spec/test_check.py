@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from specc.compiler.codes import CODES
 from specc.compiler.errors import Diagnostic, Mark, SpecError
+from specc.compiler.errors.codes import CODES
 from specc.compiler.spec.check import check, load, to_diagnostics
 from specc.compiler.spec.messages.expected import models_in
 from specc.compiler.spec.spec import Spec

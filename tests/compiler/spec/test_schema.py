@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from specc.compiler.codes import CODES
 from specc.compiler.errors import SpecError
+from specc.compiler.errors.codes import CODES
 from specc.compiler.spec.check import check
 from specc.compiler.spec.json_schema import DIALECT, schema_text
 from specc.compiler.text.source import Source, read

@@ -15,13 +15,13 @@ import pytest
 import specc.cli
 import specc.compiler
 import specc.runtime
-from specc.compiler.codes import CODES, EXIT_CODES, exit_code_of
-from specc.compiler.error_formats import DIALECT, json_text, sarif_text, schema
 from specc.compiler.errors import Bug, Diagnostic, Ended, Mark, SpeccError, SpecError, UsageProblem
+from specc.compiler.errors.codes import CODES, EXIT_CODES, exit_code_of
+from specc.compiler.errors.formats import DIALECT, json_text, sarif_text, schema
 from specc.compiler.report.error_pages import page_of
 from specc.runtime.errors import RuntimeFailure
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LITERAL = re.compile(r"[BEFGIPRSU]\d{3}")  # letters of codes
 OTHERS = {"B200"}  # a GPU
 

@@ -3,8 +3,8 @@
 import json
 import re
 
-from specc.compiler.error_formats import github_text, json_text
 from specc.compiler.errors import Diagnostic, Mark, SpeccError, SpecError, render
+from specc.compiler.errors.formats import github_text, json_text
 
 TWO = SpecError(
     [

@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specc.compiler.codes import CODES
 from specc.compiler.errors import Diagnostic, Mark, safe
+from specc.compiler.errors.codes import CODES
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from specc.cli.app import run
-from specc.compiler.breaking import breaking_changes, interface_of
+from specc.compiler.compare.breaking import breaking_changes, interface_of
 
-BASE = (Path(__file__).parents[1] / "errors/decoder.yaml").read_text()
+BASE = (Path(__file__).parents[2] / "errors/decoder.yaml").read_text()
 VERSION_1 = BASE.replace("spec_version: 2", "spec_version: 1")
 
 # change of the base -> the subject and the change of each finding

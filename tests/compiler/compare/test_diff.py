@@ -9,10 +9,10 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from specc.cli.app import run
-from specc.compiler.diff import Comparison
+from specc.compiler.compare.diff import Comparison
 from specc.compiler.errors import SpecError
 
-SPEC = Path(__file__).parents[2] / "specs/gpt_mlp35.yaml"
+SPEC = Path(__file__).parents[3] / "specs/gpt_mlp35.yaml"
 TEXT = SPEC.read_text()
 FUSED = next(line for line in TEXT.splitlines(keepends=True) if line.startswith("  - blocks.*.mlp:"))
 CHANGES = {

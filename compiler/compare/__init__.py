@@ -1,0 +1,1 @@
+"""The comparison of two specs: their differences, and the changes that break old checkpoints and artifacts."""
