@@ -33,4 +33,6 @@ LAYERS = (
     "build",
     "diff",
     "breaking",
+    "small",
+    "init",
 )
