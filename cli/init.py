@@ -11,11 +11,17 @@ from specc.cli.options import SPECS, Compiling
 @click.command("init", cls=Compiling)
 @click.argument("name")
 @click.option("--from", "origin", type=click.Path(path_type=Path), required=True, help="Spec to copy.")
-def command(name: str, origin: Path) -> None:
+@click.option(
+    "--small",
+    is_flag=True,
+    help="Change sizes so that the copy trains on a CPU within a minute and needs no files: few steps of short rows, "
+    "bytes as tokens, and the fewest layers and features with which the spec is valid.",
+)
+def command(name: str, origin: Path, small: bool) -> None:
     """Copy a spec, with its comments, to a new name."""
-    from specc.compiler.spec.init import copied
+    from specc.compiler.init import copied
 
     path = origin if origin.suffix == ".yaml" else SPECS / f"{origin}.yaml"
     target = SPECS / f"{name}.yaml"
-    copied(path, target, name)
-    click.echo(f"wrote {target}; next: specc plan {shlex.quote(str(target))}")
+    copied(path, target, name, small)
+    click.echo(f"wrote {target}; next: specc {'train' if small else 'plan'} {shlex.quote(str(target))}")

@@ -30,4 +30,6 @@ LAYERS = (
     "report",
     "build",
     "compare",
+    "small",
+    "init",
 )

@@ -90,7 +90,7 @@ class Comparison:
 
     def _saved(self) -> str:
         """Describes the values that fused groups save for the backward: total MB per micro-batch, and changed names."""
-        sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
+        sizes = [f"{sum(summary.step.memory.groups.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB per micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
         places = [place for place in {**old, **new} if old.get(place) != new.get(place)]

@@ -53,6 +53,8 @@ class Op:
     chained: ClassVar[int] = 1
     # Its operations per second on a GPU, in units of those of products in the compute dtype.
     speed: ClassVar[int] = 1
+    # Temporary values of the size of the first input that its code for the CPU has at once.
+    temporaries: ClassVar[int] = 0
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
 
@@ -99,6 +101,10 @@ class Op:
         A multiply-add counts as two, a pointwise operation as one per element.
         """
         return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
+
+    def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        """Returns the bytes that the library saves for the backward, beside inputs and outputs."""
+        return 0
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
         """Returns the share of the parameters among the inputs that one token uses."""

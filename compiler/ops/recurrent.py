@@ -12,6 +12,7 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 GATES = 4
+SAVED = GATES + 2  # values per output that the backward reads: the gates, c and tanh(c)
 
 
 def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[TensorType]) -> int:
@@ -80,6 +81,9 @@ class Lstm(Op):
         matrices = sum(weight.count(sizes) for weight in inputs[3:] if len(weight.shape) == 2)
         return 2 * x.with_shape(*x.shape[:-1]).count(sizes) * matrices
 
+    def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return SAVED * outputs[0].bytes(sizes)
+
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         state, weights = map(Input, range(3)), map(Input, range(3, self.arity))
         return TorchCall("lstm" if self.biases == 2 else "lstm_one_bias", (*state, self.directions, *weights))
@@ -128,6 +132,9 @@ class LstmCell(Op):
         x, _, _, *weights = inputs
         matrices = sum(weight.count(sizes) for weight in weights[:2])
         return 2 * x.with_shape(x.shape[0]).count(sizes) * matrices
+
+    def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return SAVED * outputs[0].bytes(sizes)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         return TorchCall(

@@ -6,32 +6,27 @@ GPU.
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
-from specc.compiler.expr import derive, reread, variables
-from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.op import Op, Tape
 from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.passes.select_kernels import group_pattern, together
 from specc.compiler.plan.lock import Machine, StepTiming
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.programs.cost import graph_costs
-from specc.compiler.programs.programs import Group, flatten
+from specc.compiler.programs.programs import flatten
+from specc.compiler.report.memory import Memory, aliases, is_barrier, memory_of
 from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
 TORCH = "torch"
 # Bytes per parameter: the optimizer reads master, gradient and two moments, and writes master, moments and view.
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
-# Bytes per parameter in memory. The view is the weight in the dtype of the products.
-STATE = MappingProxyType({"masters": 4, "gradients": 4, "moments": 8, "views": 2})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +91,17 @@ class Work:
 class Step:
     """A training step on one target.
 
-    `saved` are the bytes that fused groups save in a micro-batch, by path. `memory` is the least number of bytes of
-    parameters, optimizer state and saved values, which are the `parts`, by name. `key` is a digest of everything that
-    runs.
+    `key` is a digest of everything that runs.
     """
 
     target: str
     tokens: int
     micro_batches: int
     rows: tuple[StepRow, ...]
-    saved: Mapping[str, int]
-    memory: int
+    memory: Memory
     key: str
     machine: Machine | None = None
     timing: StepTiming | None = None
-    parts: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
@@ -152,12 +143,8 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     locked = plan.locked
     timing = locked.step if locked is not None and locked.step is not None and locked.step.key == key else None
     rows: list[StepRow] = []
-    saved: Counter[str] = Counter()
     for node in graph.nodes:
         rows += (replace(row, calls=micro_batches) for row in _rows_of(plan, graph, node, sizes))
-        if isinstance(node.op, Fused):
-            group = programs.group(node.op.group)
-            saved[group_pattern(programs, group, group.scope)] += _kept_bytes(group, sizes)
     count = sum(param.count for param in programs.params)
     moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient per value
     for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
@@ -165,25 +152,9 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         floor = plan.target.floor_ms(0, bytes)
         kernel = "Torch's compiler" if name == POINTWISE else ""
         rows.append(StepRow(name, name, "", kernel, calls, 0, bytes, floor, None if ms is None else ms / calls))
-    own = train.precision.masters == "bf16"  # the views are the masters
-    parts = {name: bytes * count for name, bytes in STATE.items() if not (own and name == "masters")}
-    parts |= {"saved activations": _saved_bytes(graph, sizes), "saved by fused groups": sum(saved.values())}
-    memory = sum(parts.values())
+    memory = memory_of(train, plan, graph, sizes)
     machine = locked.machine if locked is not None else None
-    return Step(
-        plan.target.name, tokens, micro_batches, tuple(_joined(rows)), saved, memory, key, machine, timing, parts
-    )
-
-
-def _kept_bytes(group: Group, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes that a group computes for its backward. With chunks, these are its gradients and the values of
-    one chunk."""
-    computed = set(group.saved) - {name for name, _ in group.forward.inputs}
-    size = sum(type.bytes(sizes) for name, type in group.backward.inputs if name in computed)
-    if group.chunks == 1:
-        return size
-    gradients = (group.backward.types[ref] for _, ref in group.backward.outputs)
-    return size // group.chunks + sum(type.bytes(sizes) for type in gradients)
+    return Step(plan.target.name, tokens, micro_batches, tuple(_joined(rows)), memory, key, machine, timing)
 
 
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
@@ -311,41 +282,20 @@ def _pattern(name: str) -> str:
     return ".".join("*" if word.isdigit() else re.sub(r"_run\d+$", "", word) for word in name.split("."))
 
 
-def _aliases(graph: Graph, sizes: Mapping[str, int]) -> Mapping[str, str]:
-    """Maps each value that is a view to the value it is a view of.
-
-    A node returns a view if it has one input, computes nothing, and keeps the dtype and number of elements.
-    """
-    views: dict[str, str] = {}
-    for node in graph.nodes:
-        inputs = [ref for ref in node.inputs if ref[0] not in "@$"]
-        if len(inputs) == len(node.types) == 1 and not _barrier(node):
-            source, type = graph.types[inputs[0]], node.types[0]
-            same = source.dtype == type.dtype and source.count(sizes) == type.count(sizes)
-            if same and node.op.flops([graph.types[ref] for ref in node.inputs], node.types, sizes) == 0:
-                views[node.outputs[0]] = views.get(inputs[0], inputs[0])
-    return views
-
-
-def _barrier(node: Node) -> bool:
-    """Returns whether Torch's compiler cannot fuse across a node."""
-    return isinstance(node.op, Fused | Scan) or node.op.matrix
-
-
 def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Returns the least bytes that the work between products, attention and groups moves in a forward pass.
 
     All nodes between the same barriers are modeled as one kernel. The kernel reads each input once, and writes each
     value that other kernels read once.
     """
-    views = _aliases(graph, sizes)
+    views = aliases(graph, sizes)
     computed: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether a kernel between barriers computes it
     read: set[tuple[int, str]] = set()
     written: set[str] = set()
     for node in graph.nodes:
         inputs = [views.get(ref, ref) for ref in node.inputs if ref[0] != "$"]
         stage = max((computed.get(ref, (0, False))[0] for ref in inputs), default=0)
-        between = not _barrier(node) and node.outputs[0] not in views
+        between = not is_barrier(node) and node.outputs[0] not in views
         for ref in inputs:
             before, pointwise = computed.get(ref, (0, False))
             if between and not (pointwise and before == stage):
@@ -353,38 +303,6 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
             if pointwise and (not between or before < stage) and node.outputs[0] not in views:
                 written.add(ref)
         for ref in node.outputs:
-            computed[ref] = (stage + _barrier(node), between)
+            computed[ref] = (stage + is_barrier(node), between)
     types = graph.types
     return sum(types[ref].bytes(sizes) for _, ref in read) + sum(types[ref].bytes(sizes) for ref in written)
-
-
-def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of a micro-batch that the forward saves for the backward, except what groups compute inside.
-
-    The forward saves the activations that products, attention and groups read. Torch's compiler recomputes the values
-    that other derivatives read. The forward also saves the inputs of this recomputation: the nearest values that are
-    saved anyway or that a barrier returns.
-    """
-    views = _aliases(graph, sizes)
-    barriers = {ref for node in graph.nodes if _barrier(node) for ref in node.outputs}
-    saved = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs}
-    waiting = [views.get(ref, ref) for node in graph.nodes if not _barrier(node) for ref in _derivative_reads(node)]
-    visited: set[str] = set()
-    while waiting:
-        if (ref := waiting.pop()) in visited:
-            continue
-        visited.add(ref)
-        if ref in barriers:
-            saved.add(ref)
-        elif ref not in saved and (node := graph.by_name.get(node_of(ref))) is not None:
-            waiting += (views.get(ref, ref) for ref in node.inputs)
-    return sum(graph.types[ref].bytes(sizes) for ref in saved if ref[0] not in "@$" and graph.types[ref].floating)
-
-
-def _derivative_reads(node: Node) -> frozenset[str]:
-    """Returns the inputs that the derivative of a node reads. The derivative of a copy reads no inputs."""
-    if not isinstance(node.op, Pointwise):
-        return frozenset(node.inputs if node.op.flops_per_output else ())
-    values = dict(zip(node.op.variables, node.inputs, strict=True))
-    slopes = (derive(reread(text), name) for text in node.op.outputs for name in values)
-    return frozenset(values[name] for slope in slopes for name in variables(slope))

@@ -113,7 +113,7 @@ class Summary:
         """The memory of a step in words."""
         if self.step.timing is not None:
             return f"{self.step.timing.memory / 1e9:.1f} GB at most"
-        return f"at least {self.step.memory / 1e9:.1f} GB"
+        return f"at least {self.step.memory.total / 1e9:.1f} GB"
 
     @property
     def gap(self) -> str:
@@ -158,7 +158,7 @@ class Summary:
         return {place: ", ".join(names) for place, names in saved.items() if names}
 
     def _saved(self, choices: SaveChoices) -> str:
-        size = self.step.saved.get(choices.label, 0)
+        size = self.step.memory.groups.get(choices.label, 0)
         amount = f", {size / 1e6:,.0f} MB per micro-batch" if size else ""
         how = "measured" if choices.measured is not None else "by rule"
         return f"{choices.label} saves {', '.join(choices.chosen.saved)}{amount}, {how}"
@@ -242,7 +242,7 @@ def data(summary: Summary) -> dict[str, Any]:
             "ms": step.timing.ms if step.timing is not None else None,
             "floor_ms": step.floor_ms,
             "memory": step.timing.memory if step.timing is not None else None,
-            "least_memory": step.memory,
+            "least_memory": step.memory.total,
             "work": [
                 {"name": work.name, "ms": work.ms, "floor_ms": work.floor_ms, "share": step.share(work)}
                 for work in step.works

@@ -1,18 +1,17 @@
 """Rewrites specs of version 1 and old keys of version 2. Parameters, programs and scores of the model stay as they
 are."""
 
-import io
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.tokens import CommentToken
 
 from specc.compiler.errors import Diagnostic, SpecError
 from specc.compiler.expr import Binary, Var, parse, substitute
 from specc.compiler.expr.wiring import parse_wiring
+from specc.compiler.text.round_trip import editable, edited, flow
 from specc.compiler.text.source import Source, read
 
 VERSION = 2
@@ -45,7 +44,7 @@ def _move_tf32(train: Data) -> None:
         train["precision"] = {"tf32": train.pop("tf32")}
         return
     place, comment = list(train).index("tf32"), train.ca.items.get("tf32")
-    train.insert(place, "precision", _flow({"tf32": train.pop("tf32")}))
+    train.insert(place, "precision", flow({"tf32": train.pop("tf32")}))
     if comment is not None:
         train.ca.items["precision"] = comment
 
@@ -70,10 +69,7 @@ def migrated_text(path: FilePath) -> str | None:
     source = read(path)
     if upgraded(source.data) is source.data:
         return None
-    yaml = YAML()
-    yaml.preserve_quotes, yaml.width = True, 4096
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    data = yaml.load(source.text)
+    data = editable(source.text)
     blocks = [part for part, _ in _block_sections(data) if isinstance(part, CommentedMap)]
     removed = [(part, [part.ca.items.get(key) for key in OLD if key in part]) for part in blocks]
     migrate(data)
@@ -86,22 +82,20 @@ def migrated_text(path: FilePath) -> str | None:
             part.yaml_set_comment_before_after_key(new, "\n".join(text.lstrip("# ") for text in texts), indent=4)
         for key in ("learn", "order"):
             if key in part:
-                part[key] = _flow(part[key])
+                part[key] = flow(part[key])
         if "common" in part:
-            part["common"] = {name: _flow(value) for name, value in part["common"].items()}
+            part["common"] = {name: flow(value) for name, value in part["common"].items()}
         for key in ("changes", "between"):
-            part[key] = [{name: _flow(value) for name, value in entry.items()} for entry in part.get(key, ())]
+            part[key] = [{name: flow(value) for name, value in entry.items()} for entry in part.get(key, ())]
             if not part[key]:
                 del part[key]
         for layer in part.get("layers", ()):
             if "learn" in layer:
-                layer["learn"] = _flow(layer["learn"])
+                layer["learn"] = flow(layer["learn"])
     for stage in _stages(data):
         if "learn" in stage:
-            stage["learn"] = _flow(stage["learn"])
-    stream = io.StringIO()
-    yaml.dump(data, stream)
-    return stream.getvalue().rstrip() + "\n"
+            stage["learn"] = flow(stage["learn"])
+    return edited(data)
 
 
 def migrate(data: Data) -> None:
@@ -185,19 +179,6 @@ def _block_sections(data: Data) -> Iterator[tuple[Data, Any]]:
             yield from ((part, dim) for part in stages if part.get("kind") == "blocks")
 
 
-def _flow(value: Any) -> Any:
-    """Returns new data as round-trip YAML whose mappings and lists are on one line."""
-    flowing: CommentedMap | CommentedSeq
-    if isinstance(value, dict) and not isinstance(value, CommentedMap):
-        flowing = CommentedMap((key, _flow(inner)) for key, inner in value.items())
-    elif isinstance(value, list) and not isinstance(value, CommentedSeq):
-        flowing = CommentedSeq(_flow(inner) for inner in value)
-    else:
-        return value
-    flowing.fa.set_flow_style()
-    return flowing
-
-
 def _plain(value: Any) -> Any:
     """Returns a copy that consists of dicts, lists and scalars."""
     if isinstance(value, Mapping):
@@ -279,21 +260,21 @@ def _migrate_train(train: Data) -> None:
         if isinstance(optimizer, MutableMapping):
             for key, schedule in (("momentum", _ramp), ("weight_decay", _taper)):
                 if isinstance(value := optimizer.get(key), Mapping):
-                    optimizer[key] = _flow(schedule(value))
+                    optimizer[key] = flow(schedule(value))
     forcing = train.get("teacher_forcing")
     if isinstance(forcing, list | tuple):
-        train["teacher_forcing"] = _flow({"at": _plain(forcing), "by": "step"})
+        train["teacher_forcing"] = flow({"at": _plain(forcing), "by": "step"})
     elif isinstance(forcing, Mapping) and "points" in forcing:
         new = {"at": _plain(forcing["points"]), "by": forcing.get("by", "step")}
-        train["teacher_forcing"] = _flow(new | ({"between": "linear"} if forcing.get("between") == "linear" else {}))
+        train["teacher_forcing"] = flow(new | ({"between": "linear"} if forcing.get("between") == "linear" else {}))
     if lengths := train.get("lengths"):
         points = _plain(lengths)
         context = {"at": points} if len(points) > 1 else points[0][1]
         if isinstance(train, CommentedMap):
-            train.insert(list(train).index("lengths"), "context", _flow(context))
+            train.insert(list(train).index("lengths"), "context", flow(context))
             if (comment := train.ca.items.pop("lengths", None)) is not None:
                 train.ca.items["context"] = comment
-        train["context"] = _flow(context)
+        train["context"] = flow(context)
     train.pop("lengths", None)
 
 

@@ -1,15 +1,17 @@
 """`specc train --dry-run`: everything that a run needs is checked without a GPU, and one step runs on the CPU."""
 
 import json
-import resource
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as recorder
 
 from specc.compiler import pipeline
 from specc.compiler.build import canonical, plan_loaded
@@ -44,8 +46,9 @@ class DryRun:
         size: the step that ran, in words.
         loss: the loss of the step on the CPU.
         seconds: the seconds of that step.
-        peak: the growth of the resident memory of this process up to the end of the step, in bytes.
-        estimate: the estimated bytes of the step that ran on the CPU.
+        peak: the most bytes that tensors had at once on the CPU, from the creation of the model to the end of the step.
+            Python, the libraries of Torch and mapped files are not included.
+        estimate: the estimate of `peak`.
     """
 
     summary: tuple[str, ...]
@@ -67,8 +70,8 @@ class DryRun:
         rows += [f"  {name:<24} {bytes / 1e6:>12,.1f} MB" for name, bytes in self.parts.items()]
         rows += [f"data         {self.data}"] if self.data else ["data         not checked: name them with --data"]
         rows.append(f"step         ran on the CPU, {self.size}: loss {self.loss:.4f}, {self.seconds:.2f} s")
-        ratio = f"{self.estimate / self.peak:.2f} times that" if self.peak else "not comparable"
-        rows.append(f"  its memory grew by {self.peak / 1e6:,.1f} MB; the estimate is {ratio}")
+        ratio = f"{self.estimate / self.peak:.2f} times that"
+        rows.append(f"  its tensors had at most {self.peak / 1e6:,.1f} MB; the estimate is {ratio}")
         return rows
 
 
@@ -102,27 +105,28 @@ def dry_run(
         full, small = _for_cpu(spec)
         say("runs a step on the CPU")
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="specc-"))
-        before = _peak()
-        began = time.perf_counter()
-        trainer = random_trainer(instantiate(small, CPU, Path(folder)), torch.device(CPU), stack)
-        for _ in range(STEPS):
-            began = time.perf_counter()
-            steps = [*trainer.advance(), *trainer.settle()]
-        loss = steps[-1].loss
+        with recorder(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            trainer = random_trainer(instantiate(small, CPU, Path(folder) / "code"), torch.device(CPU), stack)
+            for _ in range(STEPS):
+                began = time.perf_counter()
+                steps = [*trainer.advance(), *trainer.settle()]
+                seconds = time.perf_counter() - began
+        recorded.export_chrome_trace(str(trace := Path(folder) / "trace.json"))
+        peak, loss = _peak(trace), steps[-1].loss
     if not torch.isfinite(torch.tensor(loss)):
         raise RunFailure(f"the loss of the step is {loss}")
     return DryRun(
         summary=lines(summary),
-        parts=step.parts,
+        parts=step.memory.parts,
         measured=step.timing is not None,
-        bytes=step.timing.memory if step.timing is not None else step.memory,
+        bytes=step.timing.memory if step.timing is not None else step.memory.total,
         data=described,
         full=full,
         size="in full size" if full else f"one row of {small.model.title}",
         loss=loss,
-        seconds=time.perf_counter() - began,
-        peak=_peak() - before,
-        estimate=Summary(small, plan_loaded(small, None, (CPU,)).plans, {}).step.memory,
+        seconds=seconds,
+        peak=peak,
+        estimate=Summary(small, plan_loaded(small, None, (CPU,)).plans, {}).step.memory.total,
     )
 
 
@@ -143,5 +147,8 @@ def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
     return False, load(json.dumps(data))[0]
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _peak(trace: Path) -> int:
+    """Returns the most bytes that the allocator of the CPU gave to tensors in a trace with memory events."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted((event["ts"], int(event["args"]["Bytes"])) for event in events if event["name"] == "[memory]")
+    return max(accumulate(size for _, size in changes))

@@ -37,6 +37,7 @@ from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import COMMIT
 from specc.runtime.storage.data_digests import DataDigests
+from specc.runtime.storage.records import Records
 from specc.runtime.storage.start_record import StartRecord
 
 SPEC = "spec.json"
@@ -136,6 +137,14 @@ class Run:
     def spec_digest(self) -> str:
         """SHA-256 (hex) of the canonical spec, stored in checkpoints."""
         return self.old_digest or hashlib.sha256(canonical(self.spec).encode()).hexdigest()
+
+    def logged_loss(self, step: int) -> float | None:
+        """Returns the loss of the weights after `step`, in nats per token, if the log has a validation of them.
+
+        A validation of averaged weights does not count.
+        """
+        loss: float | None = Records.read(self.log).last("validation", step=step, weights="raw").get("nats")
+        return loss
 
     def create(self, files: Sequence[Path] = ()) -> "Run":
         """Creates the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory

@@ -122,6 +122,10 @@ class TrainedFile:
     def path(self) -> Path:
         return self.weights.with_name(f"{self.weights.name}.trained")
 
+    def logged_loss(self, step: int) -> float | None:
+        """Returns None: a submission trains from the first step, without a log."""
+        return None
+
     def save(self, snapshot: Snapshot) -> Path:
         """Writes the final weights atomically, f32, and returns the path.
 

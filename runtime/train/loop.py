@@ -35,6 +35,9 @@ class RunLabel(Protocol):
     @property
     def resume_command(self) -> str: ...
 
+    def logged_loss(self, step: int) -> float | None:
+        """Returns the loss of the validation at `step`, in nats per token. None if the log has none."""
+
 
 class _SignalReceived(Exception):
     """A signal reached this process; the other processes of its world have not been notified yet."""
@@ -169,8 +172,8 @@ class Loop:
                 self._say(f"compiled {left + 1} segments of the run in {seconds:.1f} s, before the clock starts")
         self._began = time.monotonic()
         self._agree()
-        if train.stop_at_loss is not None and trainer.step and self._due(train.validate_every) and not self._ended():
-            self._stop_at_loss(self._validate("raw", None))  # the run may have ended here
+        if self._begins_with_validation():
+            self._stop_at_loss(self._validate("raw", None))
         trainer.clock.start()
         while not self._ended():
             before = trainer.segment
@@ -191,6 +194,15 @@ class Loop:
                 self._agree()
         self._report(trainer.settle())
         trainer.clock.stop()
+
+    def _begins_with_validation(self) -> bool:
+        """Returns whether a validation is due at the step that the run resumes from, and was interrupted. Also returns
+        True if that validation reached `train.stop_at_loss`: the run has ended there."""
+        trainer, limit = self._trainer, self._trainer.train.stop_at_loss
+        if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
+            return False
+        loss = trainer.world.first(lambda: self._run.logged_loss(trainer.step))
+        return loss is None or (limit is not None and loss <= limit)
 
     def _stop_at_loss(self, result: Measured) -> None:
         """Ends the run if a validation of the current weights reached `train.stop_at_loss`."""

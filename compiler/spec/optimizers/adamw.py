@@ -1,6 +1,6 @@
 """Settings of AdamW."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 from specc.compiler.strict import PositiveFloat
@@ -14,6 +14,11 @@ class AdamWSpec(OptimizerSpec):
         eps: the epsilon of the denominator.
     """
 
+    slots: ClassVar[int] = 2
+
     kind: Literal["adamw"]
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
+
+    def state_numbers(self, shape: tuple[int, ...]) -> int:
+        return super().state_numbers(shape) + 1  # the count of steps

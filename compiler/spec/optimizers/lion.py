@@ -1,6 +1,6 @@
 """Settings of Lion."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 
@@ -13,6 +13,8 @@ class LionSpec(OptimizerSpec):
     Attributes:
         betas: the share of the momentum in the direction, and the decay of the momentum.
     """
+
+    slots: ClassVar[int] = 1
 
     kind: Literal["lion"]
     betas: tuple[Decay, Decay] = (0.9, 0.99)

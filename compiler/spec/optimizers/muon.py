@@ -1,7 +1,8 @@
 """Settings of Muon and its variants."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from math import prod
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,6 +34,8 @@ class MuonSpec(OptimizerSpec):
             iterations repeat the last. If unset, those of `method`.
     """
 
+    slots: ClassVar[int] = 1
+
     kind: Literal["muon"]
     momentum: UnitRate = 0.95
     nesterov: bool = True
@@ -45,6 +48,10 @@ class MuonSpec(OptimizerSpec):
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns a reason for every parameter that is neither a matrix nor a stack of matrices."""
         return "" if len(shape) in (2, 3) else "muon updates only matrices"
+
+    def state_numbers(self, shape: tuple[int, ...]) -> int:
+        rows = prod(shape[:-1]) if self.second_moment is not None else 0
+        return super().state_numbers(shape) + rows
 
     def problems(self) -> Iterator[Problem]:
         """Yields a problem if no step is an iteration, or if an iteration of `coefficients` is not used or diverges."""

@@ -1,6 +1,7 @@
 """The base class of all entries of `train.optimizers`."""
 
 from collections.abc import Iterator
+from math import prod
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -16,7 +17,8 @@ class OptimizerSpec(StrictModel):
 
     A subclass has a `kind` Literal as its tag and adds its settings, in a file of this package. The update rule of the
     same name is in `specc.runtime.optim`. `in_norm` is False if only the signs of the gradients count: they are then
-    neither in the norm of `train.clip_norm` nor clipped.
+    neither in the norm of `train.clip_norm` nor clipped. `slots` is the number of tensors of the shape of a parameter
+    that the rule stores for it.
 
     Attributes:
         match: the pattern of the names of the parameters to update. Parameters that an earlier entry matches are
@@ -30,6 +32,7 @@ class OptimizerSpec(StrictModel):
     """
 
     in_norm: ClassVar[bool] = True
+    slots: ClassVar[int] = 0
 
     kind: str
     match: Pattern
@@ -41,6 +44,10 @@ class OptimizerSpec(StrictModel):
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns the reason why the optimizer cannot update a parameter of this shape; empty if it can."""
         return ""
+
+    def state_numbers(self, shape: tuple[int, ...]) -> int:
+        """Returns how many f32 numbers the optimizer stores between steps for a parameter of this shape."""
+        return prod(shape) * (self.slots + (self.every > 1))
 
     def problems(self) -> Iterator[Problem]:
         """Yields a problem for a cautious decay of 0."""

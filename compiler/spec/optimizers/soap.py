@@ -1,6 +1,7 @@
 """Settings of SOAP."""
 
-from typing import Literal
+from math import prod
+from typing import ClassVar, Literal
 
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 from specc.compiler.strict import Positive, PositiveFloat
@@ -18,6 +19,8 @@ class SoapSpec(OptimizerSpec):
             costs no memory beyond that of Adam.
     """
 
+    slots: ClassVar[int] = 2
+
     kind: Literal["soap"]
     betas: tuple[Decay, Decay] = (0.95, 0.95)
     eps: PositiveFloat = 1e-8
@@ -27,3 +30,8 @@ class SoapSpec(OptimizerSpec):
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns a reason for every parameter that is neither a matrix nor a stack of matrices."""
         return "" if len(shape) in (2, 3) else "soap updates only matrices"
+
+    def state_numbers(self, shape: tuple[int, ...]) -> int:
+        *stack, rows, columns = shape
+        sides = sum(2 * side * side for side in (rows, columns) if side <= self.largest_side)
+        return super().state_numbers(shape) + prod(stack) * sides + 1  # the count of updates

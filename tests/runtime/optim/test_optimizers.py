@@ -49,6 +49,27 @@ def step(params: dict[str, nn.Parameter], optimizers: Optimizers, number: int) -
     optimizers.update(optimizers.work(number))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"kind": "adamw"},
+        {"kind": "lion"},
+        {"kind": "lion", "every": 2},
+        {"kind": "muon"},
+        {"kind": "muon", "second_moment": 0.9},
+        {"kind": "sign"},
+        {"kind": "soap"},
+        {"kind": "soap", "largest_side": 5},
+    ],
+)
+def test_the_stated_numbers_are_those_of_the_state(more: dict[str, Any]) -> None:
+    """Also of stacks of matrices. Plans add these numbers up."""
+    (spec,) = specs({"match": "*", "lr": 0.1, **more})
+    parameters = {"up": nn.Parameter(torch.zeros(8, 4)), "experts": nn.Parameter(torch.zeros(3, 4, 8))}
+    stated = sum(spec.state_numbers(tuple(parameter.shape)) for parameter in parameters.values())
+    assert sum(tensor.numel() for tensor in Optimizers(parameters, (spec,)).state().values()) == stated
+
+
 def test_each_parameter_has_one_owner_that_takes_it() -> None:
     for wrong, code in ((specs(muon("blocks.*.{up,down}"), adamw("embed")), "S310"), (specs(muon("*")), "S309")):
         with pytest.raises(LoweringError) as caught:

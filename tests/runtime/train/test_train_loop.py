@@ -146,6 +146,38 @@ def test_a_signal_during_validation_saves(tmp_path: Path) -> None:
     assert ends(tmp_path, "run") == ends(tmp_path, "whole")
 
 
+def test_a_validation_that_was_interrupted_is_made_on_resume(tmp_path: Path) -> None:
+    """Once, if the run ends before it, in it or after it."""
+    model, train = Toy(), train_spec(validate_every=5)
+    go(tmp_path, "whole", train)
+    score, due = model.score, [10]
+
+    def interrupted(*args: Any) -> Any:
+        if len(events(tmp_path, "run", "validation")) == 1 and due:
+            due.clear()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return score(*args)
+
+    def before(step: Step) -> None:
+        if step.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    model.score = interrupted  # type: ignore[method-assign]
+    for step in (5, 10):
+        with pytest.raises(Preempted):
+            go(tmp_path, "run", train, before, model=model)
+        assert events(tmp_path, "run", "stopped")[-1] == ("stopped", step, None)
+    assert go(tmp_path, "run", train, model=model, limits=Limits(15)).step == 15
+    assert go(tmp_path, "run", train, model=model).complete
+
+    def validations(name: str) -> list[tuple[int, str, float]]:
+        records = [record for record in read_log(tmp_path / name / "log.jsonl") if record["event"] == "validation"]
+        return [(record["step"], record["weights"], record["nats"]) for record in records]
+
+    # a run that ends early also scores the weights that it ends with
+    assert [entry for entry in validations("run") if entry[:2] != (15, "average")] == validations("whole")
+
+
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     def hook(step: Step) -> None:
         os.kill(os.getpid(), signal.SIGINT)

@@ -5,20 +5,23 @@ from pathlib import Path
 
 from specc.compiler.errors import SpeccError
 from specc.compiler.generated_folder import replace_file
+from specc.compiler.small import small_version
 from specc.compiler.spec.check import load
 
 
-def copied(origin: Path, target: Path, name: str) -> None:
+def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     """Writes a copy of `origin`, including comments, to `target` under another model name.
 
     Args:
         origin: the spec to copy.
         target: the new file; missing folders are created.
         name: the model name, 1 to 64 of `a-z`, `0-9` and `_`, beginning with a letter.
+        small: whether the copy has small sizes, as in `small_version`.
 
     Raises:
         SpeccError: if `target` exists, `name` is not a valid model name, `origin` or the result is not a valid
-            spec, or `origin` has no line `name: ...` at the left margin. Nothing is written then.
+            spec, `origin` has no line `name: ...` at the left margin, or no small sizes are valid. Nothing is written
+            then.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
         raise SpeccError(f"{name!r} is not a model name", "use small letters, digits and _, at most 64, a letter first")
@@ -30,5 +33,6 @@ def copied(origin: Path, target: Path, name: str) -> None:
     if not count:
         raise SpeccError(f"{origin} has no line `name: ...` at the left margin", "write its name on a line of its own")
     load(renamed)
+    renamed = small_version(renamed, origin.stem) if small else renamed
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, renamed)

@@ -1,0 +1,47 @@
+"""YAML texts as data that keep their comments and layout."""
+
+import io
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.tokens import CommentToken
+
+
+def _yaml() -> YAML:
+    yaml = YAML()
+    yaml.preserve_quotes, yaml.width = True, 4096
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    return yaml
+
+
+def editable(text: str) -> Any:
+    """Returns the data of a YAML text with comments and layout. The text must be sound; see `text.yaml.parse`."""
+    return _yaml().load(text)
+
+
+def edited(data: Any) -> str:
+    """Returns the text of data from `editable`, with all changes."""
+    stream = io.StringIO()
+    _yaml().dump(data, stream)
+    return stream.getvalue().rstrip() + "\n"
+
+
+def flow(value: Any) -> Any:
+    """Returns new data as round-trip YAML whose mappings and lists are on one line. Data with layout are unchanged."""
+    flowing: CommentedMap | CommentedSeq
+    if isinstance(value, dict) and not isinstance(value, CommentedMap):
+        flowing = CommentedMap((key, flow(inner)) for key, inner in value.items())
+    elif isinstance(value, list) and not isinstance(value, CommentedSeq):
+        flowing = CommentedSeq(flow(inner) for inner in value)
+    else:
+        return value
+    flowing.fa.set_flow_style()
+    return flowing
+
+
+def without_comment(part: Any, key: str | int) -> None:
+    """Removes the comment behind a value in a part of the data from `editable`, but not the empty lines after it."""
+    for token in part.ca.items.get(key, ()):
+        if isinstance(token, CommentToken) and token.value.lstrip(" ").startswith("#"):
+            token.value = "\n" + token.value.partition("\n")[2]

@@ -1,0 +1,52 @@
+"""`specc init --small`: any committed spec as one that trains on a CPU within a minute."""
+
+import re
+from pathlib import Path
+
+import pytest
+from log_lines import read_log
+from run_samples import write_text
+
+from specc.cli import app
+from specc.compiler import pipeline
+from specc.compiler.spec.check import load
+
+ROOT = Path(__file__).parents[2]
+SPECS = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_small_version_of_each_spec_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert app.run(["init", "first", "--from", str(ROOT / f"specs/{name}.yaml"), "--small"]) == 0
+    spec, origin = load(Path("specs/first.yaml"))[0], load(ROOT / f"specs/{name}.yaml")[0]
+    assert spec.model.kind == origin.model.kind and spec.targets == ("cpu",) and spec.train.steps == 20
+    assert [o.kind for o in spec.train.optimizers] == [o.kind for o in origin.train.optimizers]
+    assert sum(param.count for param in pipeline.lower(spec, "cpu").params) < 30e6
+    data = ["--data", str(write_text(tmp_path / "text"))] if spec.model.reads == "text" else []
+    assert app.run(["train", "specs/first.yaml", *data, "--run", "run", "--steps", "2"]) == 0
+    assert [record["step"] for record in read_log(Path("run/log.jsonl")) if record["event"] == "step"] == [1, 2]
+
+
+def test_comments_remain_except_those_of_changed_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "specs/modded_gpt.yaml"
+    assert app.run(["init", "first", "--from", str(path), "--small"]) == 0
+    lines = Path("specs/first.yaml").read_text().splitlines()
+    assert lines[0].startswith("# yaml-language-server:") and "modded_gpt with small sizes" in lines[1]
+    assert "  vocab: 257" in lines  # 50,257 as a multiple of 128, said a comment
+    comments = re.findall(r"#.*", "\n".join(lines[2:]))
+    assert comments == [text for text in re.findall(r"#.*", path.read_text())[1:] if "multiple of 128" not in text]
+
+
+def test_a_spec_without_a_small_version_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wide.yaml").write_text((ROOT / "specs/gpt_mini.yaml").read_text() + "eval: {stride: 200}\n")
+    assert app.run(["validate", "wide.yaml"]) == 0
+    assert app.run(["init", "first", "--from", "wide.yaml", "--small"]) == 2
+    message = capsys.readouterr().err
+    assert "wide has no small version: a stride of 200 tokens skips some tokens; the context is 128" in message
+    assert not Path("specs").exists()
