@@ -12,8 +12,7 @@ from specc.compiler.architectures.block import one_of
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.circuit import STREAM, Circuit
 from specc.compiler.architectures.side import Side
-from specc.compiler.architectures.stage_names import collisions
-from specc.compiler.architectures.stage_rules import stage_problems
+from specc.compiler.architectures.stage_rules import name_problems, position_problems
 from specc.compiler.architectures.stages import loops
 from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
@@ -114,8 +113,8 @@ class EncoderDecoder(Architecture):
         for side, stages in (("encoder", self.encoder), ("decoder", self.decoder)):
             for problem in Circuit(layers=stages).problems((STREAM,), (), None, self.layers):
                 yield problem.moved(lambda path, side=side: (side, *path[1:]))  # type: ignore[misc]
-            yield from stage_problems(side, stages)
-            yield from collisions(side, stages)
+            yield from position_problems(side, stages)
+            yield from name_problems(side, stages)
         for path, _ in values_in(self, Schedule):
             hint = "write the last value, or schedule a number of `train`"
             yield Problem((*path, "at"), "S267", "a model of kind encoder_decoder has no schedules", hint)
