@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from specc.compiler.architectures.block import Block
 from specc.compiler.architectures.circuit import STREAM
-from specc.compiler.architectures.scope import Scope
 from specc.compiler.architectures.stack import BlockCall, Stack
 from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
@@ -81,22 +80,16 @@ class Modules:
 
     def _module(self, b: Builder, k: int, x: str, targets: str, context: LoweringContext) -> str:
         """Adds the block of module `k` and returns the residual stream after it."""
-        shape, block, b.scope = self.shape, self.block, f"ahead{k}"
+        shape, b.scope = self.shape, f"ahead{k}"
         if self.term.form == "sequential":
             ids = targets if k == 1 else b.add("ids", LaterTargets(k - 1, fill=0), (targets,))
             token = b.add("token", Embedding(), (ids, "@embed.token"))
             both = b.add("both", Concat(), (self._normed(b, x, "stream_norm"), self._normed(b, token, "token_norm")))
             size = shape.activation(shape.dim, 2 * shape.dim)
             x = b.add("project", Linear(), (both, b.param("project", size, shape.matrix_init)))
-
-        def shape_of(path: str) -> Shape:
-            return replace(shape, attention=tuple(block.sizes(shape.dim, path).items()))
-
-        learned = block.circuit.learned
-        scope = Scope(b, shape, {STREAM: x}, learned, at=f"ahead{k}", norm=block.norm, shape_of=shape_of)
         b.origins.setdefault(STREAM, "")
-        call = BlockCall(self.stack, b, shape.layer, block, (STREAM,), context)
-        call.body(scope, context, {})
+        call = BlockCall(self.stack, b, shape.layer, self.block, (STREAM,), context)
+        scope, _ = call.body(b, x, context, at=f"ahead{k}")
         if b.scalars:
             message = f"the last block has numbers that depend on the layer, such as {next(iter(b.scalars))}"
             raise LoweringError((Problem(("train", "losses", self.place), "S265", message, "use numbers"),))

@@ -148,7 +148,7 @@ class _Lowering:
         self.tables = Tables(model.layers, dict(_places(model)))
         vocab = self.tables.size("V", model.vocabulary, "tokens")
         shape = Shape(0, self.tables, model.context, vocab, model.init, out, cache_length=model.context)
-        self.encoder = Side("encoder", model.encoder, shape)
+        self.encoder = Side("encoder", model.encoder, replace(shape, causal=False))
         self.decoder = Side("decoder", model.decoder, shape)
         self.reads_source = any("reads_source" in stage.traits for stage in model.decoder)
         self.reads_seen = any("reads_seen" in stage.traits for stage in model.encoder)
@@ -210,7 +210,7 @@ class _Lowering:
         seen = ""
         if self.reads_source or self.reads_seen:
             seen = b.add("seen", Seen(PAD), (source,))
-        memory, final = self.encoder.run(b, LoweringContext(source, seen=seen, causal=False, training=training))
+        memory, final = self.encoder.run(b, LoweringContext(source, seen=seen, training=training))
         self.decoder.shape = replace(self.decoder.shape, source=b.types[memory].width)
         last = next((stage.title for stage in reversed(self.model.encoder) if "recurrent" in stage.traits), None)
         states = {key: final[f"encoder.{last}.{key}"] for key in ("h", "c")} if last else {}

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 from specc.compiler.architectures.block import Block
 from specc.compiler.architectures.blocks import Between, Blocks, index_values
@@ -21,6 +22,7 @@ from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem
 
 DEFAULT_WRITE = f"{STREAM} + y"
+NOTHING: Mapping[Any, str] = {}
 
 
 @dataclass(frozen=True)
@@ -208,13 +210,7 @@ class BlockCall:
         weights = {name: _weight_label(name) for name in context.weights}
         inside = replace(context, shared=stack.labels[self.i], weights=weights, **inputs)  # type: ignore[arg-type]
         common = {name: name.replace(".", "_") for name in stack.blocks.common}
-
-        def shape_of(path: str) -> Shape:
-            return replace(shape, attention=tuple(block.sizes(shape.dim, path).items()))
-
-        learned = block.circuit.learned
-        scope = Scope(b, shape, {STREAM: STREAM}, learned, labels, common, norm=block.norm, shape_of=shape_of)
-        new = self.body(scope, inside, state)
+        scope, new = self.body(b, STREAM, inside, state, labels, common)
         outputs = {"x": scope.joined(), **{key.replace(".", "_"): ref for key, ref in new.items()}}
         shown = {title: scope.head_values[title] for title in stack.shown[self.i]}
         outputs |= {f"{title}_values": ref for title, ref in shown.items()}
@@ -238,15 +234,30 @@ class BlockCall:
         _, *refs = output_refs(node, 1 + len(further))
         return node, dict(zip(new, refs, strict=False)), dict(zip(shown, refs[len(new) :], strict=True))
 
-    def body(self, scope: Scope, context: LoweringContext, state: Mapping[str, str]) -> Mapping[str, str]:
-        """Adds the block to its function. Returns the new state by layer and key.
+    def body(
+        self,
+        b: Builder,
+        x: str,
+        context: LoweringContext,
+        state: Mapping[str, str] = NOTHING,
+        earlier: Mapping[EarlierValue, str] = NOTHING,
+        common: Mapping[str, str] = NOTHING,
+        at: str = "",
+    ) -> tuple[Scope, Mapping[str, str]]:
+        """Adds the block to its function. Returns the values of the function, and the new state by layer and key.
 
         Args:
-            scope: the values of the function.
+            b: the builder of the function.
+            x: the stream; several streams are concatenated.
             context: the values that its layers can read.
             state: the inputs that hold the previous state, by layer and key.
+            earlier: the inputs that hold values of earlier runs.
+            common: further values that expressions can read, by name.
+            at: the prefix of the names of nodes.
         """
-        block, b, part = self.block, scope.b, Path()
+        block, shape, part = self.block, replace(self.stack.shape, layer=self.i), Path()
+        learned, shape_of = block.circuit.learned, partial(block.shape_of, shape)
+        scope = Scope(b, shape, {STREAM: x}, learned, earlier, common, at, block.norm, shape_of)
         new: dict[str, str] = {}
         normed: dict[str, str] = {}
         try:
@@ -270,7 +281,7 @@ class BlockCall:
                 scope.write(block.write, "write_factor", replaced=scope.values)
         except TypeRuleError as error:
             raise LoweringError((self._mismatch(error, part, b),)) from None
-        return new
+        return scope, new
 
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
@@ -290,7 +301,7 @@ class BlockCall:
         before |= {"memory": context.memory} if "reads_source" in traits and not context.extends else {}
         before |= (
             {"seen": context.seen}
-            if "reads_source" in traits or ("reads_seen" in traits and not context.causal)
+            if "reads_source" in traits or ("reads_seen" in traits and not self.stack.shape.causal)
             else {}
         )
         before |= {_weight_label(name): ref for name, ref in context.weights.items()}

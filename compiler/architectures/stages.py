@@ -70,7 +70,7 @@ class Stages:
 
     def shape_of(self, stage: Part) -> Shape:
         width = self.widths.get(stage.title, 0)
-        return replace(self.shape.of_width(width), attention=tuple(stage.sizes(width).items()) if width else ())
+        return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
         """Returns the types of the state that stages, or all, store between tokens, by side, stage and key. Valid only
@@ -137,7 +137,7 @@ class Stages:
         Raises:
             LoweringError: if the stage does not fit the number of features of its input.
         """
-        self._check(stage, context.causal)
+        self._check(stage)
         scope.enter("")
         context = scope.shared.with_shared(scope.b, stage, scope.shape, replace(context, embedded=x))
         try:
@@ -148,10 +148,10 @@ class Stages:
         scope.values[stage.title] = scope.value
         return {f"{self.name}.{stage.title}.{key}": ref for key, ref in state.items()}
 
-    def _check(self, stage: Part, causal: bool) -> None:
+    def _check(self, stage: Part) -> None:
         """Raises LoweringError if a stage has problems for its number of input features."""
         shape = self.shape_of(stage)
-        problems = [*stage.problems_in(shape.dim), *stage.problems_of_context(shape.dim, shape.context, causal)]
+        problems = list(stage.problems_in(shape))
         for name, learned in stage.learned.items():
             problems += learned.size_problem(shape.sizes, "learn", name)
         if any(value.state() for value in stage.shared(shape)):

@@ -62,7 +62,8 @@ class FeedForward(Layer):
     def width(self, dim: int) -> int:
         return self.hidden or round(dim * (self.ratio or 0))
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        dim = shape.dim
         if self.ratio is not None and self.hidden is not None:
             hint = "remove one of the two; each sets the width"
             yield Problem(("hidden",), "S214", f"{self.kind} has both ratio and hidden", hint, (_RATIO,))

@@ -87,14 +87,14 @@ class Moe(FeedForward):
     def losses(self) -> tuple[str, ...]:
         return (*super().losses, *BALANCE, "z")
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        yield from super().problems_in(dim, layers)
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        yield from super().problems_in(shape)
         if self.top_k > self.experts:
             message = f"top_k is {self.top_k}, but there are {self.experts} experts"
             related = (("the experts", ("experts",)),)
             yield Problem(("top_k",), "S286", message, f"use at most {self.experts}", related)
-        if wrong := next((size for size in (self.width(dim), dim) if size % MULTIPLE), None):
-            what = "the width of an expert" if wrong == self.width(dim) else "the width of the model"
+        if wrong := next((size for size in (self.width(shape.dim), shape.dim) if size % MULTIPLE), None):
+            what = "the width of an expert" if wrong == self.width(shape.dim) else "the width of the model"
             hint = f"choose a multiple of {MULTIPLE}, which products of experts on a GPU need"
             yield Problem(("hidden" if self.hidden else "ratio",), "S286", f"{what} is {wrong}", hint)
         if self.experts > 2**15:

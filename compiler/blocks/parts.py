@@ -196,25 +196,12 @@ class Part(StrictModel):
         parts from this part to the recurrent part form a loop over time."""
         return None
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        """Yields the problems of this part in a model of `dim` features and `layers` blocks. Paths are relative to the
-        part."""
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        """Yields the problems of this part in a model of this shape. Paths are relative to the part."""
         yield from ()
 
-    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
-        """Yields the problems of this part in a model of `dim` features and `context` tokens. `causal` states whether a
-        token attends only to itself and earlier tokens, or else within the first `prefix` tokens. Paths are relative to
-        the part."""
-        yield from ()
-
-    def problems_of_layer(self, dim: int, layer: int, layers: int) -> Iterator[Problem]:
-        """Yields the problems of the part in block `layer` of `layers` in a model of `dim` features. Paths are relative
-        to the part."""
-        yield from ()
-
-    def sees_later(self, dim: int, context: int, prefix: int) -> bool:
-        """Returns whether a token of the prefix attends to a later token, in a model of `dim` features and `context`
-        tokens."""
+    def sees_later(self, shape: Shape) -> bool:
+        """Returns whether a token of the prefix attends to a later token."""
         return False
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:

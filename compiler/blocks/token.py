@@ -55,9 +55,9 @@ class EmbedScale(Embed):
     kind: Literal["scale"]
     by: Annotated[float | str, formula("dim")]
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
         try:
-            value_of(self.by, dim=float(dim))
+            value_of(self.by, dim=float(shape.dim))
         except ExprError as error:
             yield Problem(("by",), "S216", error.message, "change the formula, e.g. to `sqrt(dim)`")
 

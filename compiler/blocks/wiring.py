@@ -1,6 +1,6 @@
 """Wiring: how a block reads the residual stream and writes to it, as pointwise expressions over named values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -216,6 +216,22 @@ def number_problem(
         if layer is None:
             message, hint = f"{error.message} outside of blocks", "use `layers`, the number of blocks"
         yield Problem(at, "S216", message, hint, offset=offset)
+
+
+def failure(compute: Callable[[], object], path: Path, code: str, hint: str, where: str = "") -> Iterator[Problem]:
+    """Yields a problem if `compute` raises ExprError.
+
+    Args:
+        compute: computes the value of an expression.
+        path: the spec path of the expression.
+        code: the code of the error.
+        hint: what to do, if the error does not state it.
+        where: the beginning of the message, such as `in layer 2, `.
+    """
+    try:
+        compute()
+    except ExprError as error:
+        yield Problem(path, code, f"{where}{error.message}", error.hint or hint, offset=error.column)
 
 
 def condition(*names: str) -> AfterValidator:
