@@ -14,7 +14,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.losses.module_ahead import ModuleAhead
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, LaterTargets
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.programs.programs import LoweringError
@@ -54,7 +54,7 @@ class Modules:
             loss: the loss without the modules, f32[].
             ignore: a target that does not count.
         """
-        losses, stream = [], x
+        losses, stream = dict[str, str](), x
         for k in range(1, self.term.modules + 1):
             stream = self._module(b, k, x if self.term.form == "heads" else stream, targets, context)
             b.scope = f"ahead{k}"
@@ -63,11 +63,10 @@ class Modules:
             logits = head.lower(b, y, self.shape, "@embed.token" if self.head.tied else "@head.logits")
             later = b.add("targets", LaterTargets(k, self.term.bos, ignore), (targets,))
             op = CrossEntropy("mean", ignore, f"nats_{k + 1}", (), (str(k + 1),))
-            losses.append(b.add("loss", op, (logits, targets, later)))
+            losses[f"ahead{k}"] = b.add("loss", op, (logits, targets, later))
         b.scope = ""
-        names = [f"ahead{k}" for k in range(1, len(losses) + 1)]
-        text = f"loss + weight * ({' + '.join(names)}) / {len(names)}"
-        return b.add("loss_ahead", Pointwise((text,), ("loss", "weight", *names)), (loss, self.term.input, *losses))
+        text = f"loss + weight * ({' + '.join(losses)}) / {len(losses)}"
+        return pointwise(b, "loss_ahead", text, loss=loss, weight=self.term.input, **losses)
 
     @property
     def shape(self) -> Shape:

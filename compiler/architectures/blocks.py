@@ -21,7 +21,7 @@ from specc.compiler.expr.index import condition_holds, formula_value
 from specc.compiler.expr.wiring import INDEX, OUTPUT, VALUE, Wiring
 from specc.compiler.ir.types import TensorType
 from specc.compiler.schedule import Schedule
-from specc.compiler.strict import LearnedName, PartName, Path, Problem, StrictModel, later, values_in
+from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, later, values_in
 
 TAKEN = ("blocks", "embed", "head", "norm")  # names of other parts of a model
 
@@ -40,7 +40,7 @@ class Between(StrictModel):
     """
 
     name: PartName
-    where: Annotated[str, Field(min_length=1, max_length=500), condition(*INDEX)]
+    where: Annotated[ExprText, condition(*INDEX)]
     learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
     read: Expressions
 

@@ -19,7 +19,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import SdpaSeen
 from specc.compiler.ops.exclusive import Exclusive
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
@@ -239,7 +239,7 @@ class Attention(ScoreAndMask):
         if self.qk_norm is None or self.qk_norm.gain is None:
             return q
         gain = b.param("q_gain", shape.activation(self.queries(shape), 1), constant(self.qk_norm.gain))
-        return b.add("q.gain", Pointwise(("q * gain",), ("q", "gain")), (q, gain))
+        return pointwise(b, "q.gain", "q * gain", q=q, gain=gain)
 
     def _out(self, b: Builder, attended: str, shape: Shape, context: LoweringContext) -> str:
         attended = self.wired("y", lambda: attended, self.queries(shape), context)

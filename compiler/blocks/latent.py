@@ -15,7 +15,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import HeadLinear, Linear
 from specc.compiler.ops.norm import RmsNorm
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import ExpandHeads, FirstFeatures, MergeHeads, SplitHeads
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel
@@ -164,7 +164,7 @@ class Latent(ScoreAndMask):
         wide = self.scaled(b, wide, shape)
         factor = fields.scale or self.size(shape.dim) ** -0.5
         text = f"q * {factor * (self.kv_rank + self.rope_dim) ** 0.5!r}"
-        wide = b.add("q.absorbed_scale", Pointwise((text,), ("q",)), (wide,))
+        wide = pointwise(b, "q.absorbed_scale", text, q=wide)
         y = self.attend(b, wide, keys, values, shape, context, replace(fields, scale=None))
         return b.add("y.values", HeadLinear(transposed=True), (y, value)), state
 

@@ -13,11 +13,9 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import ScoreFields
 from specc.compiler.ops.pooled.attention import PoolWrite, SdpaPooled, SdpaPooledCached
 from specc.compiler.ops.pooled.pooling import POOLINGS
-from specc.compiler.strict import Problem, StrictModel, accepted_by
+from specc.compiler.strict import ExprText, Problem, StrictModel, accepted_by
 
-MaskText = Annotated[
-    str, Field(min_length=1, max_length=500), accepted_by(lambda text: parse(text, BLOCKS.whole, BLOCKS))
-]
+MaskText = Annotated[ExprText, accepted_by(lambda text: parse(text, BLOCKS.whole, BLOCKS))]
 
 
 class Pool(StrictModel):

@@ -23,13 +23,13 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached
 from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
 from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.programs.init import constant, formula, value_of
 from specc.compiler.schedule import SegmentSchedule, points_of
-from specc.compiler.strict import Positive, Problem, Unit, accepted_by, later
+from specc.compiler.strict import ExprText, Positive, Problem, Unit, accepted_by, later
 
-MaskText = Annotated[str, Field(min_length=1, max_length=500), accepted_by(parse_mask)]
+MaskText = Annotated[ExprText, accepted_by(parse_mask)]
 
 
 class MaskSchedule(SegmentSchedule):
@@ -40,7 +40,6 @@ class MaskSchedule(SegmentSchedule):
 
 # The names of other values in a score, or in the functions that are generated for attention.
 TAKEN = {"s", *POSITIONS, *NUMBERS, "q", "k", "v", "y", "dy", "lse", "positions", "start", "starts", "sinks"}
-ScoreText = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 class ScoreAndMask(Layer):
@@ -67,7 +66,7 @@ class ScoreAndMask(Layer):
     of_tokens: ClassVar[tuple[str, ...]] = ("score", "mask", "scale", "sinks")
 
     heads: Positive
-    score: ScoreText = later(PLAIN)
+    score: ExprText = later(PLAIN)
     mask: MaskText | MaskSchedule = later(CAUSAL)
     scale: Annotated[float | str, formula("head_dim", "layer", "layers")] | None = later(None)
     sinks: bool = later(False)
@@ -300,7 +299,7 @@ class ScoreAndMask(Layer):
             return q
         formula = substitute(parse(str(self.scale)), {"head_dim": Const(self.size(shape.dim))})
         text, numbers = number(b, f"({formula}) * sqrt({self.size(shape.dim)})", "attention_scale", shape)
-        return b.add("q.scaled", Pointwise((f"q * {text}",), ("q", *numbers)), (q, *numbers.values()))
+        return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
         """Returns the value of the field `name` as [B, T, H, C]. `plain` adds the value that the expression reads;

@@ -17,18 +17,18 @@ from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding, FirstFeatures
 from specc.compiler.programs.init import Init, LayerFormula, constant, stated, value_of
-from specc.compiler.strict import Name, Path, Positive, Problem, StrictModel, accepted_by, later
+from specc.compiler.strict import ExprText, Name, Path, Positive, Problem, StrictModel, accepted_by, later
 
 SHARED = "_shared"  # the prefix of the variable of a part that occurs in an expression more than once
 IDS = "ids"  # the tokens of the program, i64[B, T]
 
 
 # A number, or a formula of whole numbers over the sizes of the model and of the attention of the block.
-Formula = Annotated[str, Field(min_length=1, max_length=500), accepted_by(names_in)]
+Formula = Annotated[ExprText, accepted_by(names_in)]
 Count = Annotated[int, Field(gt=0, le=2**24)] | Formula
 Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=4)]
 
-WiringText = Annotated[str, Field(min_length=1, max_length=500), accepted_by(parse_wiring)]
+WiringText = Annotated[ExprText, accepted_by(parse_wiring)]
 Expressions = WiringText | dict[Name, WiringText]  # the residual stream, or several streams by name
 
 
