@@ -87,7 +87,7 @@ class Modules:
             size = shape.activation(shape.dim, 2 * shape.dim)
             x = b.add("project", Linear(), (both, b.param("project", size, shape.matrix_init)))
         b.origins.setdefault(STREAM, "")
-        call = BlockCall(self.stack, b, shape.layer, self.block, (STREAM,), context)
+        call = BlockCall(self.stack, b, shape.layer, (STREAM,), context)
         scope, _ = call.body(b, x, context, at=f"ahead{k}")
         if b.scalars:
             message = f"the last block has numbers that depend on the layer, such as {next(iter(b.scalars))}"

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from specc.compiler.architectures.stages import loops, owner_of
+from specc.compiler.architectures.side import groups, owner_of
 from specc.compiler.blocks.parts import Part
 from specc.compiler.strict import Problem
 
@@ -14,7 +14,7 @@ BEFORE_THE_LOOP = "put it before the stage that attends with the state of a late
 
 def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
     """Yields the problems of the positions of stages. Paths are relative to the model."""
-    looped = {i for _, first, last in loops(stages) for i in range(first + 1, last + 1)}
+    looped = {first + i for _, first, group in groups(stages) for i in range(1, len(group))}
     for i, stage in enumerate(stages):
         earlier, later = [other.title for other in stages[:i]], stages[i + 1 :]
 
@@ -54,7 +54,7 @@ def name_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
     Paths are relative to the model.
     """
     titles = {stage.title: i for i, stage in enumerate(stages)}
-    modules = [(first, LOOP, name) for name, first, _ in loops(stages)]
+    modules = [(first, LOOP, name) for name, first, _ in groups(stages) if name]
     classes = [(first, LOOP, f"{side}_{name}") for first, _, name in modules]
     for i, stage in enumerate(stages):
         modules += [(i, what, name) for name, what in stage.further_modules.items()]
