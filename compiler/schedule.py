@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field
 
 from specc.compiler.expr import ExprError, number, parse, variables
-from specc.compiler.strict import NonNegativeFloat, Positive, Problem, StrictModel, Unit
+from specc.compiler.strict import ExprText, NonNegativeFloat, Positive, Problem, StrictModel, Unit
 
 M = TypeVar("M", bound=StrictModel)
 MOST = 64  # points of a schedule
@@ -146,8 +146,8 @@ def formula(most: float = math.inf) -> AfterValidator:
     return AfterValidator(check)
 
 
-Formula = Annotated[str, Field(min_length=1, max_length=500), formula()]
-UnitFormula = Annotated[str, Field(min_length=1, max_length=500), formula(1.0)]
+Formula = Annotated[ExprText, formula()]
+UnitFormula = Annotated[ExprText, formula(1.0)]
 Points = Annotated[tuple[tuple[NonNegativeFloat, NonNegativeFloat], ...], Field(min_length=1, max_length=MOST)]
 UnitPoints = Annotated[tuple[tuple[NonNegativeFloat, Unit], ...], Field(min_length=1, max_length=MOST)]
 SizePoints = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=MOST)]

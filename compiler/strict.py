@@ -67,6 +67,7 @@ NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
+ExprText = Annotated[str, Field(min_length=1, max_length=500)]  # an expression
 
 Path = tuple[str | int, ...]
 T = TypeVar("T")

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from specc.compiler.architectures.block import Block
 from specc.compiler.architectures.circuit import STREAM
-from specc.compiler.architectures.scope import Scope
 from specc.compiler.architectures.stack import BlockCall, Stack
 from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
@@ -15,7 +14,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.losses.module_ahead import ModuleAhead
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, LaterTargets
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.programs.programs import LoweringError
@@ -55,7 +54,7 @@ class Modules:
             loss: the loss without the modules, f32[].
             ignore: a target that does not count.
         """
-        losses, stream = [], x
+        losses, stream = dict[str, str](), x
         for k in range(1, self.term.modules + 1):
             stream = self._module(b, k, x if self.term.form == "heads" else stream, targets, context)
             b.scope = f"ahead{k}"
@@ -64,11 +63,10 @@ class Modules:
             logits = head.lower(b, y, self.shape, "@embed.token" if self.head.tied else "@head.logits")
             later = b.add("targets", LaterTargets(k, self.term.bos, ignore), (targets,))
             op = CrossEntropy("mean", ignore, f"nats_{k + 1}", (), (str(k + 1),))
-            losses.append(b.add("loss", op, (logits, targets, later)))
+            losses[f"ahead{k}"] = b.add("loss", op, (logits, targets, later))
         b.scope = ""
-        names = [f"ahead{k}" for k in range(1, len(losses) + 1)]
-        text = f"loss + weight * ({' + '.join(names)}) / {len(names)}"
-        return b.add("loss_ahead", Pointwise((text,), ("loss", "weight", *names)), (loss, self.term.input, *losses))
+        text = f"loss + weight * ({' + '.join(losses)}) / {len(losses)}"
+        return pointwise(b, "loss_ahead", text, loss=loss, weight=self.term.input, **losses)
 
     @property
     def shape(self) -> Shape:
@@ -81,22 +79,16 @@ class Modules:
 
     def _module(self, b: Builder, k: int, x: str, targets: str, context: LoweringContext) -> str:
         """Adds the block of module `k` and returns the residual stream after it."""
-        shape, block, b.scope = self.shape, self.block, f"ahead{k}"
+        shape, b.scope = self.shape, f"ahead{k}"
         if self.term.form == "sequential":
             ids = targets if k == 1 else b.add("ids", LaterTargets(k - 1, fill=0), (targets,))
             token = b.add("token", Embedding(), (ids, "@embed.token"))
             both = b.add("both", Concat(), (self._normed(b, x, "stream_norm"), self._normed(b, token, "token_norm")))
             size = shape.activation(shape.dim, 2 * shape.dim)
             x = b.add("project", Linear(), (both, b.param("project", size, shape.matrix_init)))
-
-        def shape_of(path: str) -> Shape:
-            return replace(shape, attention=tuple(block.sizes(shape.dim, path).items()))
-
-        learned = block.circuit.learned
-        scope = Scope(b, shape, {STREAM: x}, learned, at=f"ahead{k}", norm=block.norm, shape_of=shape_of)
         b.origins.setdefault(STREAM, "")
-        call = BlockCall(self.stack, b, shape.layer, block, (STREAM,), context)
-        call.body(scope, context, {})
+        call = BlockCall(self.stack, b, shape.layer, (STREAM,), context)
+        scope, _ = call.body(b, x, context, at=f"ahead{k}")
         if b.scalars:
             message = f"the last block has numbers that depend on the layer, such as {next(iter(b.scalars))}"
             raise LoweringError((Problem(("train", "losses", self.place), "S265", message, "use numbers"),))

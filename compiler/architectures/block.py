@@ -3,7 +3,6 @@
 import operator
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Field
@@ -35,7 +34,6 @@ else:
 
 
 NO_LAYERS = "a block needs a layer, for example `- {kind: mlp, ratio: 4, act: gelu(x)}`"
-SOME = {"context": 1 << 20, "prefix": 1 << 10}  # numbers for checks of formulas
 
 
 class Block(StrictModel):
@@ -82,18 +80,19 @@ class Block(StrictModel):
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 
-    def problems_in_model(
-        self, dim: int, streams: Streams, known: tuple[str, ...], layer: int, layers: int
-    ) -> Iterator[Problem]:
-        """Yields the problems of the block at its place in a model. Paths are relative to the block.
+    def shape_of(self, shape: Shape, path: str = "") -> Shape:
+        """Returns the shape dims of the learned value `path` of the block, or of all blocks."""
+        return shape.of_attention(self.sizes(shape.dim, path))
+
+    def problems_of(self, shape: Shape, streams: Streams, known: tuple[str, ...]) -> Iterator[Problem]:
+        """Yields the problems of the block in a model of this shape. Paths are relative to the block.
 
         Args:
-            dim: the number of features of the model.
+            shape: the shape dims of the model, with the index of the block.
             streams: the names of the streams before the block.
             known: the names of further values that its expressions may read.
-            layer: the index of the block.
-            layers: the number of blocks.
         """
+        layer, layers = shape.layer, shape.layers
         if self.norm is not None:
             yield from number_problem(self.norm.scale, ("norm", "scale"), layer, layers)
             if "stream" in self.norm.places and len(self.circuit.streams_after((STREAM,))) > 1:
@@ -102,9 +101,10 @@ class Block(StrictModel):
         if not self.layers:
             yield Problem(("layers",), "S254", f"block {layer} has no layers", NO_LAYERS)
         for i, part in enumerate(self.layers):
-            problems = chain(part.problems_in(dim, layers), part.problems_of_layer(dim, layer, layers))
-            yield from (problem.under("layers", i) for problem in problems)
+            yield from (problem.under("layers", i) for problem in part.problems_in(shape))
+            if "reads_source" in part.traits and not shape.source:
+                message = f"{part.title} reads an encoder, but a model of kind decoder has none"
+                yield Problem(("layers", i), "S230", message, "use `kind: encoder_decoder`, or `of: self`")
         yield from self.circuit.problems(streams, known, layer, layers)
         for name, learned in self.circuit.learned.items():
-            sizes = {"dim": dim, **SOME, **self.sizes(dim, name)}
-            yield from learned.size_problem(sizes, *self.circuit.place(name))
+            yield from learned.size_problem(self.shape_of(shape, name).sizes, *self.circuit.place(name))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from specc.compiler.architectures.block import SOME, AnyLayer, Block
+from specc.compiler.architectures.block import AnyLayer, Block
 from specc.compiler.architectures.changes import Change, changed_block, source_of
 from specc.compiler.architectures.circuit import STREAM, Circuit, Streams
 from specc.compiler.blocks.context import Shape, Shared
@@ -21,7 +21,7 @@ from specc.compiler.expr.index import condition_holds, formula_value
 from specc.compiler.expr.wiring import INDEX, OUTPUT, VALUE, Wiring
 from specc.compiler.ir.types import TensorType
 from specc.compiler.schedule import Schedule
-from specc.compiler.strict import LearnedName, PartName, Path, Problem, StrictModel, later, values_in
+from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, later, values_in
 
 TAKEN = ("blocks", "embed", "head", "norm")  # names of other parts of a model
 
@@ -40,7 +40,7 @@ class Between(StrictModel):
     """
 
     name: PartName
-    where: Annotated[str, Field(min_length=1, max_length=500), condition(*INDEX)]
+    where: Annotated[ExprText, condition(*INDEX)]
     learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
     read: Expressions
 
@@ -138,11 +138,8 @@ class Blocks(Block):
         """The block index of each run, in the last order."""
         return self.orders[-1][1]
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        """Yields the problems of the blocks in a model of `dim` features. Paths are relative to the blocks.
-
-        `layers` is ignored, because the blocks count their own layers.
-        """
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        """Yields the problems of the blocks in a model of this shape. Paths are relative to the blocks."""
         for i, change in enumerate(self.changes):
             yield from self._condition_problems(i, change)
         by_path: dict[tuple[Path, str], Problem] = {}
@@ -155,28 +152,28 @@ class Blocks(Block):
                 for problem in schedule.problems()
                 if source(path) != path  # others are reported at their own place
             ]
-            problems += block.problems_in_model(dim, streams, ("x0", *self.common), index, self.count)
+            problems += block.problems_of(replace(shape, layer=index), streams, ("x0", *self.common))
             streams = block.circuit.streams_after(streams)
             for problem in problems:
                 moved = problem.moved(source)
                 by_path.setdefault((moved.path, moved.code), moved)
         yield from by_path.values()
-        yield from (problem.moved(lambda path: ("common", *path[1:])) for problem in self._common_problems(dim))
+        yield from (problem.moved(lambda path: ("common", *path[1:])) for problem in self._common_problems(shape))
         if streams != (STREAM,) and not by_path:
             message = f"the last block must end with one stream, but ends with {' and '.join(streams)}"
             hint = "give the last block a `write` of one expression, for example `0.5 * (a + b)`"
             yield Problem(("layers",), "S246", message, hint)
         if not by_path:
-            yield from self.order_problems(dim)
+            yield from self.order_problems(shape)
 
-    def _common_problems(self, dim: int) -> Iterator[Problem]:
+    def _common_problems(self, shape: Shape) -> Iterator[Problem]:
         """Yields the problems of the learned values that all blocks share. Paths are those of learned values."""
         reads = {name for block in self.every for name in block.circuit.reads}
         circuit = Circuit(self.common)
         yield from circuit.problems((), ("x0",), None, self.count, reads)
         for name, value in self.common.items():
             for block in filter(lambda block: block.reads_value(name), self.every):
-                yield from value.size_problem({"dim": dim, **SOME, **block.sizes(dim)}, "learn", name)
+                yield from value.size_problem(block.shape_of(shape).sizes, "learn", name)
             if value.reads is not None and value.reads.earlier:
                 yield Problem(("learn", name, "of"), "S220", "no output exists before the first block", "read `x0`")
 
@@ -199,10 +196,10 @@ class Blocks(Block):
                 message = f"a block has no layer named {key}"
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
-    def order_problems(self, dim: int) -> Iterator[Problem]:
+    def order_problems(self, shape: Shape) -> Iterator[Problem]:
         """Yields the first read of a value that does not exist yet, and the problems of the modules between runs."""
         for i, module in enumerate(self.modules):
-            problem = next(self._module_problems(i, module, dim), None)
+            problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:
                 yield problem.under("between", i)
         for _, order in self.orders:
@@ -210,7 +207,7 @@ class Blocks(Block):
                 for path, wiring, title in self.block(i).circuit.expressions:
                     problems = chain(
                         earlier_problems(wiring, path, run, i, order, self.count),
-                        self._head_value_problems(wiring, path, title, run, order, dim),
+                        self._head_value_problems(wiring, path, title, run, order, shape.dim),
                     )
                     for problem in problems:
                         yield problem.moved(partial(self.source_of, layer=i))
@@ -236,12 +233,12 @@ class Blocks(Block):
                 hint = "make `kv_heads` and `head_dim` of the two layers equal"
                 yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
 
-    def _module_problems(self, i: int, module: Between, dim: int) -> Iterator[Problem]:
+    def _module_problems(self, i: int, module: Between, shape: Shape) -> Iterator[Problem]:
         if module.name in TAKEN or any(other.name == module.name for other in self.modules[:i]):
             message = f"{module.name} is the name of another part of the model"
             yield Problem(("name",), "S207", message, "choose another `name:`")
         for name, learned in module.learn.items():
-            yield from learned.size_problem({"dim": dim, **SOME}, "learn", name)
+            yield from learned.size_problem(shape.sizes, "learn", name)
         several = {stream: "" for block in self.every for stream in block.circuit.streams_after((STREAM,))}
         streams = tuple(several) if isinstance(module.read, dict) else (STREAM,)
         yield from module.circuit.problems(streams, (), None, self.count)
@@ -258,7 +255,7 @@ class Blocks(Block):
             yield from layer.shared(shape)
         for name in filter(block.reads_value, sorted(self.common)):
             label = name.replace(".", "_")
-            wide = replace(shape, attention=tuple(block.sizes(shape.dim).items()))
+            wide = block.shape_of(shape)
             yield ModelValue(label, (label,), path=name, prefix=self.prefix, values=self.common, shape=wide)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:

@@ -17,7 +17,7 @@ from pydantic_core import InitErrorDetails
 from specc.compiler.architectures.block import Block
 from specc.compiler.blocks.wiring import Expressions, condition
 from specc.compiler.expr.wiring import NUMBERS
-from specc.compiler.strict import LearnedName, Path, StrictModel
+from specc.compiler.strict import ExprText, LearnedName, Path, StrictModel
 
 Data = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ class Change(StrictModel):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, dict[str, Any] | None] = Field(init=False)
 
-    where: Annotated[str, Field(min_length=1, max_length=500), condition(*NUMBERS)]
+    where: Annotated[ExprText, condition(*NUMBERS)]
     norm: dict[str, Any] | None = None
     learn: dict[LearnedName, dict[str, Any] | None] | None = None
     read: Expressions | None = None

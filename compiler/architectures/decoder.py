@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -93,14 +92,14 @@ class DecoderBlocks(Blocks):
     def modules(self) -> tuple[Between, ...]:
         return self.between
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
         stated = {i for _, order in self.orders for i in order}
         if stated != set(range(self.count)):
             wrong = min(stated ^ set(range(self.count)))
             message = f"block {wrong} {'is not one' if wrong in stated else 'never runs'} of {self.count}"
             yield Problem(("order",), "S243", message, f"blocks go from 0 to {self.count - 1}; each runs in some order")
             return
-        yield from super().problems_in(dim, layers)
+        yield from super().problems_in(shape)
 
 
 class PagedCache(StrictModel):
@@ -170,12 +169,18 @@ class Decoder(Architecture):
         ]
         return tuple(dict.fromkeys((("model", *at, "bos"), mark) for at, mark in marked if mark is not None))
 
+    def shape(self, tables: Tables) -> Shape:
+        """Returns the properties of the model that its parts can read."""
+        vocab, dim = tables.size("V", self.vocab, "tokens"), tables.size("D", self.dim, "features")
+        inits = (self.init, self.output_init or self.init)
+        return Shape(dim, tables, self.context, vocab, *inits, prefix=self.prefix)
+
     def problems(self) -> Iterator[Problem]:
         """Yields the problems of the model's parts."""
+        shape = self.shape(Tables(self.blocks.count))
         yield from (problem.under("embed") for problem in order_problems(self.embed))
         for i, step in enumerate(self.embed):
-            yield from (problem.under("embed", i) for problem in step.problems_in(self.dim))
-        yield from (problem.under("blocks") for problem in self.blocks.problems_in(self.dim))
+            yield from (problem.under("embed", i) for problem in step.problems_in(shape))
         if self.norm is not None:
             yield from number_problem(self.norm.scale, ("norm", "scale"), None, self.blocks.count)
         for name in ("places", "shared"):
@@ -185,39 +190,21 @@ class Decoder(Architecture):
         for (_, *at), mark in self.marks:
             if mark >= self.vocab:
                 message = f"bos is {mark}, but the largest id is {self.vocab - 1}"
-                yield Problem(
-                    tuple(at), "S249", message, "use the id that the tokenizer puts before a document, or remove bos"
-                )
-        yield from self._problems_of_layers()
-
-    def _problems_of_layers(self) -> Iterator[Problem]:
-        """Yields the problems of the layers of blocks that depend on the kind of the model, each once."""
-        by_path: dict[tuple[Path, str], Problem] = {}
-        for i, j, layer in self.blocks.all_layers:
-            problems = list(layer.problems_of_context(self.dim, self.context, True, self.prefix))
-            if "reads_source" in layer.traits:
-                message = f"{layer.title} reads an encoder, but a model of kind decoder has none"
-                problems.append(Problem((), "S230", message, "use `kind: encoder_decoder`, or `of: self`"))
-            for problem in problems:
-                moved = problem.under("layers", j).moved(partial(self.blocks.source_of, layer=i)).under("blocks")
-                by_path.setdefault((moved.path, moved.code), moved)
-        yield from by_path.values()
-        if not by_path:
-            yield from self._prefix_problems()
-
-    @property
-    def unscored(self) -> int:
-        return max(0, self.prefix - 1)
-
-    def _prefix_problems(self) -> Iterator[Problem]:
-        """Yields a problem if the prefix is too long, or if no mask lets a token attend to a later one."""
+                hint = "use the id that the tokenizer puts before a document, or remove bos"
+                yield Problem(tuple(at), "S249", message, hint)
+        problems = tuple(self.blocks.problems_in(shape))
+        yield from (problem.under("blocks") for problem in problems)
         if 2 * self.prefix > self.context:
             message = f"a prefix of {self.prefix} tokens is more than half of the context of {self.context}"
             yield Problem(("prefix",), "S279", message, f"use at most {self.context // 2}")
         layers = (layer for _, _, layer in self.blocks.all_layers)
-        if self.prefix and not any(layer.sees_later(self.dim, self.context, self.prefix) for layer in layers):
+        if self.prefix and not problems and not any(layer.sees_later(shape) for layer in layers):
             message = f"the prefix is {self.prefix}, but no mask lets a token attend to a later one"
             yield Problem(("prefix",), "S279", message, "set `mask: j <= i or j < prefix`, or remove prefix")
+
+    @property
+    def unscored(self) -> int:
+        return max(0, self.prefix - 1)
 
     @property
     def bounded(self) -> str:
@@ -263,10 +250,8 @@ class _Lowering:
         self.model, self.phase, self.title = model.after(1.0), "", ""
         model = self.model
         count = model.blocks.count
-        out = model.output_init or model.init
         self.tables = tables = Tables(count)
-        vocab, dim = tables.size("V", model.vocab, "tokens"), tables.size("D", model.dim, "features")
-        self.shape = Shape(dim, tables, model.context, vocab, model.init, out, prefix=model.prefix)
+        self.shape = model.shape(tables)
         tables.places |= {f"embed.{step.title}": ("model", "embed", i) for i, step in enumerate(model.embed)}
         tables.places |= {"head": ("model", "head"), "norm": ("model", "norm")}
         for i, module in enumerate(model.blocks.between):

@@ -11,10 +11,9 @@ from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.architectures.block import one_of
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.circuit import STREAM, Circuit
-from specc.compiler.architectures.side import Side
-from specc.compiler.architectures.stage_names import collisions
-from specc.compiler.architectures.stage_rules import stage_problems
-from specc.compiler.architectures.stages import loops
+from specc.compiler.architectures.side import Side, groups
+from specc.compiler.architectures.stage_rules import name_problems, position_problems
+from specc.compiler.architectures.time_loop import run
 from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.parts import Bridge, Layer, Part, Stage
@@ -114,8 +113,8 @@ class EncoderDecoder(Architecture):
         for side, stages in (("encoder", self.encoder), ("decoder", self.decoder)):
             for problem in Circuit(layers=stages).problems((STREAM,), (), None, self.layers):
                 yield problem.moved(lambda path, side=side: (side, *path[1:]))  # type: ignore[misc]
-            yield from stage_problems(side, stages)
-            yield from collisions(side, stages)
+            yield from position_problems(side, stages)
+            yield from name_problems(side, stages)
         for path, _ in values_in(self, Schedule):
             hint = "write the last value, or schedule a number of `train`"
             yield Problem((*path, "at"), "S267", "a model of kind encoder_decoder has no schedules", hint)
@@ -132,12 +131,12 @@ def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
     yield "head", ("model", "head")
     yield "bridge", ("model", "bridge")
     for side, stages in (("encoder", model.encoder), ("decoder", model.decoder)):
-        looped = {i: name for name, first, last in loops(stages) for i in range(first, last + 1)}
-        for i, stage in enumerate(stages):
-            yield f"{side}.{stage.title}", ("model", side, i)
-            if i in looped:
-                yield f"{side}.{looped[i]}.{stage.title}", ("model", side, i)
-            yield from ((f"{side}.{stage.title}.{name}", ("model", side, i, *path)) for name, path in stage.places)
+        for loop, first, group in groups(stages):
+            for i, stage in enumerate(group, first):
+                yield f"{side}.{stage.title}", ("model", side, i)
+                if loop:
+                    yield f"{side}.{loop}.{stage.title}", ("model", side, i)
+                yield from ((f"{side}.{stage.title}.{name}", ("model", side, i, *path)) for name, path in stage.places)
 
 
 class _Lowering:
@@ -149,7 +148,7 @@ class _Lowering:
         self.tables = Tables(model.layers, dict(_places(model)))
         vocab = self.tables.size("V", model.vocabulary, "tokens")
         shape = Shape(0, self.tables, model.context, vocab, model.init, out, cache_length=model.context)
-        self.encoder = Side("encoder", model.encoder, shape)
+        self.encoder = Side("encoder", model.encoder, replace(shape, causal=False))
         self.decoder = Side("decoder", model.decoder, shape)
         self.reads_source = any("reads_source" in stage.traits for stage in model.decoder)
         self.reads_seen = any("reads_seen" in stage.traits for stage in model.encoder)
@@ -175,7 +174,7 @@ class _Lowering:
         context = self.read(b, source, name == "train")
         b.scope = ""
         ids = inputs or b.add("inputs", Shift(START), (target,))
-        x, _ = self.decoder.run(b, replace(context, ids=ids))
+        x, _ = run(self.decoder, b, replace(context, ids=ids))
         logits = self.head(b, x)
         return self.tables.program(b, {"loss": add_loss(b, self.losses, logits, target, name == "train", PAD)})
 
@@ -183,7 +182,9 @@ class _Lowering:
         """Returns the program that maps a source i64[B, S] to the state before the first token."""
         b = Builder("encode")
         context = self.read(b, b.input("source", TensorType(("B", "S"), IDS)), False)
-        begun = self.decoder.begin(b, context)
+        begun: dict[str, str] = {}
+        for loop, _, stages in groups(self.decoder.stages):
+            begun |= self.decoder.begin(b, context, loop, stages)
         state = {"encoder.seen": context.seen} if self.reads_source else {}
         state |= {key: begun[key] for key in self.decoder.state()}
         b.scope = ""
@@ -200,7 +201,7 @@ class _Lowering:
         start = b.input("start", TensorType((), IDS))
         seen = b.input("state.encoder.seen", TensorType(("B", "S"), "bool")) if self.reads_source else ""
         cache = {key: b.input(f"state.{key}", type) for key, type in self.decoder.state().items()}
-        x, state = self.decoder.run(b, LoweringContext(ids, start, cache=cache, seen=seen, extends=True))
+        x, state = run(self.decoder, b, LoweringContext(ids, start, cache=cache, seen=seen, extends=True))
         b.scope = ""
         logits = self.head(b, b.add("last", Last(), (x,)))
         return self.tables.program(b, {"logits": logits, **{f"state.{key}": ref for key, ref in state.items()}})
@@ -211,7 +212,7 @@ class _Lowering:
         seen = ""
         if self.reads_source or self.reads_seen:
             seen = b.add("seen", Seen(PAD), (source,))
-        memory, final = self.encoder.run(b, LoweringContext(source, seen=seen, causal=False, training=training))
+        memory, final = run(self.encoder, b, LoweringContext(source, seen=seen, training=training))
         self.decoder.shape = replace(self.decoder.shape, source=b.types[memory].width)
         last = next((stage.title for stage in reversed(self.model.encoder) if "recurrent" in stage.traits), None)
         states = {key: final[f"encoder.{last}.{key}"] for key in ("h", "c")} if last else {}

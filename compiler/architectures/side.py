@@ -1,50 +1,148 @@
-"""One side of an encoder-decoder: its stages in order, over whole sequences or against a state."""
+"""One side of an encoder-decoder: its stages in order, each in a program or in a step of a loop over time."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from specc.compiler.architectures.circuit import STREAM, Circuit
+from specc.compiler.architectures.function import begin_parts, below
 from specc.compiler.architectures.scope import Scope
-from specc.compiler.architectures.stages import Stages
-from specc.compiler.architectures.time_loop import Loop
-from specc.compiler.blocks.context import LoweringContext
-from specc.compiler.blocks.wiring import IDS
+from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
+from specc.compiler.blocks.parts import Part
 from specc.compiler.ir.builder import Builder
-from specc.compiler.ops.sequence import StateWrite
+from specc.compiler.ir.types import TensorType, TypeRuleError
+from specc.compiler.ops.region import STEP
+from specc.compiler.programs.programs import LoweringError
+from specc.compiler.strict import Path, Problem
 
 
-class Side(Stages):
-    """One side of an encoder-decoder."""
+def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
+    """Yields the stages in order: each loop over time, and each stage outside of loops. An entry is the name of the
+    loop, which is empty outside of loops, the index of the first stage, and the stages.
 
-    def run(self, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
-        """Adds the stages over the tokens of the context.
+    A loop starts at a stage that attends with the state of a later stage. It ends at that later stage, or at the last
+    stage whose state is attended with from inside the loop.
+    """
+    titles = [stage.title for stage in stages]
+    first, count = 0, 0
+    while first < len(stages):
+        last = i = first
+        while i <= last:
+            if (query := stages[i].query_stage) in titles[i:]:
+                last = max(last, titles.index(query, i))
+            i += 1
+        looped = last > first
+        count += looped
+        yield (f"{STEP}{count if count > 1 else ''}" if looped else ""), first, stages[first : last + 1]
+        first = last + 1
+
+
+def owner_of(side: str, stage: Part) -> str:
+    """Returns the base name of the class of the functions of a stage."""
+    return f"{side}_{stage.title}".removesuffix("s")
+
+
+@dataclass
+class Side:
+    """One side of an encoder-decoder.
+
+    Attributes:
+        name: the name of the side.
+        stages: the stages, in order.
+        shape: the shape dims of the model.
+        widths: the number of input features of each stage that was added, by title.
+    """
+
+    name: str
+    stages: Sequence[Part]
+    shape: Shape
+    widths: dict[str, int] = field(default_factory=dict)
+
+    def shape_of_learned(self, path: str) -> Shape:
+        """Returns the shape dims of a learned value, which has those of its stage."""
+        return self.shape_of(next(stage for stage in self.stages if path.startswith(f"{stage.title}.")))
+
+    def shape_of(self, stage: Part) -> Shape:
+        width = self.widths.get(stage.title, 0)
+        return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
+
+    def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
+        """Returns the types of the state that stages, or all, store between tokens, by side, stage and key. Valid only
+        after they were added."""
+        return {
+            f"{self.name}.{stage.title}.{key}": type
+            for stage in (self.stages if stages is None else stages)
+            for key, type in stage.state(self.shape_of(stage)).items()
+        }
+
+    def place(self, stage: Part) -> Path:
+        return ("model", self.name, list(self.stages).index(stage))
+
+    def inside(self, stage: Part, context: LoweringContext) -> LoweringContext:
+        """Returns the values that a stage outside of loops can read."""
+        at = f"{self.name}.{stage.title}"
+        first = next((other for other in self.stages if "recurrent" in other.traits), None)
+        initial = context.initial if stage is first else {}
+        site = CallSite(at, owner_of(self.name, stage), self.place(stage))
+        return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
+
+    def begin(self, b: Builder, context: LoweringContext, loop: str, stages: Sequence[Part]) -> dict[str, str]:
+        """Adds the state of a stage, or of the stages of a loop, before the first token. Returns it by side, stage and
+        key."""
+        state: dict[str, str] = {}
+        inner = [(stage, self.shape_of(stage)) for stage in stages if loop and "recurrent" not in stage.traits]
+        for stage in stages:
+            if not loop or "recurrent" in stage.traits:
+                b.scope = f"{self.name}.{stage.title}"
+                begun = stage.begin(b, self.shape_of(stage), self.inside(stage, context))
+                state |= {f"{b.scope}.{key}": begun[key] for key in stage.state(self.shape_of(stage))}
+        b.scope, at = self.name, f"{self.name}.{loop}"
+        begun = begin_parts(b, inner, context, (f"{self.name}_{loop}.begin",), at, f"{loop}.begin")
+        return state | {f"{self.name}.{key}": ref for key, ref in begun.items()}
+
+    def input(self, scope: Scope, stage: Part, context: LoweringContext) -> str:
+        """Returns the input of a stage, and records the number of features; those of the last state of the encoder if
+        the stage starts from it."""
+        x = scope.input(stage)
+        ref = context.final.get("h", "") if "reads_final" in stage.traits else x
+        if "reads_final" in stage.traits and not ref and not context.extends:
+            message = f"{stage.title} repeats the last state of the encoder, but the encoder has no recurrent stage"
+            raise LoweringError((Problem(self.place(stage), "S239", message, "put an lstm last in the encoder"),))
+        width = scope.b.types[ref].width if ref else self.widths.get(stage.title, 0)
+        assert isinstance(width, int)
+        self.widths[stage.title] = width
+        scope.shape = self.shape_of(stage)
+        return x
+
+    def add(self, scope: Scope, stage: Part, x: str, context: LoweringContext) -> Mapping[str, str]:
+        """Adds a stage and returns its new state, by side, stage and key.
 
         Args:
-            b: the builder of the program.
-            context: the values that the stages can read. If it `extends` a sequence, `context.cache` is the previous
-                state, by side, stage and key.
-
-        Returns:
-            The output of the last stage, and the state after the last token, by side, stage and key.
+            scope: the values of the program or function.
+            stage: the stage.
+            x: its input.
+            context: the values that it can read. `context.cache` is the state of the stage.
 
         Raises:
-            LoweringError: if a stage does not fit the number of features of its input.
+            LoweringError: if the stage does not fit the number of features of its input.
         """
-        learned = Circuit(layers=self.stages).learned
-        scope = Scope(b, self.shape, {STREAM: ""}, learned, common={IDS: context.ids}, at=self.name)
-        scope.shape_of = self.shape_of_learned
-        state: dict[str, str] = {}
-        for loop, stages in self.groups():
-            if loop:
-                new: Mapping[str, str] = Loop(self, loop, stages).add(scope, context)
-            else:
-                inside = self.inside(stages[0], context)
-                new = self.add(scope, stages[0], self.input(scope, stages[0], inside), inside)
-            recurrent = (
-                self.state([stage for stage in stages if "recurrent" in stage.traits]) if context.extends else {}
-            )
-            b.scope = ""
-            for key, ref in new.items():
-                state[key] = ref
-                if key in recurrent:
-                    state[key] = b.add(f"{key}.state", StateWrite(), (context.cache[key], ref))
-        return scope.value, state
+        self._check(stage)
+        scope.enter("")
+        context = scope.shared.with_shared(scope.b, stage, scope.shape, replace(context, embedded=x))
+        try:
+            state = scope.add(stage, x, replace(context, values=dict(scope.values)), "y")
+        except TypeRuleError as error:
+            hint = "make the widths equal; a stage reads the output of the stage before it"
+            raise LoweringError((Problem(self.place(stage), "S301", error.message, hint),)) from None
+        scope.values[stage.title] = scope.value
+        return {f"{self.name}.{stage.title}.{key}": ref for key, ref in state.items()}
+
+    def _check(self, stage: Part) -> None:
+        """Raises LoweringError if a stage has problems for its number of input features."""
+        shape = self.shape_of(stage)
+        problems = list(stage.problems_in(shape))
+        for name, learned in stage.learned.items():
+            problems += learned.size_problem(shape.sizes, "learn", name)
+        if any(value.state() for value in stage.shared(shape)):
+            message = f"{stage.title} has `bos`, but a model of pairs has lines and no documents"
+            problems = [Problem((), "S248", message, "remove `bos`")]
+        if problems:
+            raise LoweringError(tuple(problem.under(*self.place(stage)) for problem in problems))

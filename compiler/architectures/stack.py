@@ -2,25 +2,25 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 from specc.compiler.architectures.block import Block
 from specc.compiler.architectures.blocks import Between, Blocks, index_values
 from specc.compiler.architectures.circuit import STREAM, Streams
+from specc.compiler.architectures.function import Function, begin_parts, below
 from specc.compiler.architectures.scope import Scope
 from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
-from specc.compiler.blocks.parts import Part
 from specc.compiler.blocks.wiring import IDS
 from specc.compiler.expr.index import formula_value
 from specc.compiler.expr.wiring import OUTPUT, VALUE, EarlierValue
 from specc.compiler.ir.builder import Builder
-from specc.compiler.ir.graph import output_refs
 from specc.compiler.ir.types import Dim, TypeRuleError
-from specc.compiler.ops.region import Call, returned
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem
 
 DEFAULT_WRITE = f"{STREAM} + y"
+NOTHING: Mapping[Any, str] = {}
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ class Stack:
                     x = self._between(b, module, number, x, source(module.circuit.earlier), streams)
             b.scope = self.site.at
             block = self.blocks.block(i)
-            x, new, head_values = BlockCall(self, b, i, block, streams, context).add(
-                x, source(block.circuit.earlier), run
-            )
+            x, new, head_values = BlockCall(self, b, i, streams, context).add(x, source(block.circuit.earlier), run)
             streams = block.circuit.streams_after(streams)
             state |= {f"{run}.{key}": ref for key, ref in new.items()}
             outputs.append({"": x, **head_values})
@@ -120,11 +118,10 @@ class Stack:
             source: the values of earlier runs that the module reads.
             streams: the names of the streams.
         """
-        b, labels = Builder(""), labels_of(module.circuit.earlier)
-        values = {STREAM: x, **{labels[value]: ref for value, ref in source.items()}}
-        for name, ref in values.items():
-            b.input(name, outer.types[ref].with_shape("B", "T", outer.types[ref].width))
-        scope = Scope(b, self.shape, {STREAM: STREAM}, module.learn, labels)
+        function, labels = Function(outer, self.shape.tables), labels_of(module.circuit.earlier)
+        for name, ref in {STREAM: x, **{labels[value]: ref for value, ref in source.items()}}.items():
+            function.take(name, ref, outer.types[ref].with_shape("B", "T", outer.types[ref].width))
+        scope = Scope(function.b, self.shape, {STREAM: STREAM}, module.learn, labels)
         scope.split(streams)
         parts = scope.streams
         scope.streams = parts if isinstance(module.read, dict) else {STREAM: scope.value}
@@ -132,8 +129,7 @@ class Stack:
         scope.streams = result if isinstance(module.read, dict) else {**parts, streams[0]: result[STREAM]}
         at, owner = f"{module.name}.{number}", module.name.removesuffix("s")
         names = (f"{owner}.forward",) if len(streams) == 1 else (f"{owner}.streams", f"{owner}.forward")
-        body = self.shape.tables.intern(b, names, at, {"x": scope.joined()})
-        return outer.add(at, Call(body.name, at, returned([outer.types[x]])), tuple(values.values()))
+        return function.call(at, names, at, {"x": scope.joined()}, [outer.types[x]])[0]
 
     def begin(self, b: Builder, context: LoweringContext) -> dict[str, str]:
         """Adds the calls that compute the state of every block before the first token. Returns the state by block,
@@ -167,9 +163,12 @@ class BlockCall:
     stack: Stack
     outer: Builder
     i: int
-    block: Block
     streams: Streams
     context: LoweringContext
+
+    @property
+    def block(self) -> Block:
+        return self.stack.blocks.block(self.i)
 
     def add(
         self, x: str, source: Mapping[EarlierValue, str], run: int
@@ -185,68 +184,70 @@ class BlockCall:
             The stream after the block, its new state by layer and key, and the attention values that it returns, by
             layer.
         """
-        stack, outer, context, block = self.stack, self.outer, self.context, self.block
-        shape = replace(stack.shape, layer=self.i)
-        caches = block.state(shape) if context.extends else {}
+        stack, outer, context = self.stack, self.outer, self.context
+        caches = self.block.state(replace(stack.shape, layer=self.i)) if context.extends else {}
         labels = labels_of(tuple(source))
         before, later = self._values(source, labels)
-        b = Builder("")
+        function, stream = Function(outer, stack.shape.tables), outer.types[x]
 
         def take(values: Mapping[str, str]) -> None:
             for name, ref in values.items():
                 type = outer.types[ref]
-                dims = type.shape if ref.startswith("@") else _tokens(type.shape, outer.types[x].shape[1])
-                b.input(name, type.with_shape(*dims))
+                dims = type.shape if ref.startswith("@") else _tokens(type.shape, stream.shape[1])
+                function.take(name, ref, type.with_shape(*dims))
 
         take({STREAM: x, **before})
-        b.origins[STREAM] = outer.origin(x)
-        state = {key: b.input(key.replace(".", "_"), type) for key, type in caches.items()}
-        take(later)
-        inputs = {
-            name: name if name in {**before, **later} else "" for name in ("positions", "table", "memory", "seen")
+        function.b.origins[STREAM] = outer.origin(x)
+        state = {
+            key: function.take(key.replace(".", "_"), context.cache[f"{run}.{key}"], type)
+            for key, type in caches.items()
         }
+        take(later)
+        known = {name: name if name in {**before, **later} else "" for name in ("positions", "table", "memory", "seen")}
         weights = {name: _weight_label(name) for name in context.weights}
-        inside = replace(context, shared=stack.labels[self.i], weights=weights, **inputs)  # type: ignore[arg-type]
+        inside = replace(context, shared=stack.labels[self.i], weights=weights, **known)  # type: ignore[arg-type]
         common = {name: name.replace(".", "_") for name in stack.blocks.common}
-
-        def shape_of(path: str) -> Shape:
-            return replace(shape, attention=tuple(block.sizes(shape.dim, path).items()))
-
-        learned = block.circuit.learned
-        scope = Scope(b, shape, {STREAM: STREAM}, learned, labels, common, norm=block.norm, shape_of=shape_of)
-        new = self.body(scope, inside, state)
-        outputs = {"x": scope.joined(), **{key.replace(".", "_"): ref for key, ref in new.items()}}
+        scope, new = self.body(function.b, STREAM, inside, state, labels, common)
         shown = {title: scope.head_values[title] for title in stack.shown[self.i]}
+        outputs = {"x": scope.joined(), **{key.replace(".", "_"): ref for key, ref in new.items()}}
         outputs |= {f"{title}_values": ref for title, ref in shown.items()}
         method = "extend" if context.extends else "forward"
         # a function that only scores gets another name if the training function has dropout or losses
         methods = (method,) if context.extends or context.training else (method, "score")
         if phase := stack.site.phase:
             methods = (phase,) if context.training else (phase, f"{phase}_score")
-        at = f"{stack.site.at}.{self.i}"
-        body = shape.tables.intern(b, stack.names(self.i, methods, bool(source)), at, outputs)
-        args = (x, *before.values(), *(context.cache[f"{run}.{key}"] for key in caches), *later.values())
-        tokens = outer.types[x].shape[:2]
-        wide = outer.types[x].with_shape(*tokens, b.types[outputs["x"]].width)
-        scalars = tuple((name, number) for name, (number, _) in b.scalars.items())
-        formulas = tuple((name, text) for name, (_, text) in b.scalars.items())
-        values = (wide.with_shape(*tokens, *b.types[ref].shape[2:]) for ref in shown.values())
-        further = (*(caches[key] for key in new), *values)
-        call = Call(body.name, at, returned([wide, *further]), scalars, formulas=formulas)
+        names, types = stack.names(self.i, methods, bool(source)), function.b.types
         again = stack.blocks.runs[:run].count(self.i)
-        node = outer.add(f"{self.i}.again{again}" if again else str(self.i), call, args)
-        _, *refs = output_refs(node, 1 + len(further))
-        return node, dict(zip(new, refs, strict=False)), dict(zip(shown, refs[len(new) :], strict=True))
+        node = f"{self.i}.again{again}" if again else str(self.i)
+        results = [stream.with_shape(*stream.shape[:2], types[outputs["x"]].width), *(caches[key] for key in new)]
+        results += [stream.with_shape(*stream.shape[:2], *types[ref].shape[2:]) for ref in shown.values()]
+        y, *refs = function.call(node, names, f"{stack.site.at}.{self.i}", outputs, results)
+        return y, dict(zip(new, refs, strict=False)), dict(zip(shown, refs[len(new) :], strict=True))
 
-    def body(self, scope: Scope, context: LoweringContext, state: Mapping[str, str]) -> Mapping[str, str]:
-        """Adds the block to its function. Returns the new state by layer and key.
+    def body(
+        self,
+        b: Builder,
+        x: str,
+        context: LoweringContext,
+        state: Mapping[str, str] = NOTHING,
+        earlier: Mapping[EarlierValue, str] = NOTHING,
+        common: Mapping[str, str] = NOTHING,
+        at: str = "",
+    ) -> tuple[Scope, Mapping[str, str]]:
+        """Adds the block to its function. Returns the values of the function, and the new state by layer and key.
 
         Args:
-            scope: the values of the function.
+            b: the builder of the function.
+            x: the stream; several streams are concatenated.
             context: the values that its layers can read.
             state: the inputs that hold the previous state, by layer and key.
+            earlier: the inputs that hold values of earlier runs.
+            common: further values that expressions can read, by name.
+            at: the prefix of the names of nodes.
         """
-        block, b, part = self.block, scope.b, Path()
+        block, shape, part = self.block, replace(self.stack.shape, layer=self.i), Path()
+        learned, shape_of = block.circuit.learned, partial(block.shape_of, shape)
+        scope = Scope(b, shape, {STREAM: x}, learned, earlier, common, at, block.norm, shape_of)
         new: dict[str, str] = {}
         normed: dict[str, str] = {}
         try:
@@ -270,36 +271,35 @@ class BlockCall:
                 scope.write(block.write, "write_factor", replaced=scope.values)
         except TypeRuleError as error:
             raise LoweringError((self._mismatch(error, part, b),)) from None
-        return new
+        return scope, new
 
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
-    ) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Returns the values that the block reads, by input name: those that all blocks read, and those that only some
+    ) -> Iterator[Mapping[str, str]]:
+        """Yields the values that the block reads, by input name: those that all blocks read, and those that only some
         read.
 
         The values of an encoder are among them, unless the state of the blocks holds what they need.
         """
-        context, blocks = self.context, self.stack.blocks
+        context, blocks, traits = self.context, self.stack.blocks, self.stack.blocks.traits
         names = [by_ref.values() for by_ref in self.stack.labels]
         shared = {label: context.shared[ref] for ref, label in self.stack.labels[self.i].items()}
         by_all = {label: ref for label, ref in shared.items() if all(label in others for others in names)}
         mixes = [block.reads_value("x0") for block in blocks.every]
         x0 = {"x0": context.embedded} if mixes[self.i] else {}
-        before, traits = {**(x0 if all(mixes) else {}), **by_all}, blocks.traits
-        before |= {"memory": context.memory} if "reads_source" in traits and not context.extends else {}
-        before |= (
-            {"seen": context.seen}
-            if "reads_source" in traits or ("reads_seen" in traits and not context.causal)
-            else {}
-        )
-        before |= {_weight_label(name): ref for name, ref in context.weights.items()}
-        before |= {"positions": context.positions} if context.extends and context.positions else {}
-        before |= {"table": context.table} if context.table else {}
+        masked = "reads_source" in traits or ("reads_seen" in traits and not self.stack.shape.causal)
+        further = {
+            "memory": context.memory if "reads_source" in traits and not context.extends else "",
+            "seen": context.seen if masked else "",
+            **{_weight_label(name): ref for name, ref in context.weights.items()},
+            "positions": context.positions if context.extends else "",
+            "table": context.table,
+        }
+        yield {**(x0 if all(mixes) else {}), **by_all, **{name: ref for name, ref in further.items() if ref}}
         later = {label: ref for label, ref in shared.items() if label not in by_all}
         later |= {} if all(mixes) else x0
         later |= {labels[value]: ref for value, ref in source.items()}
-        return before, later | ({IDS: context.ids} if self.block.reads_value(IDS) else {})
+        yield later | ({IDS: context.ids} if self.block.reads_value(IDS) else {})
 
     def _mismatch(self, error: TypeRuleError, part: Path, b: Builder) -> Problem:
         """Returns the problem for a type error in a part of the block, with both nodes and both spec paths."""
@@ -312,41 +312,6 @@ class BlockCall:
         return Problem((*site.place, *self.stack.blocks.source_of(part, self.i)), "S301", message, hint, related)
 
 
-def begin_parts(
-    b: Builder,
-    parts: Sequence[tuple[Part, Shape]],
-    context: LoweringContext,
-    names: Sequence[str],
-    at: str,
-    name: str,
-) -> dict[str, str]:
-    """Adds the call that computes the state of parts before the first token. Returns the state by part and key.
-
-    Args:
-        b: the builder of the program.
-        parts: the parts, with the shape dims of each.
-        context: the values that the parts can read.
-        names: the candidate names of the function.
-        at: the path prefix of its parameters.
-        name: the prefix of the name of the call.
-    """
-    inner, state = Builder(""), dict[str, str]()
-    memory = inner.input("memory", b.types[context.memory])
-    for part, shape in parts:
-        inner.scope = part.title
-        begun = part.begin(inner, shape, replace(context, memory=memory, initial={}))
-        state |= {f"{part.title}.{key}": begun[key] for key in part.state(shape)}
-    computed = {key: ref for key, ref in state.items() if ref != memory}
-    state = dict.fromkeys(state, context.memory)
-    if computed:
-        outputs = {key.replace(".", "_"): ref for key, ref in computed.items()}
-        body = parts[0][1].tables.intern(inner, names, at, outputs)
-        types = returned([inner.types[ref] for ref in outputs.values()])
-        call = Call(body.name, at, types, labels=tuple(outputs))
-        state |= zip(computed, output_refs(b.add(name, call, (context.memory,)), len(computed)), strict=True)
-    return state
-
-
 def labels_of(values: Sequence[EarlierValue]) -> Mapping[EarlierValue, str]:
     """Returns the input name of each value of an earlier run."""
     labels: dict[EarlierValue, str] = {}
@@ -355,11 +320,6 @@ def labels_of(values: Sequence[EarlierValue]) -> Mapping[EarlierValue, str]:
         known = sum(label.rstrip("0123456789") == name for label in labels.values())
         labels[value] = f"{name}{known + 1}" if known else name
     return labels
-
-
-def below(prefix: str, values: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values whose names begin with `prefix`, without it."""
-    return {key.removeprefix(prefix): ref for key, ref in values.items() if key.startswith(prefix)}
 
 
 def _weight_label(loss: str) -> str:

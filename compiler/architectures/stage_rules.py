@@ -1,121 +1,73 @@
-"""The rules for the position of a stage in a side of an encoder-decoder."""
+"""The rules for the positions and the names of the stages in a side of an encoder-decoder."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Sequence
 
-from specc.compiler.architectures.stages import loops
-from specc.compiler.blocks.parts import Part, Trait
-from specc.compiler.strict import Path, Problem
+from specc.compiler.architectures.side import groups, owner_of
+from specc.compiler.blocks.parts import Part
+from specc.compiler.strict import Problem
 
-
-@dataclass(frozen=True)
-class Position:
-    """A stage at its position among the stages of a side."""
-
-    side: str
-    stages: Sequence[Part]
-    index: int
-
-    @property
-    def stage(self) -> Part:
-        return self.stages[self.index]
-
-    def has(self, trait: Trait) -> bool:
-        return trait in self.stage.traits
-
-    @property
-    def reads_encoder(self) -> bool:
-        return self.has("reads_source") or self.has("reads_final") or self.stage.query_stage is not None
-
-    @property
-    def lacks_value(self) -> bool:
-        """Whether the stage reads the output of a stage that is not an earlier one."""
-        reads = self.stage.reads
-        return reads is not None and all(other.title != reads for other in self.stages[: self.index])
-
-    @property
-    def lacks_query(self) -> bool:
-        """Whether the stage attends with the state of a stage that is not a later recurrent one."""
-        query = self.stage.query_stage
-        later = [other.title for other in self.stages[self.index + 1 :] if "recurrent" in other.traits]
-        return query is not None and query not in later
-
-    @cached_property
-    def looped(self) -> bool:
-        """Whether the stage is in a loop over time, and not its first."""
-        return any(first < self.index <= last for _, first, last in loops(self.stages))
-
-
-class Rule(NamedTuple):
-    """A rule: the code of the error, the positions that break it, the message about a stage of a side, the hint, and
-    the field at fault."""
-
-    code: str
-    broken: Callable[[Position], bool]
-    message: str
-    hint: str
-    path: Path = ()
-
-
+LOOP = "a loop over time"
 FIRST = "put `embed` (or, in a decoder, `repeat`) first, and only there"
 BEFORE_THE_LOOP = "put it before the stage that attends with the state of a later stage"
-RULES = (
-    Rule("S233", lambda at: not at.index and not at.has("starts"), "the {side} starts with {title}", FIRST),
-    Rule("S233", lambda at: at.index > 0 and at.has("starts"), "{title} is not the first stage of the {side}", FIRST),
-    Rule(
-        "S234",
-        lambda at: at.side == "encoder" and at.reads_encoder,
-        "{title} reads an encoder, but is a stage of the encoder",
-        "move it to the decoder",
-    ),
-    Rule(
-        "S235",
-        lambda at: at.side == "decoder" and at.has("reads_future"),
-        "{title} reads later tokens, which the decoder has not generated yet",
-        "use `directions: forward`",
-    ),
-    Rule(
-        "S236",
-        lambda at: at.lacks_value,
-        "{title} reads {reads}, which is not an earlier stage",
-        "name an earlier stage",
-    ),
-    Rule(
-        "S236",
-        lambda at: at.lacks_query,
-        "{title} attends with the state of {query}, which is not a later recurrent stage",
-        "name an lstm that follows it",
-    ),
-    Rule(
-        "S246",
-        lambda at: isinstance(at.stage.wirings.get("write"), dict),
-        "{title} writes several streams, but a stage has one output",
-        "write one expression",
-        ("write",),
-    ),
-    Rule(
-        "S237",
-        lambda at: at.looped and at.has("in_place") and not at.has("recurrent"),
-        "{title} writes its cache in place, which is not possible in a loop over time",
-        BEFORE_THE_LOOP,
-    ),
-    Rule(
-        "S237",
-        lambda at: at.looped and at.has("functions") and not at.has("in_place"),
-        "{title} consists of several functions, which is not possible in a loop over time",
-        BEFORE_THE_LOOP,
-    ),
-)
 
 
-def stage_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
+def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
     """Yields the problems of the positions of stages. Paths are relative to the model."""
-    for index, stage in enumerate(stages):
-        position = Position(side, stages, index)
-        for rule in RULES:
-            if rule.broken(position):
-                names = {"title": stage.title, "reads": stage.reads, "query": stage.query_stage}
-                message = rule.message.format(side=side, **names)
-                yield Problem((side, index, *rule.path), rule.code, message, rule.hint)
+    looped = {first + i for _, first, group in groups(stages) for i in range(1, len(group))}
+    for i, stage in enumerate(stages):
+        earlier, later = [other.title for other in stages[:i]], stages[i + 1 :]
+
+        def problem(code: str, message: str, hint: str, *field: str, at: int = i) -> Problem:
+            return Problem((side, at, *field), code, message, hint)
+
+        title, traits, query = stage.title, stage.traits, stage.query_stage
+        if i == 0 and "starts" not in traits:
+            yield problem("S233", f"the {side} starts with {title}", FIRST)
+        if i > 0 and "starts" in traits:
+            yield problem("S233", f"{title} is not the first stage of the {side}", FIRST)
+        if side == "encoder" and (traits & {"reads_source", "reads_final"} or query is not None):
+            yield problem("S234", f"{title} reads an encoder, but is a stage of the encoder", "move it to the decoder")
+        if side == "decoder" and "reads_future" in traits:
+            message = f"{title} reads later tokens, which the decoder has not generated yet"
+            yield problem("S235", message, "use `directions: forward`")
+        if stage.reads is not None and stage.reads not in earlier:
+            message = f"{title} reads {stage.reads}, which is not an earlier stage"
+            yield problem("S236", message, "name an earlier stage")
+        if query is not None and query not in [other.title for other in later if "recurrent" in other.traits]:
+            message = f"{title} attends with the state of {query}, which is not a later recurrent stage"
+            yield problem("S236", message, "name an lstm that follows it")
+        if isinstance(stage.wirings.get("write"), dict):
+            message = f"{title} writes several streams, but a stage has one output"
+            yield problem("S246", message, "write one expression", "write")
+        if i in looped and "in_place" in traits and "recurrent" not in traits:
+            message = f"{title} writes its cache in place, which is not possible in a loop over time"
+            yield problem("S237", message, BEFORE_THE_LOOP)
+        if i in looped and "functions" in traits and "in_place" not in traits:
+            message = f"{title} consists of several functions, which is not possible in a loop over time"
+            yield problem("S237", message, BEFORE_THE_LOOP)
+
+
+def name_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
+    """Yields a problem for each stage whose name in generated code collides with another name of the side.
+
+    Paths are relative to the model.
+    """
+    titles = {stage.title: i for i, stage in enumerate(stages)}
+    modules = [(first, LOOP, name) for name, first, _ in groups(stages) if name]
+    classes = [(first, LOOP, f"{side}_{name}") for first, _, name in modules]
+    for i, stage in enumerate(stages):
+        modules += [(i, what, name) for name, what in stage.further_modules.items()]
+        classes += [(i, stage.title, owner_of(side, stage))] if "functions" in stage.traits else []
+    for i, what, name in modules:
+        if name in titles:
+            message = f"{name} is also the name of {what} in the generated code"
+            related = ((f"{what} belongs to this stage", (side, i)),) if i != titles[name] else ()
+            yield Problem((side, titles[name]), "S207", message, "give one of the two another `name:`", related)
+    known: dict[str, tuple[int, str, str]] = {}
+    for i, what, owner in classes:
+        # class names drop `_`, so a_1 and a1 collide; stages of blocks with one owner may share its classes
+        first, other, shared = known.setdefault(re.sub(r"_(?=\d)", "", owner), (i, what, owner))
+        if first != i and (shared != owner or LOOP in (what, other)):
+            message = f"{what} and {other} would have the same class name in the generated code"
+            yield Problem((side, i), "S207", message, "give one of them another `name:`", ((other, (side, first)),))

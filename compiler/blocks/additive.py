@@ -39,7 +39,7 @@ class AdditiveStage(Stage):
     def query_stage(self) -> str | None:
         return self.query
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
         if self.form == "relu" and self.width != 1:
             yield Problem(
                 ("width",),

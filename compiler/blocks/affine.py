@@ -6,7 +6,7 @@ from specc.compiler.blocks.context import Shape
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import Dim
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import Init, constant
 
 
@@ -30,4 +30,4 @@ def affine(
     if name not in bias if isinstance(bias, Collection) else not bias:
         return product
     vector = b.param(f"{name}_bias", shape.activation(size[0]), constant(0.0))
-    return b.add(f"{name}.biased", Pointwise(("x + bias",), ("x", "bias")), (product, vector))
+    return pointwise(b, f"{name}.biased", "x + bias", x=product, bias=vector)

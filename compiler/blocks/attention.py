@@ -1,6 +1,7 @@
 """Self-attention and cross-attention: grouped queries, rotary positions, normalized q and k, any score and mask."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -12,16 +13,13 @@ from specc.compiler.blocks.parts import WEIGHTLESS, NormWeight, Trait, normalize
 from specc.compiler.blocks.pool import Pool
 from specc.compiler.blocks.rope import RopeSpec, RopeTable
 from specc.compiler.blocks.score_and_mask import ScoreAndMask
-from specc.compiler.blocks.wiring import WiringText
-from specc.compiler.expr import ExprError
-from specc.compiler.expr.mask import bound_mask
+from specc.compiler.blocks.wiring import WiringText, failure
 from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import SdpaSeen
 from specc.compiler.ops.exclusive import Exclusive
-from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.sequence import Zeros
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
@@ -84,6 +82,7 @@ class Attention(ScoreAndMask):
 
     inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "y")
     over_values: ClassVar[tuple[str, ...]] = ("v",)
+    of_tokens: ClassVar[tuple[str, ...]] = (*ScoreAndMask.of_tokens, "pool")
 
     kind: Literal["attention"]
     kv_heads: Positive | None = None
@@ -123,18 +122,16 @@ class Attention(ScoreAndMask):
         assert self.kv_heads is not None
         return shape.size("G", self.kv_heads, "heads of keys and values", self.title)
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        if self.head_dim is None and dim % self.heads:
-            hint = f"choose a divisor of {dim}, or set head_dim"
-            yield Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        if self.head_dim is None and shape.dim % self.heads:
+            yield self.indivisible(shape.dim)
             return
         if self.kv_heads is not None and self.heads % self.kv_heads:
             message = f"{self.kv_heads} kv_heads do not divide {self.heads} heads"
             hint = f"choose a divisor of {self.heads}"
             yield Problem(("kv_heads",), "S211", message, hint, related=(("the query heads", ("heads",)),))
         if self.rope is not None:
-            yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(dim)))
-        yield from self.expression_problems()
+            yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(shape.dim)))
         for name in ("rope", "k", "v", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
@@ -148,31 +145,20 @@ class Attention(ScoreAndMask):
             message = "the norm of q and k covers all heads and cannot follow the rotation of single heads"
             hint = "remove after_rope, or use `over: head`"
             yield Problem(("qk_norm", "after_rope"), "S285", message, hint)
+        yield from super().problems_in(shape)
 
-    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
+    def visible_problems(self, shape: Shape) -> Iterator[Problem]:
         if self.pool is None:
-            yield from super().problems_of_context(dim, context, causal, prefix)
             return
-        if not causal or self.reads_source:
-            message = "pool is for attention to earlier tokens; this attends to a whole source"
-            yield Problem(("pool",), "S275", message, "remove pool")
-        problems = list(self.model_copy(update={"pool": None}).problems_of_context(dim, context, causal, prefix))
-        problems += [problem.under("pool") for problem in self.pool.problems_in(context, self.masks)]
-        for mask in self.masks if causal and not problems else ():
-            try:
-                bound = bound_mask(mask, self.heads, context, prefix, self.bound_sizes(dim))
-                self.visible(bound, context, prefix)
-            except ExprError as error:
-                path = ("pool",) if self.pool.mask is None else ("pool", "mask")
-                problems.append(
-                    Problem(path, "S276", error.message, error.hint or "write a simpler mask", offset=error.column)
-                )
-        yield from problems or super().problems_of_context(dim, context, causal, prefix)
+        problems = tuple(problem.under("pool") for problem in self.pool.problems_in(shape.context, self.masks))
+        yield from problems
+        path = ("pool",) if self.pool.mask is None else ("pool", "mask")
+        for mask in () if problems else self.masks:
+            visible = partial(self.visible, self.bound_mask(mask, shape), shape)
+            yield from failure(visible, path, "S276", "write a simpler mask")
 
-    def visible(self, mask: str, context: int, prefix: int) -> str:
-        if self.pool is None:
-            return mask
-        return f"({mask}) or ({self.pool.bound(mask, self.heads, context, prefix)})"
+    def visible(self, mask: str, shape: Shape) -> str:
+        return mask if self.pool is None else f"({mask}) or ({self.pool.bound(mask, self.heads, shape)})"
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
         ring = super().ring(shape)
@@ -195,10 +181,7 @@ class Attention(ScoreAndMask):
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         if self.reads_source:
             return self._keys(b, context.memory, shape, context)
-        _, positions, heads, size = self.state(shape)["k"].shape
-        assert isinstance(positions, int) and isinstance(heads, int) and isinstance(size, int)
-        empty = Zeros((positions, heads, size))
-        return {name: b.add(f"{name}.cache", empty, (context.memory,)) for name in ("k", "v")}
+        return super().begin(b, shape, context)
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         q = self._heads(b, x, "q", self.queries(shape), shape)
@@ -209,7 +192,7 @@ class Attention(ScoreAndMask):
             return Lowered(self._out(b, attended, shape, context))
         keys = self._keys(b, x, shape, context, q)
         q, k, v = self.scaled(b, self._gained(b, keys["q"], shape), shape), keys["k"], keys["v"]
-        if not context.causal:
+        if not shape.causal:
             attended = b.add("y", SdpaSeen(), (q, k, v, context.seen))
             return Lowered(self._out(b, self._excluded(b, attended, v), shape, context), head_values=v)
         read, state = self.cached(b, {"k": k, "v": v}, shape, context)
@@ -234,7 +217,7 @@ class Attention(ScoreAndMask):
             context: the other values that the layer can read.
         """
         fields = self.score_fields(shape)
-        mask = pool.bound(fields.mask, self.heads, shape.context, shape.prefix)
+        mask = pool.bound(fields.mask, self.heads, shape)
         latents = pool.latents(b, self._groups(shape), self._channels(shape), shape)
         others = tuple(self.further(b, fields, shape, context))
         if not context.cache:
@@ -256,7 +239,7 @@ class Attention(ScoreAndMask):
         if self.qk_norm is None or self.qk_norm.gain is None:
             return q
         gain = b.param("q_gain", shape.activation(self.queries(shape), 1), constant(self.qk_norm.gain))
-        return b.add("q.gain", Pointwise(("q * gain",), ("q", "gain")), (q, gain))
+        return pointwise(b, "q.gain", "q * gain", q=q, gain=gain)
 
     def _out(self, b: Builder, attended: str, shape: Shape, context: LoweringContext) -> str:
         attended = self.wired("y", lambda: attended, self.queries(shape), context)

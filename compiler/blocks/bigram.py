@@ -12,7 +12,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.programs.init import Init, constant
 from specc.compiler.strict import Positive
@@ -51,5 +51,4 @@ class Bigram(Embed):
         weight = b.param("bigram.project", shape.activation(b.types[x].width, dim), shape.matrix_init)
         pair = b.add("bigram.project", Linear(), (rows, weight))
         scale = b.param("bigram.scale", shape.activation(1), constant(self.scale))
-        added = Pointwise(("x + scale * bigram",), ("x", "bigram", "scale"))
-        return Lowered(b.add("bigram", added, (x, pair, scale)), state)
+        return Lowered(pointwise(b, "bigram", "x + scale * bigram", x=x, bigram=pair, scale=scale), state)

@@ -13,7 +13,7 @@ from specc.compiler.strict import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of the model that a block can read when it lowers.
+    """The properties of the model that a part can read when it is checked and when it lowers.
 
     Attributes:
         dim: the number of features.
@@ -28,6 +28,7 @@ class Shape:
         attention: the sizes of attention that formulas of the block may read, by name.
         prefix: the number of first tokens that may attend to each other.
         page: the number of positions of a page of the cache; 0 if the cache has one row per text.
+        causal: whether a token attends only to itself and earlier tokens, or else within the prefix.
     """
 
     dim: int
@@ -42,6 +43,7 @@ class Shape:
     attention: tuple[tuple[str, int], ...] = ()
     prefix: int = 0
     page: int = 0
+    causal: bool = True
 
     @property
     def layers(self) -> int:
@@ -62,6 +64,10 @@ class Shape:
         """Returns this shape with `dim` set to `width`."""
         assert isinstance(width, int)
         return replace(self, dim=width)
+
+    def of_attention(self, sizes: Mapping[str, int]) -> "Shape":
+        """Returns this shape with the sizes of attention that formulas may read."""
+        return replace(self, attention=tuple(sizes.items()))
 
     def cached(self, positions: Dim, *dims: int) -> TensorType:
         """Returns the type of a cache of `positions` per text, [B, positions, *dims], or of its pages,
@@ -123,7 +129,6 @@ class LoweringContext:
         final: the last state of the encoder, by key.
         initial: the initial state of a recurrent part, by key; or the state of the `query_stage` of a part.
         values: the outputs of earlier parts, by title.
-        causal: whether each position attends only to itself and earlier positions.
         training: whether to apply dropout.
         extends: whether the input continues a sequence whose state is in `cache`.
         site: the call site of a part that calls functions.
@@ -144,7 +149,6 @@ class LoweringContext:
     final: Mapping[str, str] = field(default_factory=dict)
     initial: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
-    causal: bool = True
     training: bool = False
     extends: bool = False
     site: CallSite | None = None

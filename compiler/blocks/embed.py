@@ -8,7 +8,7 @@ from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Stage, Trait
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import COMPUTE
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.positions import Sinusoid
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.programs.init import Init
@@ -45,5 +45,5 @@ class EmbedStage(Stage):
         elif self.positions == "sinusoidal":
             place = b.add("place", Sinusoid(self.dim, COMPUTE), (context.positions,))
         if self.positions is not None:
-            y = b.add("x", Pointwise(("x + place",), ("x", "place")), (y, place))
+            y = pointwise(b, "x", "x + place", x=y, place=place)
         return Lowered(y)

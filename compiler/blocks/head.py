@@ -2,30 +2,23 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.parts import Head
-from specc.compiler.expr import parse, variables
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.programs.init import Init, constant
+from specc.compiler.ops.pointwise import pointwise
+from specc.compiler.programs.init import Init, constant, reading
 from specc.compiler.schedule import SegmentSchedule, last
-from specc.compiler.strict import Unit
+from specc.compiler.strict import ExprText, Unit
 
 # A larger cap is useless, as no logit comes near it, and inexact: tanh of arguments that small loses precision
 # to cancellation in some kernels.
 Cap = Annotated[float, Field(gt=0, le=1e4)]
 
 
-def _of_logits(text: str) -> str:
-    if "z" not in variables(parse(text, ("z",))):
-        raise ValueError("the expression must read z, the logits")
-    return text
-
-
-LogitExpression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_of_logits)]
+LogitExpression = Annotated[ExprText, reading("z", "the expression must read z, the logits")]
 
 
 class CapSchedule(SegmentSchedule):
@@ -57,8 +50,8 @@ class LogitHead(Head):
         logits = b.add("logits", Linear(), (x, weight))
         if self.bias:
             vector = b.param("logits_bias", shape.activation(shape.vocab), constant(0.0))
-            logits = b.add("logits.biased", Pointwise(("z + bias",), ("z", "bias")), (logits, vector))
+            logits = pointwise(b, "logits.biased", "z + bias", z=logits, bias=vector)
         cap = last(self.softcap) or "z"
         text = cap if isinstance(cap, str) else f"{cap!r} * tanh(z / {cap!r})"
         name = "logits.f32" if self.softcap is None else "softcap"
-        return b.add(name, Pointwise((text,), ("z",), dtype="f32", title=title), (logits,))
+        return pointwise(b, name, text, dtype="f32", title=title, z=logits)

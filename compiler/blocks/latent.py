@@ -15,8 +15,8 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import HeadLinear, Linear
 from specc.compiler.ops.norm import RmsNorm
-from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.sequence import Concat, Zeros
+from specc.compiler.ops.pointwise import pointwise
+from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import ExpandHeads, FirstFeatures, MergeHeads, SplitHeads
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel
 
@@ -87,20 +87,16 @@ class Latent(ScoreAndMask):
     def _values(self, dim: int) -> int:
         return self.v_dim or self._keys(dim)
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        if self.head_dim is None and dim % self.heads:
-            hint = f"choose a divisor of {dim}, or set head_dim"
-            yield Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        if self.head_dim is None and shape.dim % self.heads:
+            yield self.indivisible(shape.dim)
             return
-        yield from (problem.under("rope") for problem in self.rope.problems_in(self.rope_dim))
-        yield from self.expression_problems()
-
-    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
-        if not causal:
+        if not shape.causal:
             message = "latent attention is for attention to earlier tokens; this attends to a whole source"
             yield Problem(("kind",), "S275", message, "use `kind: attention`")
             return
-        yield from super().problems_of_context(dim, context, causal, prefix)
+        yield from (problem.under("rope") for problem in self.rope.problems_in(self.rope_dim))
+        yield from super().problems_in(shape)
 
     def _table(self, shape: Shape) -> RopeTable:
         return self.rope.table(self.rope_dim, shape.context)
@@ -112,11 +108,6 @@ class Latent(ScoreAndMask):
         ring = self.ring(shape)
         positions = shape.cache_length if ring is None else sum(ring)
         return {"kv": shape.cached(positions, 1, self.kv_rank + self.rope_dim)}
-
-    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        _, positions, heads, size = self.state(shape)["kv"].shape
-        assert isinstance(positions, int) and isinstance(heads, int) and isinstance(size, int)
-        return {"kv": b.add("kv.cache", Zeros((positions, heads, size)), (context.memory,))}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         q, q_rope = self._queries(b, x, shape, context)
@@ -173,7 +164,7 @@ class Latent(ScoreAndMask):
         wide = self.scaled(b, wide, shape)
         factor = fields.scale or self.size(shape.dim) ** -0.5
         text = f"q * {factor * (self.kv_rank + self.rope_dim) ** 0.5!r}"
-        wide = b.add("q.absorbed_scale", Pointwise((text,), ("q",)), (wide,))
+        wide = pointwise(b, "q.absorbed_scale", text, q=wide)
         y = self.attend(b, wide, keys, values, shape, context, replace(fields, scale=None))
         return b.add("y.values", HeadLinear(transposed=True), (y, value)), state
 

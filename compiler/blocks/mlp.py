@@ -3,28 +3,22 @@
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import Layer
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.builder import Builder
-from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import Name, Positive, PositiveFloat, Problem, StrictModel, later
+from specc.compiler.ops.pointwise import pointwise
+from specc.compiler.programs.init import reading
+from specc.compiler.strict import ExprText, Name, Positive, PositiveFloat, Problem, StrictModel, later
 
 SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, and the products that they are
-OPERANDS = tuple(SOURCES)
 _RATIO = ("the ratio", ("ratio",))
 
 
-def _activation(text: str) -> str:
-    if "x" not in variables(parse(text, OPERANDS)):
-        raise ValueError("an activation must read x")
-    return text
-
-
-Expression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_activation)]
+Expression = Annotated[ExprText, reading("x", "an activation must read x", "gate")]
 
 
 class NamedActivation(StrictModel):
@@ -62,7 +56,8 @@ class FeedForward(Layer):
     def width(self, dim: int) -> int:
         return self.hidden or round(dim * (self.ratio or 0))
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        dim = shape.dim
         if self.ratio is not None and self.hidden is not None:
             hint = "remove one of the two; each sets the width"
             yield Problem(("hidden",), "S214", f"{self.kind} has both ratio and hidden", hint, (_RATIO,))
@@ -83,11 +78,9 @@ class FeedForward(Layer):
             b: the builder of the function.
             product: adds the product `up` or `gate` of the layer's input, [..., E], and returns it.
         """
-        read = variables(parse(self.expression))
-        operands = tuple(operand for operand in OPERANDS if operand in read)
-        values = [product(SOURCES[operand]) for operand in operands]
-        label = "" if isinstance(self.act, str) else self.act.name
-        return b.add("act", Pointwise((self.expression,), operands, title=label), values)
+        read, label = variables(parse(self.expression)), "" if isinstance(self.act, str) else self.act.name
+        values = {operand: product(source) for operand, source in SOURCES.items() if operand in read}
+        return pointwise(b, "act", self.expression, title=label, **values)
 
 
 class Mlp(FeedForward):

@@ -17,7 +17,7 @@ from specc.compiler.ops.experts.load import AttachLoad, BalanceLoss, ExpertLoad
 from specc.compiler.ops.experts.router import BestGroups, LogSumExp, ScoresOf, ShareOfSum, Softmax, TopExperts
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import MeanSquare
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import Pointwise, pointwise
 from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
@@ -87,14 +87,14 @@ class Moe(FeedForward):
     def losses(self) -> tuple[str, ...]:
         return (*super().losses, *BALANCE, "z")
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        yield from super().problems_in(dim, layers)
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        yield from super().problems_in(shape)
         if self.top_k > self.experts:
             message = f"top_k is {self.top_k}, but there are {self.experts} experts"
             related = (("the experts", ("experts",)),)
             yield Problem(("top_k",), "S286", message, f"use at most {self.experts}", related)
-        if wrong := next((size for size in (self.width(dim), dim) if size % MULTIPLE), None):
-            what = "the width of an expert" if wrong == self.width(dim) else "the width of the model"
+        if wrong := next((size for size in (self.width(shape.dim), shape.dim) if size % MULTIPLE), None):
+            what = "the width of an expert" if wrong == self.width(shape.dim) else "the width of the model"
             hint = f"choose a multiple of {MULTIPLE}, which products of experts on a GPU need"
             yield Problem(("hidden" if self.hidden else "ratio",), "S286", f"{what} is {wrong}", hint)
         if self.experts > 2**15:
@@ -148,7 +148,7 @@ class Moe(FeedForward):
                 return product
             vectors = b.param(f"{name}_bias", shape.activation(count, size[0]), constant(0.0))
             added = b.add(f"{name}.bias", OfExperts(), (vectors, experts, order))
-            return b.add(f"{name}.biased", Pointwise(("x + bias",), ("x", "bias")), (product, added))
+            return pointwise(b, f"{name}.biased", "x + bias", x=product, bias=added)
 
         down = product("down", self.activated(b, product), (shape.dim, width))
         y = b.add("y", Combine(), (down, weights, order, place))
@@ -159,13 +159,13 @@ class Moe(FeedForward):
         if self.router_input is not None and context.wire is not None:
             x = context.wire(self.router_input, "router.input", {"router_input": x}, 0)
         if b.types[x].dtype != "f32":
-            x = b.add("router.wide", Pointwise(("x",), ("x",), dtype="f32"), (x,))
+            x = pointwise(b, "router.wide", "x", dtype="f32", x=x)
         weight = b.param("router", TensorType((count, b.types[x].width), "f32"), shape.matrix_init)
         logits = b.add("router", Linear(), (x, weight))
         if not self._has_bias("router"):
             return logits
         bias = b.param("logits_bias", TensorType((count,), "f32"), constant(0.0))
-        return b.add("router.biased", Pointwise(("x + bias",), ("x", "bias")), (logits, bias))
+        return pointwise(b, "router.biased", "x + bias", x=logits, bias=bias)
 
     def _chosen(self, b: Builder, scores: str, bias: Sequence[str], count: int) -> str:
         """Adds the experts i64[B, T, K] of each token and returns them."""
@@ -174,7 +174,7 @@ class Moe(FeedForward):
             return b.add("experts", TopExperts(count, router.bias), (scores, *bias))
         assert router.top_groups is not None
         if bias:
-            scores = b.add("scores.biased", Pointwise(("x + bias",), ("x", "bias")), (scores, *bias))
+            scores = pointwise(b, "scores.biased", "x + bias", x=scores, bias=bias[0])
         best = BestGroups(router.groups, router.top_groups, router.group_best)
         return b.add("experts", TopExperts(count), (b.add("scores.best", best, (scores,)),))
 
@@ -185,7 +185,7 @@ class Moe(FeedForward):
             weights = b.add("weights.normalized", ShareOfSum(), (weights,))
         if self.router.scale != 1:
             scale = b.constant("router_scale", self.router.scale, self.router.scale)
-            weights = b.add("weights.scaled", Pointwise((f"w * {scale!r}",), ("w",)), (weights,))
+            weights = pointwise(b, "weights.scaled", f"w * {scale!r}", w=weights)
         return weights
 
     def _losses(
@@ -228,4 +228,4 @@ class Moe(FeedForward):
         mlp = Mlp(kind="mlp", name=f"{self.title}_shared", hidden=width, act=self.act)
         shared = mlp.lower(b, x, shape, context).value
         b.scope = outer
-        return b.add("sum", Pointwise(("routed + shared",), ("routed", "shared")), (routed, shared))
+        return pointwise(b, "sum", "routed + shared", routed=routed, shared=shared)

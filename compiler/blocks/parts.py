@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
 from specc.compiler.blocks.wiring import Expressions, Learned, WiringText, number
@@ -15,9 +15,9 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.loss import AttachLoss, MeanSquare
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import LayerFormula, constant
-from specc.compiler.strict import LearnedName, PartName, Path, Problem, StrictModel, later
+from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, accepted_by, later
 
 # The name of the node of a norm in each place, and the prefix of the names of its parameters.
 PLACES = {"before": ("h", "norm"), "after": ("normed", "after"), "stream": ("x.norm", "stream")}
@@ -34,13 +34,7 @@ def _starts(text: str) -> float:
     raise ValueError("a weight must read w, and be 1 where w is 0 or 1, e.g. `1 + w`")
 
 
-def _weight(text: str) -> str:
-    if text != WEIGHTLESS:
-        _starts(text)
-    return text
-
-
-NormWeight = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_weight)]
+NormWeight = Annotated[ExprText, accepted_by(lambda text: text == WEIGHTLESS or _starts(text))]
 
 
 class Norm(StrictModel):
@@ -83,7 +77,7 @@ class Norm(StrictModel):
         if self.scale is None:
             return normed
         text, numbers = number(b, self.scale, "norm_scale", shape)
-        return b.add(f"{name}.scaled", Pointwise((f"x * {text}",), ("x", *numbers)), (normed, *numbers.values()))
+        return pointwise(b, f"{name}.scaled", f"x * {text}", x=normed, **numbers)
 
     def lower_at(self, place: Place, b: Builder, x: str, shape: Shape) -> str:
         """Adds the norm of `x` in a place of a block, if there is one, and returns the result."""
@@ -112,13 +106,13 @@ def normalized(b: Builder, x: str, name: str, op: Op, weight: str, bias: bool, l
     if weight != WEIGHTLESS:
         inputs.append(b.param(f"{learned}_weight", features, constant(_starts(weight))))
         if parse(weight) != Var("w"):
-            inputs[1] = b.add(f"{name}.weight", Pointwise((weight,), ("w",)), (inputs[1],))
+            inputs[1] = pointwise(b, f"{name}.weight", weight, w=inputs[1])
     if not bias:
         return b.add(name, op, inputs)
     vector = b.param(f"{learned}_bias", features, constant(0.0))
     if op.arity > len(inputs):
         return b.add(name, op, (*inputs, vector))
-    return b.add(f"{name}.biased", Pointwise(("x + bias",), ("x", "bias")), (b.add(name, op, inputs), vector))
+    return pointwise(b, f"{name}.biased", "x + bias", x=b.add(name, op, inputs), bias=vector)
 
 
 def _by_layer(value: float | str | None) -> bool:
@@ -196,25 +190,12 @@ class Part(StrictModel):
         parts from this part to the recurrent part form a loop over time."""
         return None
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        """Yields the problems of this part in a model of `dim` features and `layers` blocks. Paths are relative to the
-        part."""
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        """Yields the problems of this part in a model of this shape. Paths are relative to the part."""
         yield from ()
 
-    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
-        """Yields the problems of this part in a model of `dim` features and `context` tokens. `causal` states whether a
-        token attends only to itself and earlier tokens, or else within the first `prefix` tokens. Paths are relative to
-        the part."""
-        yield from ()
-
-    def problems_of_layer(self, dim: int, layer: int, layers: int) -> Iterator[Problem]:
-        """Yields the problems of the part in block `layer` of `layers` in a model of `dim` features. Paths are relative
-        to the part."""
-        yield from ()
-
-    def sees_later(self, dim: int, context: int, prefix: int) -> bool:
-        """Returns whether a token of the prefix attends to a later token, in a model of `dim` features and `context`
-        tokens."""
+    def sees_later(self, shape: Shape) -> bool:
+        """Returns whether a token of the prefix attends to a later token."""
         return False
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:

@@ -13,11 +13,9 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import ScoreFields
 from specc.compiler.ops.pooled.attention import PoolWrite, SdpaPooled, SdpaPooledCached
 from specc.compiler.ops.pooled.pooling import POOLINGS
-from specc.compiler.strict import Problem, StrictModel, accepted_by
+from specc.compiler.strict import ExprText, Problem, StrictModel, accepted_by
 
-MaskText = Annotated[
-    str, Field(min_length=1, max_length=500), accepted_by(lambda text: parse(text, BLOCKS.whole, BLOCKS))
-]
+MaskText = Annotated[ExprText, accepted_by(lambda text: parse(text, BLOCKS.whole, BLOCKS))]
 
 
 class Pool(StrictModel):
@@ -60,10 +58,10 @@ class Pool(StrictModel):
         if self.seed and "number" not in POOLINGS[self.by].reads:
             yield Problem(("seed",), "S289", f"{self.by} is not random", "remove seed, or use `by: reservoir`")
 
-    def bound(self, mask: str, heads: int, context: int, prefix: int) -> str:
+    def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises as
         `bound_blocks`."""
-        return bound_blocks(self.mask, mask, self.block, heads, context, prefix)
+        return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 
     def rows(self, context: int) -> int:
         """Returns the number of pooled keys that a cache of `context` positions stores."""

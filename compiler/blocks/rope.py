@@ -6,27 +6,18 @@ from dataclasses import dataclass, field
 from math import ceil, floor, log, pi
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from specc.compiler.blocks.context import LoweringContext, Shared
-from specc.compiler.expr import ExprError, number, parse, variables
+from specc.compiler.expr import ExprError, number, parse
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import output_refs
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.positions import Rope, RopeAngles, RotaryAngles, RotaryFrequencies, RotaryPairs
-from specc.compiler.programs.init import formula, value_of
-from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
+from specc.compiler.programs.init import formula, reading, value_of
+from specc.compiler.strict import ExprText, Positive, PositiveFloat, Problem, StrictModel, later
 
-READS = ("f", "pair")  # the names that an expression of frequencies may read
-
-
-def _frequency(text: str) -> str:
-    if "f" not in variables(parse(text, READS)):
-        raise ValueError("a scaled frequency must read f")
-    return text
-
-
-Frequency = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_frequency)]
+Frequency = Annotated[ExprText, reading("f", "a scaled frequency must read f", "pair")]
 
 
 class Scaling(StrictModel):
@@ -215,16 +206,16 @@ class RopeTable(Shared):
             b.constant("rope_base", self.angles.base, self.formula)
         positions, scaling = context.positions, self.spec.scaling
         if self.spec.turn == "forward":  # the ops turn backward
-            positions = b.add(f"{self.name}.positions", Pointwise(("-positions",), ("positions",)), (positions,))
+            positions = pointwise(b, f"{self.name}.positions", "-positions", positions=positions)
         if scaling is None:
             return output_refs(b.add(self.name, self.angles, (positions,)), 2)
         dims, base = self.angles.dims, self.angles.base
         pair = b.add(f"{self.name}.pair", RotaryPairs(dims // 2), (positions,))
         f = b.add(f"{self.name}.f", RotaryFrequencies(base), (pair,))
         if isinstance(scaling, str):
-            scaled = b.add(f"{self.name}.scaled", Pointwise((scaling,), ("f", "pair")), (f, pair))
+            scaled = pointwise(b, f"{self.name}.scaled", scaling, f=f, pair=pair)
         else:
-            share = b.add(f"{self.name}.share", Pointwise((scaling.share(dims, base),), ("f", "pair")), (f, pair))
-            blend = Pointwise((f"(1 - share) * f / {scaling.factor!r} + share * f",), ("f", "share"))
-            scaled = b.add(f"{self.name}.scaled", blend, (f, share))
+            share = pointwise(b, f"{self.name}.share", scaling.share(dims, base), f=f, pair=pair)
+            blend = f"(1 - share) * f / {scaling.factor!r} + share * f"
+            scaled = pointwise(b, f"{self.name}.scaled", blend, f=f, share=share)
         return output_refs(b.add(self.name, RotaryAngles(self.spec.magnitude), (positions, scaled)), 2)

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from math import isclose
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -12,10 +12,10 @@ from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.document_mask import Documents
 from specc.compiler.blocks.parts import Layer
 from specc.compiler.blocks.previous import TokenId
-from specc.compiler.blocks.wiring import Counts, WiringText, number
+from specc.compiler.blocks.wiring import Counts, WiringText, failure, number
 from specc.compiler.expr import Const, ExprError, parse, substitute, variables
 from specc.compiler.expr.interval import atoms
-from specc.compiler.expr.mask import CAUSAL, NUMBERS, POSITIONS, Sizes, bound_mask, parse_mask, sees_later, window_of
+from specc.compiler.expr.mask import CAUSAL, NUMBERS, POSITIONS, bound_mask, parse_mask, sees_later, window_of
 from specc.compiler.expr.score import PLAIN, bound_score, parse_score
 from specc.compiler.expr.values import Read
 from specc.compiler.expr.wiring import parse_wiring
@@ -23,12 +23,13 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached
 from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
 from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
+from specc.compiler.ops.sequence import Zeros
 from specc.compiler.programs.init import constant, formula, value_of
 from specc.compiler.schedule import SegmentSchedule, points_of
-from specc.compiler.strict import Positive, Problem, Unit, accepted_by, later
+from specc.compiler.strict import ExprText, Positive, Problem, Unit, accepted_by, later
 
-MaskText = Annotated[str, Field(min_length=1, max_length=500), accepted_by(parse_mask)]
+MaskText = Annotated[ExprText, accepted_by(parse_mask)]
 
 
 class MaskSchedule(SegmentSchedule):
@@ -39,7 +40,6 @@ class MaskSchedule(SegmentSchedule):
 
 # The names of other values in a score, or in the functions that are generated for attention.
 TAKEN = {"s", *POSITIONS, *NUMBERS, "q", "k", "v", "y", "dy", "lse", "positions", "start", "starts", "sinks"}
-ScoreText = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 class ScoreAndMask(Layer):
@@ -62,8 +62,11 @@ class ScoreAndMask(Layer):
         bos: the id that starts a document, for `document` in the mask.
     """
 
+    # The fields that only attention to earlier tokens may set.
+    of_tokens: ClassVar[tuple[str, ...]] = ("score", "mask", "scale", "sinks")
+
     heads: Positive
-    score: ScoreText = later(PLAIN)
+    score: ExprText = later(PLAIN)
     mask: MaskText | MaskSchedule = later(CAUSAL)
     scale: Annotated[float | str, formula("head_dim", "layer", "layers")] | None = later(None)
     sinks: bool = later(False)
@@ -84,16 +87,25 @@ class ScoreAndMask(Layer):
         """The masks that the schedule contains, in order."""
         return tuple(mask for _, mask in points_of(self.mask))
 
-    def bound_sizes(self, dim: int) -> Sizes:
-        """Returns the sizes that the score and the mask may read, in a model of `dim` features."""
-        return (("dim", dim), *self.sizes(dim).items())
+    def sees_later(self, shape: Shape) -> bool:
+        return any(sees_later(self.bound_mask(mask, shape), self.heads) for mask in self.masks)
 
-    def sees_later(self, dim: int, context: int, prefix: int) -> bool:
-        sizes = self.bound_sizes(dim)
-        masks = (bound_mask(mask, self.heads, context, prefix, sizes) for mask in self.masks)
-        return any(sees_later(mask, self.heads) for mask in masks)
+    def bound_mask(self, mask: str, shape: Shape) -> str:
+        """Returns the canonical text of a mask in a model of this shape. Raises ExprError if it is invalid there."""
+        return bound_mask(mask, self.heads, shape.context, shape.prefix, tuple(self._sizes(shape).items()))
 
-    def visible(self, mask: str, context: int, prefix: int) -> str:
+    def bound_score(self, mask: str, shape: Shape) -> str:
+        """Returns the canonical text of the score with a canonical mask. Raises ExprError if it is invalid."""
+        sizes, visible = self._sizes(shape), self.visible(mask, shape)
+        tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
+        settings = (self.heads, shape.context, shape.prefix, tuple(sizes.items()))
+        return bound_score(self.score, tables, visible, *settings)
+
+    def _sizes(self, shape: Shape) -> Mapping[str, int]:
+        """Returns the sizes that the score, the mask and the shapes of tables may read."""
+        return shape.of_attention(self.sizes(shape.dim)).sizes
+
+    def visible(self, mask: str, shape: Shape) -> str:
         """Returns the condition under which the score of a query and a key is read, for a canonical mask."""
         return mask
 
@@ -133,33 +145,40 @@ class ScoreAndMask(Layer):
                 message = f"the score does not read the table {name}"
                 yield Problem(("learn", name), "S247", message, f"read an element of {name} in `score`, or remove it")
 
-    def problems_of_context(self, dim: int, context: int, causal: bool, prefix: int = 0) -> Iterator[Problem]:
-        if not causal or self.reads_source:
-            for name, default in (("score", PLAIN), ("mask", CAUSAL), ("scale", None), ("sinks", False)):
-                if getattr(self, name) != default:
+    def indivisible(self, dim: int) -> Problem:
+        """Returns the problem of `dim` features that the heads do not divide."""
+        hint = f"choose a divisor of {dim}, or set head_dim"
+        return Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
+
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
+        yield from self.expression_problems()
+        if not shape.causal or self.reads_source:
+            for name in self.of_tokens:
+                if getattr(self, name) != type(self).model_fields[name].default:
                     message = f"{name} is for attention to earlier tokens; this attends to a whole source"
                     yield Problem((name,), "S275", message, f"remove {name}")
             return
-        masks = []
+        hint, where = "layers are counted from 0", f"in layer {shape.layer}, "
+        yield from failure(lambda: self._scale(shape), ("scale",), "S216", hint, where)
+        steps = (self._mask_problems, self.visible_problems, self._score_problems)
+        yield from next(filter(None, (tuple(step(shape)) for step in steps)), ())
+
+    def _mask_problems(self, shape: Shape) -> Iterator[Problem]:
         for place, mask in enumerate(self.masks):
-            try:
-                masks.append(bound_mask(mask, self.heads, context, prefix, self.bound_sizes(dim)))
-            except ExprError as error:
-                path = ("mask", "at", place, 1) if isinstance(self.mask, MaskSchedule) else ("mask",)
-                hint = error.hint or "write a simpler mask"
-                yield Problem(path, "S276", error.message, hint, offset=error.column)
-                return
-        sizes = {"dim": dim, "context": context, "prefix": prefix, **self.sizes(dim)}
-        wrong = (True for name in self.tables for _ in self.learn[name].size_problem(sizes))
-        if self.read_as_tables or any(wrong):  # reported by the block
-            return
-        tables = tuple((name, self.learn[name].dims(sizes)) for name in self.tables)
-        try:
-            for mask in masks:
-                visible = self.visible(mask, context, prefix)
-                bound_score(self.score, tables, visible, self.heads, context, prefix, self.bound_sizes(dim))
-        except ExprError as error:
-            yield Problem(("score",), "S271", error.message, error.hint or "write a simpler score", offset=error.column)
+            path = ("mask", "at", place, 1) if isinstance(self.mask, MaskSchedule) else ("mask",)
+            yield from failure(partial(self.bound_mask, mask, shape), path, "S276", "write a simpler mask")
+
+    def visible_problems(self, shape: Shape) -> Iterator[Problem]:
+        """Yields the problems of `visible` in a model in which the masks are valid."""
+        yield from ()
+
+    def _score_problems(self, shape: Shape) -> Iterator[Problem]:
+        sizes = self._sizes(shape)
+        if self.read_as_tables or any(any(self.learn[name].size_problem(sizes)) for name in self.tables):
+            return  # reported by the block
+        for mask in self.masks:
+            score = partial(self.bound_score, self.bound_mask(mask, shape), shape)
+            yield from failure(score, ("score",), "S271", "write a simpler score")
 
     @property
     def tables(self) -> Mapping[str, Counts]:
@@ -177,35 +196,21 @@ class ScoreAndMask(Layer):
 
     def score_fields(self, shape: Shape) -> ScoreFields:
         """Returns the score, the mask and related settings in a model of this shape."""
-        heads, sizes = self.heads, {**shape.sizes, **self.sizes(shape.dim)}
-        tables = {name: self.learn[name].dims(sizes) for name in self.tables}
-        bound = self.bound_sizes(shape.dim)
-        mask = bound_mask(self.masks[-1], heads, shape.context, shape.prefix, bound)
-        visible = self.visible(mask, shape.context, shape.prefix)
-        score = bound_score(self.score, tuple(tables.items()), visible, heads, shape.context, shape.prefix, bound)
-        scale = None if self.scale is None or self._layered else self._scale(shape)
+        mask = self.bound_mask(self.masks[-1], shape)
+        scale = None if self._layered else self._scale(shape)
         usual = scale is not None and isclose(scale, self.size(shape.dim) ** -0.5, rel_tol=1e-12)
-        return ScoreFields(score, mask, None if usual else scale, tuple(tables), self.sinks)
-
-    def problems_of_layer(self, dim: int, layer: int, layers: int) -> Iterator[Problem]:
-        if not isinstance(self.scale, str):
-            return
-        values = {"head_dim": self.size(dim), "layer": layer, "layers": layers}
-        try:
-            value_of(self.scale, **{name: float(value) for name, value in values.items()})
-        except ExprError as error:
-            message, hint = f"in layer {layer}, {error.message}", error.hint or "layers are counted from 0"
-            yield Problem(("scale",), "S216", message, hint, offset=error.column)
+        score = self.bound_score(mask, shape)
+        return ScoreFields(score, mask, None if usual else scale, tuple(self.tables), self.sinks)
 
     @property
     def _layered(self) -> bool:
         """Whether the scale depends on the layer. If so, q is multiplied by it, and the layers share one function."""
         return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
 
-    def _scale(self, shape: Shape) -> float:
-        assert self.scale is not None
+    def _scale(self, shape: Shape) -> float | None:
+        """Returns the factor of the product of q and k; None if it is unset. Raises ExprError if it has no value."""
         values = {"head_dim": self.size(shape.dim), "layer": shape.layer, "layers": shape.layers}
-        return value_of(self.scale, **{name: float(value) for name, value in values.items()})
+        return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
         """Returns how many of the first and how many of the last positions the cache stores; None if it stores all
@@ -218,6 +223,13 @@ class ScoreAndMask(Layer):
     @property
     def documents(self) -> Documents | None:
         return None if self.bos is None else Documents(f"documents{self.bos}", ("starts",), mark=self.bos)
+
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
+        begun = {}
+        for key, type in self.state(shape).items():
+            dims = tuple(dim for dim in type.shape[1:] if isinstance(dim, int))
+            begun[key] = b.add(f"{key}.cache", Zeros(dims), (context.memory,))
+        return begun
 
     def cached(
         self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext
@@ -279,7 +291,7 @@ class ScoreAndMask(Layer):
             yield b.param("sinks", shape.activation(self.queries(shape)), constant(0.0))
         sizes = {**self.sizes(shape.dim), "heads": self.queries(shape)}
         for name in form.tables:
-            yield self.learn[name].declare(b, name, replace(shape, attention=tuple(sizes.items())))
+            yield self.learn[name].declare(b, name, shape.of_attention(sizes))
 
     def scaled(self, b: Builder, q: str, shape: Shape) -> str:
         """Returns q, multiplied by the scale if the scale depends on the layer."""
@@ -287,7 +299,7 @@ class ScoreAndMask(Layer):
             return q
         formula = substitute(parse(str(self.scale)), {"head_dim": Const(self.size(shape.dim))})
         text, numbers = number(b, f"({formula}) * sqrt({self.size(shape.dim)})", "attention_scale", shape)
-        return b.add("q.scaled", Pointwise((f"q * {text}",), ("q", *numbers)), (q, *numbers.values()))
+        return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
         """Returns the value of the field `name` as [B, T, H, C]. `plain` adds the value that the expression reads;

@@ -9,7 +9,7 @@ from specc.compiler.blocks.previous import TokenId, previous
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.shape import FirstFeatures
 from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive
@@ -34,8 +34,8 @@ class Smear(Embed):
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         before, state = previous(b, x, "smear", context, self.bos)
         gate = b.param("smear.gate", shape.activation(b.types[x].width), constant(0.0))
-        mixed = Pointwise(("x + sigmoid(gate) * (previous - x)",), ("x", "previous", "gate"))
-        return Lowered(b.add("smear", mixed, (x, before, gate)), state)
+        text = "x + sigmoid(gate) * (previous - x)"
+        return Lowered(pointwise(b, "smear", text, x=x, previous=before, gate=gate), state)
 
 
 class SmearByToken(Embed):
@@ -62,5 +62,5 @@ class SmearByToken(Embed):
         weight = b.param(f"{title}.gate", shape.activation(1, self.features), constant(0.0))
         gate = b.add(f"{title}.gate", Linear(), (read, weight))
         scale = b.param(f"{title}.scale", shape.activation(1), constant(0.0))
-        added = Pointwise(("x + scale * sigmoid(gate) * previous",), ("x", "previous", "gate", "scale"))
-        return Lowered(b.add(title, added, (x, before, gate, scale)), state)
+        text = "x + scale * sigmoid(gate) * previous"
+        return Lowered(pointwise(b, title, text, x=x, previous=before, gate=gate, scale=scale), state)

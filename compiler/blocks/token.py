@@ -9,7 +9,7 @@ from specc.compiler.blocks.parts import WEIGHTLESS, Embed, NormWeight, Trait, no
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.programs.init import Init, formula, stated, value_of
 from specc.compiler.strict import Positive, PositiveFloat, Problem, later
@@ -55,9 +55,9 @@ class EmbedScale(Embed):
     kind: Literal["scale"]
     by: Annotated[float | str, formula("dim")]
 
-    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+    def problems_in(self, shape: Shape) -> Iterator[Problem]:
         try:
-            value_of(self.by, dim=float(dim))
+            value_of(self.by, dim=float(shape.dim))
         except ExprError as error:
             yield Problem(("by",), "S216", error.message, "change the formula, e.g. to `sqrt(dim)`")
 
@@ -65,7 +65,7 @@ class EmbedScale(Embed):
         value = b.constant(
             "embed_scale", value_of(self.by, dim=float(shape.dim)), stated(self.by, dim=float(shape.dim))
         )
-        return Lowered(b.add("scale", Pointwise((f"x * {value!r}",), ("x",)), (x,)))
+        return Lowered(pointwise(b, "scale", f"x * {value!r}", x=x))
 
 
 class EmbedPositions(Embed):
@@ -86,7 +86,7 @@ class EmbedPositions(Embed):
         table = shape.activation(shape.context, b.types[x].width)
         rows = b.param("positions", table, self.init or shape.matrix_init)
         place = b.add("place", Embedding(), (context.positions, rows))
-        return Lowered(b.add("positions", Pointwise(("x + place",), ("x", "place")), (x, place)))
+        return Lowered(pointwise(b, "positions", "x + place", x=x, place=place))
 
 
 class EmbedNorm(Embed):

@@ -1,6 +1,6 @@
 """Wiring: how a block reads the residual stream and writes to it, as pointwise expressions over named values."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -17,18 +17,18 @@ from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding, FirstFeatures
 from specc.compiler.programs.init import Init, LayerFormula, constant, stated, value_of
-from specc.compiler.strict import Name, Path, Positive, Problem, StrictModel, accepted_by, later
+from specc.compiler.strict import ExprText, Name, Path, Positive, Problem, StrictModel, accepted_by, later
 
 SHARED = "_shared"  # the prefix of the variable of a part that occurs in an expression more than once
 IDS = "ids"  # the tokens of the program, i64[B, T]
 
 
 # A number, or a formula of whole numbers over the sizes of the model and of the attention of the block.
-Formula = Annotated[str, Field(min_length=1, max_length=500), accepted_by(names_in)]
+Formula = Annotated[ExprText, accepted_by(names_in)]
 Count = Annotated[int, Field(gt=0, le=2**24)] | Formula
 Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=4)]
 
-WiringText = Annotated[str, Field(min_length=1, max_length=500), accepted_by(parse_wiring)]
+WiringText = Annotated[ExprText, accepted_by(parse_wiring)]
 Expressions = WiringText | dict[Name, WiringText]  # the residual stream, or several streams by name
 
 
@@ -216,6 +216,22 @@ def number_problem(
         if layer is None:
             message, hint = f"{error.message} outside of blocks", "use `layers`, the number of blocks"
         yield Problem(at, "S216", message, hint, offset=offset)
+
+
+def failure(compute: Callable[[], object], path: Path, code: str, hint: str, where: str = "") -> Iterator[Problem]:
+    """Yields a problem if `compute` raises ExprError.
+
+    Args:
+        compute: computes the value of an expression.
+        path: the spec path of the expression.
+        code: the code of the error.
+        hint: what to do, if the error does not state it.
+        where: the beginning of the message, such as `in layer 2, `.
+    """
+    try:
+        compute()
+    except ExprError as error:
+        yield Problem(path, code, f"{where}{error.message}", error.hint or hint, offset=error.column)
 
 
 def condition(*names: str) -> AfterValidator:

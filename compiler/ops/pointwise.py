@@ -6,11 +6,17 @@ from typing import ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
 from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # methods of a tensor that convert it
+
+
+def pointwise(b: Builder, name: str, text: str, /, dtype: str = "", title: str = "", **values: str) -> str:
+    """Adds the expression `text` over named values as the node `name`, and returns its value."""
+    return b.add(name, Pointwise((text,), tuple(values), dtype=dtype, title=title), tuple(values.values()))
 
 
 def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:

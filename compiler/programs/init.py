@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from specc.compiler.expr import ExprError, number, parse
+from specc.compiler.expr import ExprError, number, parse, variables
 from specc.compiler.expr.values import Const, substitute
-from specc.compiler.strict import Problem, StrictModel
+from specc.compiler.strict import Problem, StrictModel, accepted_by
 
 
 def formula(*variables: str) -> AfterValidator:
@@ -20,6 +20,16 @@ def formula(*variables: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def reading(name: str, message: str, *further: str) -> AfterValidator:
+    """Returns a validator that accepts expressions over `name` and `further` that read `name`."""
+
+    def check(text: str) -> None:
+        if name not in variables(parse(text, (name, *further))):
+            raise ValueError(message)
+
+    return accepted_by(check)
 
 
 LayerFormula = Annotated[float | str, formula("layer", "layers")]

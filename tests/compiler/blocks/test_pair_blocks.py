@@ -43,6 +43,9 @@ def case(encoder: list[Any], decoder: list[Any], **words: Any) -> dict[str, Any]
 
 CASES: Mapping[str, dict[str, Any]] = {
     "transformer": case(ENCODER, [LEARNED, blocks(SELF, CROSS, MLP)]),
+    "attention_of_pools": case(
+        ENCODER, [LEARNED, {**SELF, "mask": "j <= i and i - j < 4", "pool": {"block": 3, "by": "latent"}}, CROSS]
+    ),
     "transformer_of_waves": case([WAVES, blocks(SELF, MLP)], [WAVES, blocks(SELF, CROSS, MLP, **WITH_LAYER_NORM)]),
     "transformer_rope": case(
         [EMBED, blocks({**SELF, "rope": {}}, MLP)], [EMBED, blocks({**SELF, "rope": {"dims": 2}}, CROSS, MLP)]
