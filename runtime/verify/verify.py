@@ -179,7 +179,7 @@ def _fill(fused: Loaded, plain: Loaded) -> None:
 
     No parameter is zero, so that every path contributes to the result.
     """
-    device = device_of(fused.target)
+    device = torch.device(device_of(fused.target))
     dtypes = {param.name: DTYPES[param.dtype] for param in fused.programs.params}
     tensors = {}
     for param in fused.programs.params:
