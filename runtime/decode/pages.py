@@ -1,4 +1,4 @@
-"""Decodes texts of different lengths, which join and leave, from a cache in pages."""
+"""Decodes texts of different lengths, which join and leave, from a cache in pages. On a GPU a step is a CUDA graph."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.spec.spec import Spec
-from specc.runtime.decode.text import PAGE, Decoder, Sampling, generator_of
+from specc.runtime.decode.text import PAGE, SHORTEST, STRIDES, Decoder, Sampling, Step, generator_of
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import replace_fuse
 from specc.runtime.model.protocols import GeneratedPages, GeneratedText, paged_model, text_model
@@ -54,6 +54,10 @@ class PagedDecoder:
     waits for a page. If a text has `window` tokens, the most recent `window // 2` are read again as the start of a
     text, as in `Decoder`.
 
+    A step reads as many pages of each text as the longest needs, rounded up to one of a few numbers. On a GPU there is
+    one CUDA graph per such number and per number of texts, rounded up to a power of two. Rows without a text use a page
+    of their own.
+
     Args:
         model: the model, on `device`.
         window: the number of tokens of a full text.
@@ -64,9 +68,18 @@ class PagedDecoder:
 
     def __init__(self, model: GeneratedPages, window: int, page: int, pages: int, device: torch.device) -> None:
         self._model, self._window, self._page, self._device = model, window, page, device
-        self._cache = model.new_cache(pages)
-        self._free = list(range(pages))
+        self._cache = model.new_cache(pages + 1)
+        self._free, self._spare = list(range(pages)), pages
         self._texts: dict[int, _Text] = {}
+        self._most = self.pages_of(window)
+        self._stride = max(-(-SHORTEST // page), -(-self._most // STRIDES))
+        self._steps: dict[torch.Size, Step] = {}
+        self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, for few graphs
+
+    @property
+    def preparing(self) -> float:
+        """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
+        return sum(step.preparing for step in self._steps.values())
 
     def pages_of(self, most: int) -> int:
         """Returns the number of pages of a text of at most `most` tokens."""
@@ -92,38 +105,53 @@ class PagedDecoder:
             raise RunFailure(message, "decode fewer texts at once")
         for key, tokens in texts.items():
             self._texts[key] = _Text(list(tokens), [self._free.pop() for _ in range(self.pages_of(most))])
-        return self._step({key: self._texts[key].tokens for key in texts}, 0)
+        return self._begin([self._texts[key] for key in texts])
 
     @torch.no_grad()
     def append(self, tokens: Mapping[int, int]) -> Tensor:
         """Appends one token to each of some texts, and returns the logits, f32 [R, vocabulary], in their order."""
-        full = [key for key in tokens if len(self._texts[key].tokens) == self._window]
         logits: dict[int, Tensor] = {}
-        for key in full:
+        for key, token in tokens.items():
             text = self._texts[key]
-            text.tokens = [*text.tokens[self._window - self._window // 2 :], tokens[key]]
-            logits[key] = self._step({key: text.tokens}, 0)[0]
-        others = {key: [token] for key, token in tokens.items() if key not in logits}
-        for key, (token,) in others.items():
-            self._texts[key].tokens.append(token)
+            if len(text.tokens) == self._window:
+                text.tokens = [*text.tokens[self._window - self._window // 2 :], token]
+                logits[key] = self._begin([text])[0]
+            else:
+                text.tokens.append(token)
+        others = [key for key in tokens if key not in logits]
         if others:
-            logits |= zip(others, self._step(others, -1), strict=True)
+            logits |= zip(others, self._extend([self._texts[key] for key in others]), strict=False)
         return torch.stack([logits[key] for key in tokens])
 
     def leave(self, key: int) -> None:
         """Removes a text. Its pages are free for others."""
         self._free += self._texts.pop(key).pages
 
-    def _step(self, ids: Mapping[int, Sequence[int]], first: int) -> Tensor:
-        """Runs the model on tokens of some texts. `first` is 0 if they begin the text, else -1."""
-        texts = [self._texts[key] for key in ids]
-        starts = [0 if first == 0 else len(text.tokens) - 1 for text in texts]
-        # only the pages that hold tokens are read
-        reach = max(-(-len(text.tokens) // self._page) for text in texts)
-        table = [(text.pages + text.pages[-1:] * reach)[:reach] for text in texts]
-        values = (list(map(list, ids.values())), starts, table)
-        tokens, before, pages = (torch.tensor(value, device=self._device) for value in values)
-        return self._model.step(tokens, before, pages, self._cache)
+    def _begin(self, texts: Sequence[_Text]) -> Tensor:
+        """Runs the model on all tokens of texts of one length."""
+        reach = self.pages_of(len(texts[0].tokens))
+        ids, starts, table = self._tensors([(text.tokens, 0, text.pages[:reach]) for text in texts])
+        return self._model.step(ids, starts, table, self._cache)
+
+    def _extend(self, texts: Sequence[_Text]) -> Tensor:
+        """Runs the model on the last token of each text. Returns logits of at least as many rows, valid until the next
+        call."""
+        reach = max(self.pages_of(len(text.tokens)) for text in texts)
+        reach = min(-(-reach // self._stride) * self._stride, self._most)
+        rows = [(text.tokens[-1:], len(text.tokens) - 1, self._table(text.pages, reach)) for text in texts]
+        count = 1 << (len(rows) - 1).bit_length() if self.rounds else len(rows)
+        rows += [([0], 0, self._table([], reach))] * (count - len(rows))
+        ids, starts, table = self._tensors(rows)
+        if table.shape not in self._steps:
+            self._steps[table.shape] = Step(self._model.step, self._cache)
+        return self._steps[table.shape](ids, starts, table)
+
+    def _table(self, pages: Sequence[int], reach: int) -> list[int]:
+        return [*pages[:reach], *[self._spare] * (reach - len(pages))]
+
+    def _tensors(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> tuple[Tensor, ...]:
+        """Returns ids i64 [R, K], starts i64 [R] and the table i64 [R, N], of rows of ids, start and pages."""
+        return tuple(torch.tensor(column, device=self._device) for column in zip(*rows, strict=True))
 
 
 class PagedTexts:
@@ -131,7 +159,12 @@ class PagedTexts:
 
     def __init__(self, model: GeneratedPages, window: int, page: int, device: torch.device, rows: int = 1) -> None:
         self._decoder = PagedDecoder(model, window, page, rows * -(-window // page), device)
-        self._window, self._rows, self.preparing = window, 0, 0.0
+        self._window, self._rows = window, 0
+
+    @property
+    def preparing(self) -> float:
+        """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
+        return self._decoder.preparing
 
     def prefill(self, tokens: Tensor) -> Tensor:
         """Starts new texts, i64 [rows, T], and returns logits, f32 [rows, vocabulary]."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,7 +115,7 @@ class Decoder:
         self._length = 0
         self._start = torch.zeros((), dtype=torch.int64, device=device)
         self._stride = max(SHORTEST, -(-window // STRIDES))
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, Step] = {}
 
     @property
     def preparing(self) -> float:
@@ -144,7 +144,7 @@ class Decoder:
         self._length += 1
         positions = self._positions()
         if positions not in self._steps:
-            self._steps[positions] = _Step(self._model, self._up_to(positions))
+            self._steps[positions] = Step(self._model.decode, self._up_to(positions))
         return self._steps[positions](tokens[:, None], self._start)
 
     def _positions(self) -> int:
@@ -160,33 +160,39 @@ class Decoder:
         ]
 
 
-class _Step:
-    """A decoding step with a cache of one length: run directly on a CPU, captured and replayed on a GPU."""
+class Step:
+    """A decoding step with a cache of one shape: run directly on a CPU, captured and replayed on a GPU.
 
-    def __init__(self, model: GeneratedText, cache: Cache) -> None:
-        self._model, self._cache = model, cache
+    Args:
+        call: computes the logits of tensors and the cache, which it updates in place.
+        cache: the cache, at fixed addresses.
+    """
+
+    def __init__(self, call: Callable[..., Tensor], cache: Cache) -> None:
+        self._call, self._cache = call, cache
         self._logits: Tensor | None = None
         self._captured = Captured(self._write)
         self._calls = 0
         self.preparing = 0.0
 
-    def __call__(self, ids: Tensor, start: Tensor) -> Tensor:
-        if ids.device.type != "cuda":
-            return self._model.decode(ids, start, self._cache)
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Returns the logits, which are valid until the next call. All calls have tensors of the same shapes."""
+        if tensors[0].device.type != "cuda":
+            return self._call(*tensors, self._cache)
         if self._calls <= WARM_UP:
-            torch.cuda.synchronize(ids.device)
+            torch.cuda.synchronize(tensors[0].device)
             began = time.monotonic()
-            self._captured(ids, start)
-            torch.cuda.synchronize(ids.device)
+            self._captured(*tensors)
+            torch.cuda.synchronize(tensors[0].device)
             self.preparing += time.monotonic() - began
         else:
-            self._captured(ids, start)
+            self._captured(*tensors)
         self._calls += 1
         assert self._logits is not None
         return self._logits
 
-    def _write(self, ids: Tensor, start: Tensor) -> None:
-        logits = self._model.decode(ids, start, self._cache)
+    def _write(self, *tensors: Tensor) -> None:
+        logits = self._call(*tensors, self._cache)
         if self._logits is None:
             self._logits = torch.empty_like(logits)
         self._logits.copy_(logits)

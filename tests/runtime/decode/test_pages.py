@@ -43,18 +43,20 @@ def sample(case: dict[str, Any], folder: Path, paged: bool = True) -> Pair:
     return pair(spec, folder / ("pages" if paged else "rows"))
 
 
+@pytest.mark.parametrize("rounds", [False, True], ids=["as many rows", "as on a GPU"])
 @pytest.mark.parametrize("name", CASES)
-def test_pages_have_the_logits_of_the_whole_text(name: str, tmp_path: Path) -> None:
+def test_pages_have_the_logits_of_the_whole_text(name: str, rounds: bool, tmp_path: Path) -> None:
     with float64(), torch.no_grad():
         tested = sample(CASES[name], tmp_path)
-        ids, _ = tested.batch()
+        ids = torch.cat(tested.batch())[:3]
         every = [tested.model.score(ids, torch.full_like(ids, token)) for token in range(11)]
         want = -torch.stack(every, -1)
-        decoder = PagedDecoder(tested.model, 12, PAGE, 6, CPU)
+        decoder = PagedDecoder(tested.model, 12, PAGE, 9, CPU)
+        decoder.rounds = rounds
         for layer in decoder._cache:
             for pages in layer:
                 pages.fill_(1e6)  # positions that are not written yet must not be read
-        lengths = {0: 5, 1: 2}
+        lengths = {0: 5, 1: 2, 2: 1}
         for row, length in lengths.items():
             logits = decoder.join({row: ids[row, :length].tolist()}, 12)
             torch.testing.assert_close(logits.log_softmax(-1)[0], want[row, length - 1], rtol=1e-10, atol=1e-10)
@@ -66,7 +68,7 @@ def test_pages_have_the_logits_of_the_whole_text(name: str, tmp_path: Path) -> N
                 if lengths[row] == 12:
                     decoder.leave(row)
                     del lengths[row]
-        assert sorted(decoder._free) == list(range(6))
+        assert sorted(decoder._free) == list(range(9))
 
 
 def test_the_step_of_pages_equals_its_reference(tmp_path: Path) -> None:
