@@ -26,7 +26,7 @@ click.rich_click.STYLE_HELPTEXT = ""
 class LazyGroup(click.RichGroup):
     """A group whose subcommands are the `command` objects of the modules of a package, imported when they run.
 
-    Every subcommand has the option `--format` of errors and findings, unless its own option has this name.
+    Every subcommand has the option `--format` of errors and findings, unless it declares an option of this name itself.
 
     Args:
         name: the name of the group.

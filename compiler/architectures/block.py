@@ -75,8 +75,9 @@ class Block(StrictModel):
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
-        """Returns the sizes of attention that the shape of the learned value `name` may read: those of the layer of the
-        value, or else of the first attention of the block. Empty without attention."""
+        """Returns the sizes of attention, by name, that the shape of the learned value `name` may read. They are the
+        sizes of the layer that declares the value, or else of the first attention of the block. Empty without
+        attention."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 

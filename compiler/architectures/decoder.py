@@ -103,7 +103,8 @@ class DecoderBlocks(Blocks):
 
 
 class PagedCache(StrictModel):
-    """The cache of texts of different lengths, which join and leave a batch: pages that a table of each text lists.
+    """A cache in pages, for texts of different lengths that join and leave a batch. A table lists the pages of each
+    text.
 
     Attributes:
         page: the number of positions of a page.
@@ -118,8 +119,8 @@ class Decoder(Architecture):
     Attributes:
         vocab: the number of token ids.
         dim: the features of the residual stream.
-        prefix: the number of first tokens of a sequence that may attend to each other, by a mask such as `j <= i or
-            j < prefix`. The loss and the score begin after the prefix.
+        prefix: the number of tokens at the start of a sequence that may attend to each other, under a mask such as `j
+            <= i or j < prefix`. The loss and the score begin after the prefix.
         context: the maximum number of tokens of an input, in training and in use.
         init: the initialization of matrices.
         output_init: the initialization of matrices that write to the residual stream; `init` if unset.
@@ -127,7 +128,8 @@ class Decoder(Architecture):
         blocks: the blocks.
         norm: the norm after the last block; null for none.
         head: the computation of logits.
-        cache: the pages of the cache of generation. If unset, texts of a batch have one length, and a row each.
+        cache: a cache in pages for generation. If unset, the cache has one row per text, and all texts of a batch have
+            the same length.
     """
 
     kind: Literal["decoder"]
@@ -356,9 +358,9 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 
     def prefill_and_decode(self) -> tuple[Graph, Graph]:
-        """Returns the program that extends cached sequences, and the one for a single token. The inputs are ids
-        i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits f32[B, V] of the
-        last token, and the new caches."""
+        """Returns the program that extends cached sequences, and the program that extends them by a single token. The
+        inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits
+        f32[B, V] of the last token, and the new caches."""
         b = Builder("prefill")
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         start = b.input("start", TensorType((), "i64"))

@@ -75,7 +75,7 @@ class Loop:
         """Adds the loop over whole sequences, or one step if the context extends a sequence.
 
         Args:
-            scope: the values of the program. It receives those of the stages.
+            scope: the values of the program. The values of the stages are added to them.
             context: the values that the stages can read, with the state of the side.
 
         Returns:

@@ -69,7 +69,7 @@ class Attention(ScoreAndMask):
         rope: rotary positions.
         qk_norm: the normalization of q and k.
         of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
-            `encoder`: it attends to the source.
+            `encoder`: each token attends to the source.
         bias: whether the four matrices have a bias, or the list of the matrices that have a bias.
         q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
         k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.

@@ -108,7 +108,7 @@ class Ended(Exception):
 
 
 class Bug(Exception):
-    """An error that is not meant for users."""
+    """An error of specc itself."""
 
     code: ClassVar[str] = "B001"
     MESSAGE: ClassVar[str] = "this is a bug in specc; please report it with the spec and the command"

@@ -30,7 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value as an expression of a layer reads it: `value(k)` is of the layer of the same title."""
+        """Returns the value as an expression of a layer reads it. There, `value(k)` is the value of the layer of the
+        same title."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:

@@ -195,4 +195,5 @@ class Tape(Protocol):
         """Returns a reference to the gradient of an output."""
 
     def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
-        """Adds a node and returns its first output. Its name is the name of the op's node with `suffix`."""
+        """Adds a node and returns its first output. The new node has the name of the op's node, followed by
+        `suffix`."""

@@ -85,7 +85,7 @@ class RotaryPairs(Op):
 
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies(Op):
-    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token. The input are the pair indices i,
+    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token. The input holds the pair indices i,
     i64[R]."""
 
     name: ClassVar[str] = "rotary_frequencies"

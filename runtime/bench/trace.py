@@ -35,7 +35,7 @@ class Trace:
 
     Attributes:
         path: the file.
-        bytes: its size.
+        bytes: the size of the file.
         whole: whether it has all events. Otherwise, it has no operators of the host.
         steps: the recorded steps.
         target: the target.

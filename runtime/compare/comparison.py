@@ -24,12 +24,12 @@ class GroupResult:
     """The values of a group.
 
     Attributes:
-        name: its name.
-        runs: its complete runs.
-        seeds: their seeds.
+        name: the name of the group.
+        runs: the complete runs of the group.
+        seeds: the seed of each run.
         values: the final metric of each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the same of the final loss in nats per token; None if that is not comparable.
+        nats: the same for the final loss in nats per token; None if that is not comparable.
         seconds, tokens_per_second: means over the runs; None if a log lacks them.
     """
 
@@ -48,13 +48,13 @@ class PairResult:
     """A pair of groups.
 
     Attributes:
-        first, second: their names.
+        first, second: the names of the groups.
         test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
         reason: why there is no test.
         nats: the same test in nats per token.
-        improves_by_threshold: the one-sided p of a loss this much lower if the second group were only THRESHOLD nats
-            better than the first; None without a test in nats.
-        spec: path -> the two values, for all that differs in the specs but the seed.
+        improves_by_threshold: the one-sided p-value of the measured improvement, under the hypothesis that the second
+            group is better than the first by only THRESHOLD nats; None without a test in nats.
+        spec: path -> the two values, for each setting that differs between the specs, except the seed.
     """
 
     first: str

@@ -55,7 +55,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose values are samples of one distribution. `named` tells that the command gave the group its name."""
+    """Runs whose values are samples of one distribution. `named` is True if the command states the name of the
+    group."""
 
     name: str
     members: tuple[Member, ...]

@@ -51,7 +51,7 @@ class ExportOptions:
     Attributes:
         out: the folder; None for `NAME-hf` in the run directory.
         dtype: `f32`, `bf16` or `f16`; None for the dtypes that the run was imported with, or f32.
-        shard: the bytes of a file of weights, except if a single tensor has more.
+        shard: the largest size of a file of weights in bytes. A tensor that is larger has a file of its own.
         search: folders to search for the tokenizer.
         force: replace a folder that an export wrote.
     """
@@ -242,7 +242,7 @@ def _write_weights(
 
 
 def joined(row: Row, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a row by name, of parameters by name."""
+    """Returns the tensors of a row by name, computed from parameters by name."""
     return dict(zip(row.tensors, row.join([weights[name] for name in row.parameters]), strict=True))
 
 

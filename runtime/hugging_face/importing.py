@@ -88,7 +88,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         say: called with lines of text for the user.
 
     Raises:
-        ConfigError: the folder holds what specc lacks, or no model (exit code 2).
+        ConfigError: the folder has no model, or a model with a feature that specc lacks (exit code 2).
         RunDirectoryError: the run directory is not free (2).
         EnvironmentFailure: a file cannot be written (3).
         IntegrityError: a file of the folder is damaged, or does not fit its config (5).
@@ -226,7 +226,7 @@ class FittedWeights:
         self._folder, self._ready = folder, dict[str, Tensor]()
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter, and keeps the others of its row until they are read.
+        """Returns a parameter, and keeps the other parameters of the same row until they are read.
 
         Raises IntegrityError if a tensor is damaged, or not finite.
         """

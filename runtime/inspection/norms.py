@@ -1,7 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
 A block is all nodes whose names begin with the same index, such as `blocks.3`, if it has a product of weights. The
-stream behind it is the last of its values, of the width of the model, that a node outside the block reads.
+stream after a block is the last value of the block that has the width of the model and that a node outside the block
+reads.
 """
 
 import re
@@ -23,8 +24,8 @@ class BlockNorm:
     Attributes:
         block: the name of the block.
         before: the root mean square of the stream that the block reads; None if it has another shape than the result.
-        after: the root mean square of the stream behind the block.
-        change: |after - before| / |before|, the relative size of what the block adds; None as `before`.
+        after: the root mean square of the stream after the block.
+        change: |after - before| / |before|, the relative size of what the block adds; None if `before` is None.
     """
 
     block: str
@@ -91,7 +92,7 @@ class ResidualNorms:
         self._kept = frozenset(self._before.values())
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the stream behind a block."""
+        """Adds the stream after a block."""
         value = outputs[0].detach()
         if node.name in self._kept:
             self._values[node.name] = value

@@ -26,7 +26,7 @@ class Units:
     Attributes:
         layer: the node of the activation; that of an expert has its index, as in `blocks.0.moe.act[3]`.
         units: the number of units.
-        tokens: the number of tokens that reached them. An expert that no token chose has none.
+        tokens: the number of tokens that reached the units. An expert that no token chose has none.
         dead: the number of units that are zero at every token.
         weak: the number of units whose magnitude is at most 1 % of the median largest magnitude of a unit at every
             token. It includes the dead ones.

@@ -383,7 +383,7 @@ class _Plan:
 
 
 def digest_of(spec: Spec) -> str:
-    """Returns the SHA-256 (hex) of the canonical spec, as a run states it."""
+    """Returns the SHA-256 (hex) of the canonical spec, as a run records it."""
     return hashlib.sha256(canonical(spec).encode()).hexdigest()
 
 

@@ -38,7 +38,7 @@ class SettingResult:
     """The result of a setting, over its finished runs.
 
     Attributes:
-        setting: its name.
+        setting: the name of the setting or of the entry.
         grid: path in the spec -> value, for the paths of the grid.
         seeds: the seeds of the finished runs.
         metric: the final validation metric; None without a finished run.
@@ -71,7 +71,7 @@ class QuantizedResult:
     """The result of an entry of `quantize`, over its finished runs.
 
     Attributes:
-        setting: its name.
+        setting: the name of the setting or of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
         difference: the mean over the runs of the metric after quantization minus that before it.

@@ -91,7 +91,7 @@ class StagedContext:
         begun: Lines that load the further targets of a row, and their logits.
         value: Lines that write the loss of a row.
         parameter: The parameter of `differentiate` for the factor of the exponentials, or nothing if it is 1.
-        argument: Its argument.
+        argument: The argument that is passed for `parameter`.
         factor: The factor itself.
         ended: Lines that write the gradient of the logits of the targets.
     """

@@ -268,9 +268,9 @@ def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
 def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
     """Returns the factors of softmax and of each one-hot target in the gradient of a token's loss.
 
-    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot. The factor of a
-    further target `n` counts in that of softmax only times the variable `known_n`, which is 1 if the token has such a
-    target and otherwise 0.
+    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot. In the factor of
+    softmax, the factor of a further target `n` is multiplied by the variable `known_n`, which is 1 if the token has
+    such a target and otherwise 0.
     """
     loss = reread(op.per_token)
     targets = ("nats", *(f"nats_{name}" for name in op.further))

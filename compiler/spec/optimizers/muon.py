@@ -17,7 +17,7 @@ Coefficients = tuple[float, float, float]
 
 
 class MuonSpec(OptimizerSpec):
-    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. For matrices, and for the
+    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. It updates matrices, and stacks of the
     matrices of experts, each of which is orthogonalized alone.
 
     Attributes:
