@@ -97,7 +97,7 @@ class DecoderBlocks(Blocks):
         if stated != set(range(self.count)):
             wrong = min(stated ^ set(range(self.count)))
             message = f"block {wrong} {'is not one' if wrong in stated else 'never runs'} of {self.count}"
-            yield Problem(("order",), "S243", message, f"blocks go from 0 to {self.count - 1}; each runs in some order")
+            yield Problem(("order",), "S243", message, f"use each block from 0 to {self.count - 1} at least once")
             return
         yield from super().problems_in(shape)
 
@@ -353,7 +353,7 @@ class _Lowering:
         states |= {f"{part}.{key}": type for part, state in parts.items() for key, type in state.items()}
         for name, type in states.items():
             if type.shape[:2] != ("P", cache.page):
-                message = f"a cache in pages holds keys and values of tokens; {name} is another state"
+                message = f"a cache in pages holds only keys and values; {name} is another state"
                 hint = "remove `cache`, or the part of the model that has this state"
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 

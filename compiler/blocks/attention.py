@@ -134,7 +134,7 @@ class Attention(ScoreAndMask):
             yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(shape.dim)))
         for name in ("rope", "k", "v", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
-                message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
+                message = f"attention to the encoder cannot have {name}: the keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
         for name in ("q", "k"):
             text: str | None = getattr(self, name)

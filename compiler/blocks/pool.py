@@ -53,7 +53,7 @@ class Pool(StrictModel):
             message = f"{self.by} has one result per block, not {self.tokens}"
             yield Problem(("tokens",), "S289", message, "remove tokens, or use `by: reservoir` or `by: latent`")
         elif self.tokens >= self.block:
-            message = f"{self.tokens} of the {self.block} tokens of a block: nothing is pooled"
+            message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"
             yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
             yield Problem(("seed",), "S289", f"{self.by} is not random", "remove seed, or use `by: reservoir`")

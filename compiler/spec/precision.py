@@ -63,10 +63,10 @@ class Fp8Spec(StrictModel):
         """Yields a problem for delayed scales of rows, because rows are other tokens in each step, and for `history`
         without delayed scales."""
         if self.scaling == "delayed" and self.scale == "row":
-            message = "the rows of a step are other tokens than those of the last, so their scales cannot be delayed"
+            message = "each step has rows of other tokens, so the scales of rows cannot be delayed"
             yield Problem(("scaling",), "S293", message, "use `scaling: current`, or `scale: tensor`")
         if self.scaling == "current" and self.history is not None:
-            message = "history is of delayed scales, but these are current"
+            message = "history applies to delayed scales, but scaling is current"
             yield Problem(("history",), "S293", message, "add `scaling: delayed`, or remove history")
 
 

@@ -157,7 +157,7 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
     if other is None:
         unknown = [member.name for member in members if member.run.data_digests is None]
         if unknown:
-            notes.append(f"{unknown[0]} states no digest of its data: that they are the same is not certain")
+            notes.append(f"{unknown[0]} states no digest of its data, which may therefore differ")
         return metric, True
     here, there = _tokenizer(first), _tokenizer(other)
     data = f"the validation split of {first.name} ({first.run.data}) and that of {other.name} ({other.run.data})"

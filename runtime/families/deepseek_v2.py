@@ -40,7 +40,7 @@ def model(config: Config) -> Data:
     latent = _latent(config)
     number = config.whole("n_routed_experts", 64, most=32768)
     config.fixed("topk_method", ("greedy", None), NO_GROUPS)
-    config.fixed("scoring_func", ("softmax",), "other scores of experts are those of DeepSeek-V3")
+    config.fixed("scoring_func", ("softmax",), "only DeepSeek-V3 has other scores of experts")
     config.fixed("norm_topk_prob", (False, None), "Transformers ignores this field in DeepSeek-V2, so no model has it")
     config.fixed("moe_layer_freq", (1,), "experts in every n-th layer need a change of the blocks")
     for name in ("n_group", "topk_group", "head_dim", "qk_head_dim"):  # derived, or of another method

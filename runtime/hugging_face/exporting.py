@@ -200,7 +200,7 @@ def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, byte
         say(f"the folder has no tokenizer: {error.message}")
         return carried
     if not written:
-        say("the folder has no tokenizer: Transformers has no form of that of the run")
+        say("the folder has no tokenizer: the tokenizer of the run has no form in Transformers")
     return {**carried, **written}
 
 

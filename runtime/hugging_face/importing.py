@@ -110,7 +110,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
     except SpecError as error:
         raise ConfigError(f"the spec of {path} is invalid: {error.diagnostics[0].message}", "change --set") from None
     if spec.model != fitted.model:
-        raise ConfigError("--set changes the model, and the weights are those of another", "override other fields")
+        raise ConfigError("--set changes the model, so that the weights do not fit it", "override other fields")
     directory = options.run or default_run(spec.name)
     require_free(directory)
     with locked(directory):

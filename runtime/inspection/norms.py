@@ -76,7 +76,7 @@ class ResidualNorms:
             ]
             if not ends:
                 if block:
-                    self.refused[block] = "no value of the width of the model leaves it as a single residual stream"
+                    self.refused[block] = "its result is not a single residual stream of the width of the model"
                 continue
             self._stream[ends[-1].name] = block
             reads = [

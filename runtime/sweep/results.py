@@ -118,7 +118,7 @@ class SweepResults:
             rows.append([f"quantized: {entry.setting} (*)", *cells, "", "", size])
             reasons += [f"{name}: {reason}" for name, reason in entry.unfinished.items()]
         notes = ["std: sample standard deviation over the seeds; ~: bytes estimated from the spec"]
-        notes += ["(*) the difference is that to the same runs before quantization"] if self.quantized else []
+        notes += ["(*) difference to the same runs before quantization"] if self.quantized else []
         return [*aligned(rows), *notes, *(f"not finished: {reason}" for reason in reasons)]
 
     def _cells(self, sample: Sample | None, difference: float | None) -> list[str]:

@@ -163,7 +163,7 @@ class SoftmaxLossCuda(Kernel):
         if tile.copy == "bulk" and "tma" not in site.target.features:
             return f"has bulk copies in its tile, {tile}; {site.target.name} has no tma"
         if (steps := _steps(site, tile)) > MOST_STEPS:
-            return f"takes a row in at most {MOST_STEPS} steps; of {width} columns {tile} makes {steps}"
+            return f"takes a row in at most {MOST_STEPS} steps; {tile} needs {steps} for {width} columns"
         needed = shared_bytes(site, tile)
         if needed > _room(site.target, tile.resident):
             where = f"{site.target.name} has {_room(site.target, tile.resident)} a block"

@@ -177,7 +177,7 @@ class SoftmaxLossTriton(Kernel):
         except ExprError as error:
             return f"cannot print {loss_of(site).f}: {error.message}"
         if self.tile is not None and self.tile.rows > 1 and self.tile.columns < width_of(site):
-            return f"takes several rows at a time only whole; of {width_of(site)} columns {self.tile} does not hold all"
+            return f"takes several rows at a time only if they fit; {self.tile} does not hold {width_of(site)} columns"
         return None
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:

@@ -65,7 +65,7 @@ class MuonSpec(OptimizerSpec):
 
     def _problems_of_coefficients(self, coefficients: tuple[Coefficients, ...], iterations: int) -> Iterator[Problem]:
         if len(coefficients) > iterations:
-            message = f"`coefficients` has {len(coefficients)} entries, but only {iterations} iterations read one"
+            message = f"`coefficients` has {len(coefficients)} entries, but there are only {iterations} iterations"
             yield Problem(("coefficients", iterations), "S287", message, "remove the others, or raise steps")
             return
         for i in range(1, 101):
@@ -75,7 +75,7 @@ class MuonSpec(OptimizerSpec):
                 if abs(value) > 1e6:
                     break
             if abs(value) > LARGEST:
-                message = f"the iterations diverge: they take the singular value {start:g} to {value:.4g}"
-                hint = f"choose numbers that take 0 .. 1 to values near 1, and at most {LARGEST:g}"
+                message = f"the iterations diverge: they map the singular value {start:g} to {value:.4g}"
+                hint = f"choose numbers that map 0 .. 1 to values near 1, of at most {LARGEST:g}"
                 yield Problem(("coefficients",), "S287", message, hint)
                 return
