@@ -192,7 +192,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
-    """Returns the exit code of a command, and whether the command, and not its help, was run."""
+    """Returns the exit code of a command, and whether the command itself was run instead of its help."""
     try:
         result = specc.main([*arguments], prog_name="specc", obj=output, standalone_mode=False)
         return (result if isinstance(result, int) else 0), True

@@ -427,7 +427,7 @@ class _Lowering:
 
 
 def _of_one_token(type: TensorType) -> TensorType:
-    """Returns the type of a value of T tokens for a single token."""
+    """Returns the type that a value of T tokens has for a single token."""
     return type.with_shape(*(1 if dim == "T" else dim for dim in type.shape))
 
 

@@ -108,7 +108,7 @@ class Stack:
     ) -> str:
         """Adds a module between runs as a call and returns the stream after it.
 
-        It is outside the blocks, because the same block may run with and without it.
+        The module is outside the blocks, because the same block may run with and without it.
 
         Args:
             outer: the builder of the program.

@@ -142,7 +142,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Returns the nodes of each key, by variant, in an order close to the order of each graph."""
+    """Groups the nodes of all variants by key. The order is close to the order of each graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):

@@ -203,7 +203,7 @@ def _scored_bytes(member: Member) -> int:
 
 
 def _doubts(group: Group) -> Iterator[str]:
-    """Yields what makes the runs of a group no independent samples of one distribution."""
+    """Yields the reasons why the runs of a group are not independent samples of one distribution."""
     first = group.first
     for member in group.members[1:]:
         if member.kind != first.kind:

@@ -173,7 +173,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
 
 
 def _torchrun_arguments(words: Sequence[str]) -> Any:
-    """Returns what torchrun's parser makes of its arguments. Raises LaunchError with the error that it shows."""
+    """Parses arguments with the parser of torchrun. Raises LaunchError with the error that it shows."""
     from torch.distributed.run import config_from_args, parse_args
 
     shown = io.StringIO()

@@ -159,7 +159,7 @@ def _require_free(out: Path, force: bool) -> None:
 
 
 def _describes(match: Recognized, config: Data, model: Any) -> bool:
-    """Returns whether a config is that of the model: a run may have been imported and then changed."""
+    """Returns whether a config describes the model, which may have changed since the import."""
     try:
         return config.get("model_type") == match.family.name and same_programs(model, decoder_of(match.family, config))
     except ConfigError:
@@ -167,7 +167,7 @@ def _describes(match: Recognized, config: Data, model: Any) -> bool:
 
 
 def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
-    """Returns the config of a run: of the fields that do not change the function, those it was imported with."""
+    """Returns the config of a run. Fields that do not change the function have the values of the import."""
     fields: Data = {"architectures": [match.family.architecture], "model_type": match.family.name}
     if carried is not None and carried.get("model_type") == match.family.name:
         fields |= {key: value for key, value in carried.items() if key in HARMLESS}
@@ -190,7 +190,7 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 
 
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer and of generation: those that the run carries, or its tokenizer's."""
+    """Returns the files of the tokenizer and of generation: the imported ones, or else those of the run's tokenizer."""
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
         return carried

@@ -140,7 +140,7 @@ def family_of(config: Config) -> Family:
 
 
 def _slug(path: Path) -> str:
-    """Returns a name of a spec from that of a folder."""
+    """Returns the name of a spec for the name of a folder."""
     text = re.sub(r"[^a-z0-9]+", "_", path.absolute().name.lower()).strip("_")
     return (text if text[:1].isalpha() else f"model_{text}")[:64].rstrip("_")
 

@@ -65,7 +65,7 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
 
 
 def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
-    """Returns the model as one of a family, or the differences, the first of which is to be shown."""
+    """Returns the model as a member of a family, or the differences from the family, the one to show first."""
     try:
         config = family.config(model)
         said = decoder_of(family, config)
@@ -124,7 +124,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields the fields of every block and of the parts around them, with defaults that depend on others filled in."""
+    """Yields the fields of every block and of the parts around them, including defaults that depend on other fields."""
     for name in ("vocab", "dim", "context", "prefix"):
         yield name, getattr(model, name)
     yield "embed", [_dump(step) for step in model.embed]

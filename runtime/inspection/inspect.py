@@ -129,7 +129,7 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
 
 @dataclass
 class _Work:
-    """The measurement of one run, and the notes about what cannot be said."""
+    """The measurement of one run, and the reasons for missing results."""
 
     run: Run
     weights: Mapping[str, Tensor]

@@ -126,7 +126,7 @@ def _block(name: str) -> str:
 
 
 def _width(graph: Graph) -> int | None:
-    """Returns the width of the most values that blocks pass on: the width of the model."""
+    """Returns the width that most values between blocks have: the width of the model."""
     readers: dict[str, set[str]] = {}
     for node in graph.nodes:
         for ref in node.inputs:

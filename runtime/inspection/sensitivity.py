@@ -117,5 +117,5 @@ def sensitivities(
 
 
 def _size(score: BitsPerByte) -> int:
-    """Returns the bytes that a score is per byte of."""
+    """Returns the number of bytes that a score is divided by."""
     return score.document_bytes if score.bpb is not None and score.document_bytes else score.piece_bytes

@@ -104,7 +104,7 @@ def is_product(node: Node) -> bool:
 
 
 def _bends(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node, or one before it, is more than a sum of multiples, such as a bias adds."""
+    """Returns whether a pointwise node, or one before it, is nonlinear. The addition of a bias, for example, is not."""
     if not isinstance(node.op, Pointwise):
         return False
     generator = torch.Generator().manual_seed(0)

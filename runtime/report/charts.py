@@ -154,7 +154,7 @@ class _Axis:
         return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))
 
     def rounded(self) -> "_Axis":
-        """Returns an axis whose ends are ticks, or, if it is logarithmic, one with a margin."""
+        """Returns an axis that ends at ticks. A logarithmic axis gets a margin instead."""
         if self.logarithmic:
             return replace(self, low=self.low / 1.2, high=self.high * 1.2)
         low, high = math.floor(self.low / self.step + 1e-9), math.ceil(self.high / self.step - 1e-9)

@@ -218,10 +218,10 @@ def _hook(signature: str, doc: str, first: tuple[str, ...], value: str) -> Hook:
     """Returns a hook.
 
     Args:
-        signature: Its name and parameters.
+        signature: The name and parameters of the hook.
         doc: The docstring of the function.
-        first: The statements that load what it reads.
-        value: The text of what it returns.
+        first: The statements that load the values that the hook reads.
+        value: The text of the result.
     """
     names = set(_NAMES.findall("\n".join((*first, value))))
     positions = (("i", "q_idx"), ("j", "kv_idx"))
