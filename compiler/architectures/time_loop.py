@@ -53,7 +53,7 @@ def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over time over consecutive stages of a side.
+    """Consecutive stages of a side that run in a loop over time.
 
     Attributes:
         side: the side.

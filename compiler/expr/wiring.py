@@ -81,7 +81,7 @@ def parse_wiring(text: str) -> Wiring:
                 raise ExprError(f"{function} takes one argument", start, f"write {function}(layer - 1)")
             value = EarlierValue(function, ast.unparse(node.args[0]))
             if unknown := names_in(value.index) - set(INDEX):
-                message = f"the run of {function} reads `{min(unknown)}`"
+                message = f"the index in {function}(...) reads the unknown name `{min(unknown)}`"
                 raise ExprError(message, start, f"the names are {', '.join(INDEX)}")
             label = next((name for name, known in earlier.items() if known == value), f"{function}{len(earlier)}")
             earlier[label] = value

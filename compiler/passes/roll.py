@@ -25,7 +25,7 @@ class Loop(Op):
             different values under one name, the name occurs once per value, followed by the value.
         some: Input -> the blocks that read it, for inputs that not all blocks read.
         earlier: Input that holds an output of an earlier run -> the label of that output, empty for the residual
-            stream, and pairs (run, earlier run): which run reads the output of which.
+            stream, and pairs (run, earlier run): the run that reads, and the run whose output it reads.
         returns: The labels of the outputs of blocks besides the residual stream and the state.
         joined: The module list of the modules that join an earlier run's output to the stream.
         join_methods: Block after the join -> method of the join, if it is not `forward`.

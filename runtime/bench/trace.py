@@ -79,7 +79,7 @@ def record_trace(
 ) -> Trace:
     """Records training steps on random data, after a warm-up.
 
-    The recorder is that of Torch, which needs no rights to the hardware counters of a GPU.
+    Torch's profiler records the trace. It needs no rights to the hardware counters of a GPU.
 
     Args:
         spec: the spec.

@@ -54,7 +54,8 @@ class MuonSpec(OptimizerSpec):
         return super().state_numbers(shape) + rows
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if no step is an iteration, or if an iteration of `coefficients` is not used or diverges."""
+        """Yields a problem if `steps` leaves no iteration, if `coefficients` has more entries than iterations, or if
+        they diverge."""
         yield from super().problems()
         least = LEAST_STEPS.get(self.method, 1)
         if self.steps < least:
