@@ -59,7 +59,7 @@ class Pool(StrictModel):
             yield Problem(("seed",), "S289", f"{self.by} is not random", "remove seed, or use `by: reservoir`")
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
-        """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises as
+        """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises the errors of
         `bound_blocks`."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
 
-EXIT_OK = 0
-EXIT_FINDINGS = 1
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
 EXIT_BUG = 70

@@ -36,7 +36,7 @@ def require_trackers(names: Sequence[str]) -> None:
     known = classes(trackers, Tracker)
     for name in names:
         if name not in known:
-            raise UnknownTracker(f"there is no tracker {name!r}", f"choose of {', '.join(known)}")
+            raise UnknownTracker(f"there is no tracker {name!r}", f"choose one of {', '.join(known)}")
         if find_spec(known[name].package) is None:
             install = f"pip install 'specc[{known[name].extra}]'"
             raise EnvironmentFailure(f"--track {name} needs the package {known[name].package}", install)
