@@ -91,7 +91,7 @@ class Block(StrictModel):
         Args:
             shape: the shape dims of the model, with the index of the block.
             streams: the names of the streams before the block.
-            known: the names of further values that its expressions may read.
+            known: the names of further values that expressions of the block may read.
         """
         layer, layers = shape.layer, shape.layers
         if self.norm is not None:

@@ -103,7 +103,7 @@ class Op:
         return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
 
     def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        """Returns the bytes that the library saves for the backward, beside inputs and outputs."""
+        """Returns the bytes that the library saves for the backward in addition to inputs and outputs."""
         return 0
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
