@@ -26,7 +26,7 @@ click.rich_click.STYLE_HELPTEXT = ""
 class LazyGroup(click.RichGroup):
     """A group whose subcommands are the `command` objects of the modules of a package, imported when they run.
 
-    Every subcommand has the option `--format` of errors and findings, unless its own option has this name.
+    Every subcommand has the option `--format` of errors and findings, unless it declares an option of this name itself.
 
     Args:
         name: the name of the group.
@@ -192,7 +192,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
-    """Returns the exit code of a command, and whether the command, and not its help, was run."""
+    """Returns the exit code of a command, and whether the command itself was run instead of its help."""
     try:
         result = specc.main([*arguments], prog_name="specc", obj=output, standalone_mode=False)
         return (result if isinstance(result, int) else 0), True
@@ -266,7 +266,7 @@ def _problem(error: Exception) -> Any:
     if isinstance(error, OSError) and error.errno in FULL:
         return DiskProblem(f"standard output cannot be written: {error.strerror}")
     if isinstance(error, ModuleNotFoundError) and type(error).__name__ == "PackageNotFoundError":
-        message = f"{error.name} is not installed, and its version is part of what it writes"
+        message = f"{error.name} is not an installed package, so that its version, which it records, is unknown"
         return MissingPackage(message, "in the folder of its pyproject.toml: pip install -e .")
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
         message = str(error)

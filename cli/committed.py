@@ -15,7 +15,8 @@ from specc.cli.options import generated_beside
 def require_built(spec: Path, name: str, target: str) -> None:
     """Raises StaleCode if generated/NAME beside a spec file is not what the spec builds for a target.
 
-    Without this folder, nothing is compared. Overrides do not count: the folder is of the spec as it is written.
+    Without this folder, nothing is compared. Overrides are ignored, because the folder is built from the spec as it is
+    written.
     """
     folder = generated_beside(spec) / name
     manifest = _manifest(folder)
@@ -29,8 +30,8 @@ def require_built(spec: Path, name: str, target: str) -> None:
 
 
 def require_built_run(directory: Path) -> None:
-    """Raises StaleCode if generated/NAME in the working directory is of the spec and the lock of a run, and is not what
-    they build for its target.
+    """Raises StaleCode if generated/NAME in the working directory was built from the spec and the lock of a run, and
+    differs from what they build for the target of the run.
 
     The folder of another spec or lock, for example after the spec was edited or with overrides, is not compared.
     """

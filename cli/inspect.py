@@ -81,7 +81,7 @@ def command(
 
     Ranks come from the singular values of each matrix. Types of attention heads, dead units of MLPs and the growth of
     the residual stream are measured on the validation split. The sensitivity of a matrix is the rise of bits per byte
-    when it alone is quantized; beside it stands the estimate that bit allocation uses.
+    when this matrix alone is quantized. The estimate that bit allocation uses is shown beside it.
     """
     from specc.runtime.inspection.inspect import PARTS, InspectOptions
     from specc.runtime.inspection.inspect import inspect as measure

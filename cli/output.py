@@ -53,8 +53,8 @@ class _Notes(io.FileIO):
 
 
 def keep_notes_going() -> None:
-    """Makes this process ignore errors of writing to standard error. If it is one of several that train together, its
-    lines begin with its rank, unless that is 0."""
+    """Makes this process ignore errors of writing to standard error. If this process is one of several that train
+    together, its lines begin with its rank, unless the rank is 0."""
     if sys.stderr is None:
         return
     rank = os.environ.get("RANK", "0")

@@ -23,12 +23,12 @@ class Repeatable(click.RichCommand):
 
 
 def given_arguments() -> list[str]:
-    """Returns the name of the running command, which is Repeatable, and its arguments as given."""
+    """Returns the name of the running command, whose class must be Repeatable, and its arguments as given."""
     return list(get_current_context().meta["arguments"])
 
 
 def torchrun_options() -> list[str]:
-    """Returns the words after `--` of the running command, which is Repeatable."""
+    """Returns the words after `--` of the running command, whose class must be Repeatable."""
     return list(get_current_context().meta["torchrun"])
 
 

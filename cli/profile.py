@@ -37,8 +37,8 @@ def command(
 ) -> None:
     """Record a trace of training steps, and list the kernels that take most of the time.
 
-    The steps run in the trainer, on random data. On a GPU, kernels are listed; on a CPU, operators without those that
-    they call. The trace has at most 50 MB: if all events are more, it has those of the GPU alone.
+    The steps run in the trainer, on random data. On a GPU, kernels are listed; on a CPU, operators, each without the
+    operators that it calls. The trace has at most 50 MB. If all events need more, only those of the GPU are written.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the recorder of Torch would write lines of its own
     from specc.compiler.build import plan_spec

@@ -103,7 +103,7 @@ class Problem:
     offset: int = 0
 
     def moved(self, place: Callable[[Path], Path]) -> "Problem":
-        """Returns the problem with every path replaced by `place` of it."""
+        """Returns the problem with `place` applied to every path."""
         related = tuple((note, place(path)) for note, path in self.related)
         return replace(self, path=place(self.path), related=related)
 

@@ -143,7 +143,7 @@ def _gpus() -> Iterator[Check]:
             yield Check("gpu", "ok", f"{detail}, target {targets[0]}")
         else:
             known = ", ".join(target.name for target in TARGETS.values() if target.arch)
-            yield Check("gpu", "note", f"{detail}: no target of its own", f"add a target to the spec: {known}")
+            yield Check("gpu", "note", f"{detail}: no target matches it exactly", f"add a target to the spec: {known}")
 
 
 def _cxx() -> Check:

@@ -12,7 +12,7 @@ class RuntimeFailure(Exception):
         message: the problem and its location.
         hint: a suggested remedy; empty if there is none.
         exit_code: exit code of the command that ends with this error.
-        code: its code, a key of `specc.compiler.errors.codes.CODES`.
+        code: the code of the error, a key of `specc.compiler.errors.codes.CODES`.
     """
 
     exit_code = 4
@@ -36,7 +36,7 @@ class RunFailure(RuntimeFailure):
 
 
 class ExportError(RuntimeFailure):
-    """The place for an exported file is not free or not usable, or the run has no form of this format."""
+    """The place for an exported file is not free or not usable, or the run cannot be exported in this format."""
 
     code = "U012"
     exit_code = 2

@@ -1,6 +1,6 @@
 """The model card of a run in the format of the Hugging Face hub: YAML front matter and Markdown.
 
-Every number is read from the files of the run. JSON is YAML, so that strings of the front matter are JSON strings.
+Every number is read from the files of the run. Strings of the front matter are written as JSON, which is valid YAML.
 """
 
 import json

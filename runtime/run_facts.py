@@ -32,12 +32,12 @@ class Score:
 
     Attributes:
         model: the weights that were scored.
-        step: their step; None if it is not recorded.
-        data: the data that they were scored on.
+        step: the step of the weights; None if it is not recorded.
+        data: the data that the weights were scored on.
         metric: the name of the metric.
-        value: its value.
-        error: its standard error; None if it is not recorded.
-        over: the number of items that it is a mean over, in words.
+        value: the value of the metric.
+        error: the standard error of the value; None if it is not recorded.
+        over: the number of items that the value is a mean over, in words.
     """
 
     model: str
@@ -55,7 +55,7 @@ class RunFacts:
 
     Attributes:
         run: the run.
-        records: its log.
+        records: the log of the run.
         step: the step of its newest checkpoint; None without one.
         parameters: the parameters of the final model.
         quantization: the report of `specc quantize`; None if the run is not quantized.

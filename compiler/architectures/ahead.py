@@ -28,7 +28,7 @@ class Modules:
     Attributes:
         term: the term.
         place: the index of the term in `train.losses`.
-        stack: the blocks of the model, whose last block the modules resemble.
+        stack: the blocks of the model. Each module has the form of the last block.
         norm: the norm after the last block.
         head: the head, which the modules share.
     """
@@ -96,7 +96,7 @@ class Modules:
 
 
 def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
-    """Yields the reasons for which modules cannot resemble the last block of a model."""
+    """Yields the reasons why modules cannot have the form of the last block of a model."""
     if block.circuit.earlier:
         yield "the last block reads earlier runs"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):

@@ -51,22 +51,23 @@ class Architecture(StrictModel):
         raise TypeError(f"{type(self).__name__} does not state its context")
 
     def after(self, done: float) -> Self:
-        """Returns the model that trains once the share `done` of a run is complete, without schedules."""
+        """Returns the model as it trains after the share `done` of a run. Each schedule is replaced by its value
+        there."""
         return settled(self, done)
 
     @property
     def bounded(self) -> str:
-        """The name of a part with learned values for each position, so that no text longer than the context can be
-        scored; empty if there is none."""
+        """The name of a part with a learned value for each position; empty if there is none. With such a part, no text
+        longer than the context can be scored."""
         return ""
 
     @property
     def unscored(self) -> int:
-        """The number of first targets of a row that neither the loss nor the score counts."""
+        """The number of targets at the start of a row that neither the loss nor the score counts."""
         return 0
 
     def refuses_modules(self) -> Iterator[str]:
-        """Yields the reasons for which the model has no modules that predict later tokens."""
+        """Yields the reasons why the model has no modules that predict later tokens."""
         yield "only models of kind decoder have them"
 
     @property
@@ -86,7 +87,8 @@ class Architecture(StrictModel):
 
     @property
     def reads_pads(self) -> bool:
-        """True if pads after a source change its encoding, so that sources must have equal lengths."""
+        """True if the encoding of a source depends on the pads after it. Sources of a batch must then have equal
+        lengths."""
         return False
 
     @property

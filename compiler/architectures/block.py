@@ -75,8 +75,9 @@ class Block(StrictModel):
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
-        """Returns the sizes of attention that the shape of the learned value `name` may read: those of the layer of the
-        value, or else of the first attention of the block. Empty without attention."""
+        """Returns the sizes of attention, by name, that the shape of the learned value `name` may read. They are the
+        sizes of the layer that declares the value, or else of the first attention of the block. Empty without
+        attention."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 
@@ -90,7 +91,7 @@ class Block(StrictModel):
         Args:
             shape: the shape dims of the model, with the index of the block.
             streams: the names of the streams before the block.
-            known: the names of further values that its expressions may read.
+            known: the names of further values that expressions of the block may read.
         """
         layer, layers = shape.layer, shape.layers
         if self.norm is not None:

@@ -1,4 +1,5 @@
-"""The expressions of a block, or of a side of an encoder-decoder, over named values, and the problems of them."""
+"""The expressions over named values of a block, or of a side of an encoder-decoder, and the checks of these
+expressions."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,8 @@ class Circuit:
 
     @property
     def expressions(self) -> Iterator[tuple[Path, Wiring, str]]:
-        """Yields each expression: the path, the expression, and the title of the part that it is of; empty if it is of
-        none."""
+        """Yields (path, expression, title) of each expression. `title` names the part of the expression; it is empty
+        outside of parts."""
         fields = {name: value for name, value in (("read", self.read), ("write", self.write)) if value is not None}
         owners: list[tuple[Path, Mapping[str, Learned], Mapping[str, Expressions], str]]
         owners = [((), self.learn, fields, "")]
@@ -53,13 +54,13 @@ class Circuit:
                     yield (*path, name, *filter(None, (key,))), parse_wiring(text), title
 
     def names(self, wiring: Wiring, title: str) -> Iterator[str]:
-        """Yields the names that an expression of the part `title` reads. Learned values have their paths."""
+        """Yields the names that an expression of the part `title` reads. A learned value is named by its path."""
         for name in wiring.names.values():
             yield f"{title}.{name}" if f"{title}.{name}" in self.learned else name
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The names of all values that expressions read. Learned values have their paths."""
+        """The names of all values that expressions read. A learned value is named by its path."""
         return frozenset(name for _, wiring, title in self.expressions for name in self.names(wiring, title))
 
     @cached_property
@@ -69,8 +70,8 @@ class Circuit:
         return tuple(dict.fromkeys(values))
 
     def streams_after(self, streams: Streams, parts: int | None = None) -> Streams:
-        """Returns the names of the streams after the first `parts` parts, or after all and `write`, from the names of
-        those before."""
+        """Returns the names of the streams after the first `parts` parts; if None, after all parts and `write`.
+        `streams` are the names before the first part."""
         wirings = [self.read, *(part.wirings.get("write") for part in self.layers[:parts])]
         for value in (*wirings, *((self.write,) if parts is None else ())):
             if value is not None:
@@ -83,11 +84,11 @@ class Circuit:
         """Yields the problems of names and numbers. Paths are relative to the circuit.
 
         Args:
-            streams: the names of the streams before it.
+            streams: the names of the streams before the circuit.
             further: the names of further values that every expression may read.
             layer: the index of the block; None outside of blocks.
             layers: the number of blocks.
-            also: the learned values that something else reads.
+            also: the learned values that are read outside of the circuit.
         """
         where = "" if layer is None else f"in layer {layer}, "
         titles = [part.title for part in self.layers]
@@ -148,7 +149,8 @@ class Circuit:
 
 
 def first_circle(sources: Mapping[str, Collection[str]]) -> str | None:
-    """Returns the first name, in order, that reaches itself through the names that each name reads."""
+    """Returns the first name, in alphabetical order, that depends on itself; None if there is none. `sources` maps each
+    name to the names that it reads."""
     for name in sorted(sources):
         reached = set(sources[name])
         queue = list(reached)

@@ -97,13 +97,14 @@ class DecoderBlocks(Blocks):
         if stated != set(range(self.count)):
             wrong = min(stated ^ set(range(self.count)))
             message = f"block {wrong} {'is not one' if wrong in stated else 'never runs'} of {self.count}"
-            yield Problem(("order",), "S243", message, f"blocks go from 0 to {self.count - 1}; each runs in some order")
+            yield Problem(("order",), "S243", message, f"use each block from 0 to {self.count - 1} at least once")
             return
         yield from super().problems_in(shape)
 
 
 class PagedCache(StrictModel):
-    """The cache of texts of different lengths, which join and leave a batch: pages that a table of each text lists.
+    """A cache in pages, for texts of different lengths that join and leave a batch. A table lists the pages of each
+    text.
 
     Attributes:
         page: the number of positions of a page.
@@ -118,8 +119,8 @@ class Decoder(Architecture):
     Attributes:
         vocab: the number of token ids.
         dim: the features of the residual stream.
-        prefix: the number of first tokens of a sequence that may attend to each other, by a mask such as `j <= i or
-            j < prefix`. The loss and the score begin after the prefix.
+        prefix: the number of tokens at the start of a sequence that may attend to each other, under a mask such as `j
+            <= i or j < prefix`. The loss and the score begin after the prefix.
         context: the maximum number of tokens of an input, in training and in use.
         init: the initialization of matrices.
         output_init: the initialization of matrices that write to the residual stream; `init` if unset.
@@ -127,7 +128,8 @@ class Decoder(Architecture):
         blocks: the blocks.
         norm: the norm after the last block; null for none.
         head: the computation of logits.
-        cache: the pages of the cache of generation. If unset, texts of a batch have one length, and a row each.
+        cache: a cache in pages for generation. If unset, the cache has one row per text, and all texts of a batch have
+            the same length.
     """
 
     kind: Literal["decoder"]
@@ -351,14 +353,14 @@ class _Lowering:
         states |= {f"{part}.{key}": type for part, state in parts.items() for key, type in state.items()}
         for name, type in states.items():
             if type.shape[:2] != ("P", cache.page):
-                message = f"a cache in pages holds keys and values of tokens; {name} is another state"
+                message = f"a cache in pages holds only keys and values; {name} is another state"
                 hint = "remove `cache`, or the part of the model that has this state"
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 
     def prefill_and_decode(self) -> tuple[Graph, Graph]:
-        """Returns the program that extends cached sequences, and the one for a single token. The inputs are ids
-        i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits f32[B, V] of the
-        last token, and the new caches."""
+        """Returns the program that extends cached sequences, and the program that extends them by a single token. The
+        inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits
+        f32[B, V] of the last token, and the new caches."""
         b = Builder("prefill")
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         start = b.input("start", TensorType((), "i64"))
@@ -425,7 +427,7 @@ class _Lowering:
 
 
 def _of_one_token(type: TensorType) -> TensorType:
-    """Returns the type of a value of T tokens for a single token."""
+    """Returns the type that a value of T tokens has for a single token."""
     return type.with_shape(*(1 if dim == "T" else dim for dim in type.shape))
 
 

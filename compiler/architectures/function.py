@@ -47,9 +47,9 @@ class Function:
         Args:
             node: the name of the call.
             names: the candidate names of the function.
-            at: the path prefix of its parameters.
+            at: the path prefix of the parameters of the function.
             outputs: the outputs of the function, by label.
-            types: the types of the results; those of the outputs, if they are not given.
+            types: the types of the results; by default, the types of the outputs.
             labels: the names of the results in generated code.
         """
         body = self.tables.intern(self.b, names, at, outputs)
@@ -74,7 +74,7 @@ def begin_parts(
         parts: the parts, with the shape dims of each.
         context: the values that the parts can read.
         names: the candidate names of the function.
-        at: the path prefix of its parameters.
+        at: the path prefix of the parameters of the function.
         name: the prefix of the name of the call.
     """
     if not parts:

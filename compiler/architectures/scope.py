@@ -32,7 +32,7 @@ class Scope:
         common: further values, by name.
         at: the prefix of the names of nodes.
         norm: the norm of the block.
-        shape_of: returns the shape dims of a learned value, by its path.
+        shape_of: returns the shape dims of the learned value with a given path.
         values: the values of parts, by title.
         branches: `y` and `h` of the last part.
         inputs: the results of `read` expressions; each key is an expression with the references of its values.
@@ -63,7 +63,8 @@ class Scope:
         return next(iter(self.streams.values()), "")
 
     def enter(self, part: str) -> None:
-        """Sets the prefix of the names of later nodes to the part `part`; if it is empty, to the scope alone."""
+        """Prefixes the names of nodes that are added next with `at` and the title `part`; with `at` alone if `part` is
+        empty."""
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
@@ -83,9 +84,9 @@ class Scope:
 
         Args:
             part: the part.
-            h: its input, after the norm.
-            context: the values that it can read.
-            write: the streams after a part that does not state them; None if no part writes to the streams.
+            h: the input of the part, after the norm.
+            context: the values that the part can read.
+            write: the expressions of the streams after a part without `write`; None if parts do not write to streams.
         """
         title = part.title
         self.enter(title)
@@ -120,8 +121,8 @@ class Scope:
             value: one expression, or one per stream.
             name: the name of the node, for a single expression; else nodes are named after their streams.
             prefix: the name of numbers that depend on the layer.
-            base: the expression that `value` changes. Where `value` is `base` of a changed stream, the changed stream
-                is a node of its own, so that blocks with and without the change share the rest.
+            base: the expression that `value` replaces. If `value` equals `base` with an expression in place of the
+                stream, that expression is a separate node, so that blocks with and without the change share the rest.
             title: the part whose learned values have short names.
             replaced: values that are read instead of those of the scope.
         """
@@ -139,8 +140,8 @@ class Scope:
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
         """Adds an expression over `values` [B, T, H, C] and returns its value.
 
-        Other values, [B, T, H C] or [B, T, H], are split into heads, [B, T, H, C] or [B, T, H, 1], and so are learned
-        numbers [H C] or [H].
+        Other values and learned numbers are split into heads: [B, T, H C] becomes [B, T, H, C], and [B, T, H] becomes
+        [B, T, H, 1].
         """
         return self._add(parse_wiring(text), name, f"{title}_factor", title, values, heads)
 

@@ -28,8 +28,9 @@ class SharedValues:
         return replace(context, positions=self.refs["positions"])
 
     def with_shared(self, b: Builder, part: Part | Blocks, shape: Shape, context: LoweringContext) -> LoweringContext:
-        """Returns the context with the positions and the shared computations that a part reads, and adds those that no
-        earlier part reads. Declares their previous state as inputs if the context extends a sequence.
+        """Returns the context with the positions and the shared computations that a part reads. Adds the computations
+        that no earlier part reads. If the context extends a sequence, their previous state becomes inputs of the
+        program.
 
         Args:
             b: the builder of the program.

@@ -18,8 +18,8 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
     """Yields the stages in order: each loop over time, and each stage outside of loops. An entry is the name of the
     loop, which is empty outside of loops, the index of the first stage, and the stages.
 
-    A loop starts at a stage that attends with the state of a later stage. It ends at that later stage, or at the last
-    stage whose state is attended with from inside the loop.
+    A loop starts at a stage that attends with the state of a later stage. It ends at that later stage, or at a still
+    later one if another stage in the loop attends with the state of that one.
     """
     titles = [stage.title for stage in stages]
     first, count = 0, 0
@@ -57,7 +57,7 @@ class Side:
     widths: dict[str, int] = field(default_factory=dict)
 
     def shape_of_learned(self, path: str) -> Shape:
-        """Returns the shape dims of a learned value, which has those of its stage."""
+        """Returns the shape dims of a learned value: those of the stage that declares the value."""
         return self.shape_of(next(stage for stage in self.stages if path.startswith(f"{stage.title}.")))
 
     def shape_of(self, stage: Part) -> Shape:
@@ -65,8 +65,8 @@ class Side:
         return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
-        """Returns the types of the state that stages, or all, store between tokens, by side, stage and key. Valid only
-        after they were added."""
+        """Returns the types of the state that `stages` store between tokens, by side, stage and key; by default, of all
+        stages. Valid only after the stages were added."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)
@@ -85,8 +85,8 @@ class Side:
         return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
 
     def begin(self, b: Builder, context: LoweringContext, loop: str, stages: Sequence[Part]) -> dict[str, str]:
-        """Adds the state of a stage, or of the stages of a loop, before the first token. Returns it by side, stage and
-        key."""
+        """Adds the state of a stage, or of the stages of a loop, before the first token. Returns the state by side,
+        stage and key."""
         state: dict[str, str] = {}
         inner = [(stage, self.shape_of(stage)) for stage in stages if loop and "recurrent" not in stage.traits]
         for stage in stages:
@@ -118,8 +118,8 @@ class Side:
         Args:
             scope: the values of the program or function.
             stage: the stage.
-            x: its input.
-            context: the values that it can read. `context.cache` is the state of the stage.
+            x: the input of the stage.
+            context: the values that the stage can read. `context.cache` is the state of the stage.
 
         Raises:
             LoweringError: if the stage does not fit the number of features of its input.

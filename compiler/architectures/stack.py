@@ -108,7 +108,7 @@ class Stack:
     ) -> str:
         """Adds a module between runs as a call and returns the stream after it.
 
-        It is outside the blocks, because the same block may run with and without it.
+        The module is outside the blocks, because the same block may run with and without it.
 
         Args:
             outer: the builder of the program.
@@ -239,7 +239,7 @@ class BlockCall:
         Args:
             b: the builder of the function.
             x: the stream; several streams are concatenated.
-            context: the values that its layers can read.
+            context: the values that the layers of the block can read.
             state: the inputs that hold the previous state, by layer and key.
             earlier: the inputs that hold values of earlier runs.
             common: further values that expressions can read, by name.

@@ -53,7 +53,7 @@ def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over time over consecutive stages of a side.
+    """Consecutive stages of a side that run in a loop over time.
 
     Attributes:
         side: the side.
@@ -75,7 +75,7 @@ class Loop:
         """Adds the loop over whole sequences, or one step if the context extends a sequence.
 
         Args:
-            scope: the values of the program. It receives those of the stages.
+            scope: the values of the program. The values of the stages are added to them.
             context: the values that the stages can read, with the state of the side.
 
         Returns:

@@ -69,7 +69,7 @@ class Attention(ScoreAndMask):
         rope: rotary positions.
         qk_norm: the normalization of q and k.
         of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
-            `encoder`: it attends to the source.
+            `encoder`: each token attends to the source.
         bias: whether the four matrices have a bias, or the list of the matrices that have a bias.
         q: the queries: an expression of the projected `q` of each head, after the norm and before the rotation.
         k: the keys: an expression of the projected `k` of each head, after the norm and before the rotation.
@@ -134,7 +134,7 @@ class Attention(ScoreAndMask):
             yield from (problem.under("rope") for problem in self.rope.problems_in(self.size(shape.dim)))
         for name in ("rope", "k", "v", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
-                message = f"attention to the encoder cannot have {name}: its keys have positions of another sequence"
+                message = f"attention to the encoder cannot have {name}: the keys have positions of another sequence"
                 yield Problem((name,), "S231", message, f"remove {name}")
         for name in ("q", "k"):
             text: str | None = getattr(self, name)

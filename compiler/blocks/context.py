@@ -26,9 +26,9 @@ class Shape:
         source: the number of features of the encoder's output; 0 without an encoder.
         layer: the index of the block that is lowered, from 0.
         attention: the sizes of attention that formulas of the block may read, by name.
-        prefix: the number of first tokens that may attend to each other.
+        prefix: the number of tokens at the start of a sequence that may attend to each other.
         page: the number of positions of a page of the cache; 0 if the cache has one row per text.
-        causal: whether a token attends only to itself and earlier tokens, or else within the prefix.
+        causal: whether a token attends only to itself and earlier tokens, apart from tokens of the prefix.
     """
 
     dim: int

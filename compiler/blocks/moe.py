@@ -34,10 +34,10 @@ class Router(StrictModel):
 
     Attributes:
         score: the scores of experts: the softmax of the logits, or the sigmoid of each.
-        bias: whether a bias of each expert is added to the scores for the choice alone. Its gradient is the expert's
-            load less the mean load, so that the optimizer `sign` balances the load without a loss (Wang et al. 2024,
-            arXiv 2408.15664).
-        normalize: whether the weights of a token's experts, which are their scores, are divided by their sum.
+        bias: whether a bias per expert is added to the scores when experts are chosen, but not to the weights. The
+            gradient of the bias is the load of the expert less the mean load, so that the optimizer `sign` balances the
+            load without a loss (Wang et al. 2024, arXiv 2408.15664).
+        normalize: whether the weights of a token's experts are divided by their sum. The weights are the scores.
         scale: the factor of the weights.
         groups: the number of groups of experts, of equal sizes. A token has experts of `top_groups` groups only
             (DeepSeek-V3, arXiv 2412.19437).
@@ -64,13 +64,13 @@ class Moe(FeedForward):
     Attributes:
         experts: the number of experts.
         top_k: the experts of a token. With 1 the layer is that of Switch Transformers.
-        shared_experts: the number of further experts that all tokens have, with weight 1. They are one MLP of that many
-            widths.
+        shared_experts: the number of additional experts that every token uses, with weight 1. They are computed as one
+            MLP with `shared_experts` times the hidden features.
         router: the choice of experts.
         router_input: the value that the router reads, an expression. If unset, the input of the layer. `x0` is the
             embedding of the token.
-        bias: whether each expert has a bias of its matrices, and the router one of its logits, or the list of those
-            that have a bias. Shared experts have none.
+        bias: whether the matrices of each expert and of the router have a bias, or the list of the matrices that have a
+            bias. Shared experts have none.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("router_input",)

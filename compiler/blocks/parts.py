@@ -232,12 +232,13 @@ class Part(StrictModel):
 
     @property
     def wirings(self) -> Mapping[str, Expressions]:
-        """The expressions of the part over named values, by field: `read`, those over its inner values, `write`."""
+        """The expressions of the part over named values, by field: `read`, then the expressions over inner values of
+        the part, then `write`."""
         return {}
 
     @property
     def own_values(self) -> tuple[str, ...]:
-        """The learned values that the computation of the part reads, not its expressions."""
+        """The learned values that the computation of the part reads, in addition to those that its expressions read."""
         return ()
 
     @property

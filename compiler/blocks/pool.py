@@ -23,15 +23,15 @@ class Pool(StrictModel):
 
     Attributes:
         block: the number of tokens of a block.
-        by: how the keys, and the values, of a block become one. `mean`, or `max` by channel; `reservoir`: those of
-            random tokens of the block; `latent`: means with the weights of learned latent tokens, which attend to the
-            keys of the block.
+        by: how the keys of a block become one key, and the values one value. `mean`, or `max` by channel; `reservoir`:
+            those of random tokens of the block; `latent`: means with the weights of learned latent tokens, which attend
+            to the keys of the block.
         tokens: the number of random or latent tokens per block.
         seed: the seed of random tokens.
         mask: the condition under which a query attends to a block, over the position `i` of the query, the first
-            position `j` of the block, the head `h` and the number of tokens `block`. If unset, a query attends to a
-            block that is whole, and whose first token the mask of attention hides. In a mask that reads documents, all
-            tokens of the block must be in the document of the query.
+            position `j` of the block, the head `h` and the number of tokens `block`. If unset, a query attends to each
+            complete block whose first token the mask of attention hides. In a mask that reads documents, all tokens of
+            the block must be in the document of the query.
     """
 
     block: Annotated[int, Field(ge=2, le=4096)] = 64
@@ -41,8 +41,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens, except those of the proof of causality. `masks` are those
-        of attention. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens, except those of the proof of causality. `masks` are the
+        masks of attention. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "the mask of blocks reads documents, but the mask of attention does not"
             yield Problem(("mask",), "S289", message, "add the condition to both, or to none")
@@ -53,13 +53,13 @@ class Pool(StrictModel):
             message = f"{self.by} has one result per block, not {self.tokens}"
             yield Problem(("tokens",), "S289", message, "remove tokens, or use `by: reservoir` or `by: latent`")
         elif self.tokens >= self.block:
-            message = f"{self.tokens} of the {self.block} tokens of a block: nothing is pooled"
+            message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"
             yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
             yield Problem(("seed",), "S289", f"{self.by} is not random", "remove seed, or use `by: reservoir`")
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
-        """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises as
+        """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises the errors of
         `bound_blocks`."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 

@@ -27,8 +27,8 @@ class Scaling(StrictModel):
     Attributes:
         factor: the divisor of slow frequencies.
         trained: the context length before the scaling.
-        low: the turns over `trained` tokens up to which a pair is slow.
-        high: the turns over `trained` tokens from which a pair is fast.
+        low: a pair is slow if it makes at most this many turns over `trained` tokens.
+        high: a pair is fast if it makes at least this many turns over `trained` tokens.
     """
 
     factor: Annotated[float, Field(ge=1)]
@@ -59,7 +59,7 @@ class Llama3(Scaling):
     """The scaling of Llama 3.1: the blend is linear in the number of turns.
 
     Attributes:
-        high: the turns over `trained` tokens from which a pair is fast.
+        high: a pair is fast if it makes at least this many turns over `trained` tokens.
     """
 
     kind: Literal["llama3"]
@@ -74,7 +74,7 @@ class Yarn(Scaling):
     `magnitude`.
 
     Attributes:
-        high: the turns over `trained` tokens from which a pair is fast.
+        high: a pair is fast if it makes at least this many turns over `trained` tokens.
         whole: whether the bounds of the blend are rounded outward to whole pairs.
         magnitude: the factor that rotated queries and keys are multiplied by: a number or a formula of `factor`.
     """

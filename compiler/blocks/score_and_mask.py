@@ -52,9 +52,9 @@ class ScoreAndMask(Layer):
             `head_dim`, `values`, `dim`, `context` and `prefix`, `slope(h)` (ALiBi, Press et al., 2022), `bucket` (T5,
             Raffel et al., 2020), and elements of learned tables such as `bias[h, bucket(i - j, 32, 128)]`.
         mask: the condition under which a query attends to a key, over `i`, `j`, `h` and these sizes, such as `j <= i
-            and i - j < 512`. `document(i) == document(j)` holds within a document. Only the tokens of the `prefix` of
-            the model may attend to later tokens, those of the prefix: `j <= i or j < prefix`. The mask may have a
-            schedule.
+            and i - j < 512`. `document(i) == document(j)` holds within a document. Only tokens within the `prefix` of
+            the model may attend to later tokens, and only to those within the prefix: `j <= i or j < prefix`. The mask
+            may have a schedule.
         scale: the factor of the product of q and k, a number or a formula of `head_dim`, `layer` and `layers`;
             `1/sqrt(head_dim)` if unset.
         sinks: whether each head has a learned logit that adds to the denominator of the softmax alone.
@@ -236,7 +236,7 @@ class ScoreAndMask(Layer):
     ) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Writes `rows` [B, T, G, C] to the cache of the same names, in a program that has one.
 
-        Returns the rows to attend to, and the new state. Without a cache, these are `rows`, and no state.
+        Returns the rows to attend to, and the new state. Without a cache, returns `rows` and no state.
         """
         if not context.cache:
             return rows, {}

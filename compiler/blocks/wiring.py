@@ -33,7 +33,7 @@ Expressions = WiringText | dict[Name, WiringText]  # the residual stream, or sev
 
 
 def texts_of(value: Expressions) -> Mapping[str, str]:
-    """Returns the expression of each stream, by name; a single one has the name of none."""
+    """Returns the expression of each stream, by name. A single expression, of no named stream, has the name ""."""
     return value if isinstance(value, dict) else {"": value}
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
 
-EXIT_OK = 0
-EXIT_FINDINGS = 1
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
 EXIT_BUG = 70
@@ -108,7 +106,7 @@ class Ended(Exception):
 
 
 class Bug(Exception):
-    """An error that is not meant for users."""
+    """An error of specc itself."""
 
     code: ClassVar[str] = "B001"
     MESSAGE: ClassVar[str] = "this is a bug in specc; please report it with the spec and the command"

@@ -78,7 +78,8 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
 
 
 def of_tokens(condition: Expr, block: int) -> Expr:
-    """Returns a mask of blocks, whose j is the first position of a block, as a mask of the tokens j of each block."""
+    """Converts a mask of blocks, where j is the first position of a block, to a mask of tokens, where j is any
+    token."""
     return substitute(condition, {"j": Binary("//", Var("j"), Const(block)) * block})
 
 
@@ -135,7 +136,7 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
 
 
 def numbers_of(heads: int, context: int, prefix: int, sizes: Sizes) -> Mapping[str, Const]:
-    """Returns the values of NUMBERS, by name. Those that are not in `sizes` have none."""
+    """Returns the values of NUMBERS, by name. Sizes that are not in `sizes` are left out."""
     known = {**dict(sizes), "heads": heads, "context": context, "prefix": prefix}
     return {name: Const(known[name]) for name in NUMBERS if name in known}
 
@@ -188,8 +189,7 @@ def sees_later(text: str, heads: int) -> bool:
 
 @lru_cache(maxsize=256)
 def sees_itself(text: str) -> bool:
-    """Returns whether it is proved that each query attends to the key at the position of the query, under a canonical
-    mask."""
+    """Returns whether a canonical mask provably lets each query attend to the key at the same position."""
     condition = with_documents(reread(text, LANGUAGE), ALWAYS)
     hidden = substitute(negation(condition), {"j": Var("i")})
     try:

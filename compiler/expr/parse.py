@@ -107,7 +107,7 @@ def written_reads(text: str, positions: Positions) -> Iterator[tuple[Read, tuple
 def alternatives(text: str, positions: Positions) -> Iterator[tuple[Expr, int]]:
     """Yields the operands of the outermost `or` of a condition that `parse` accepts, each with its column.
 
-    A condition that is no `or` is yielded whole.
+    A condition without an outermost `or` is yielded whole.
     """
     tree, reader = _tree(text, LONGEST, DEEPEST), _Reader(None, DEEPEST, LARGEST_EXPONENT, positions)
     is_or = isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.Or)

@@ -42,8 +42,9 @@ def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
 def slope(h: Expr, heads: int) -> Expr:
     """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
 
-    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). For other numbers, let n be
-    the largest power of 2 below: the slopes are those of n heads, followed by every second slope of 2 n heads.
+    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). For any other number of
+    heads, let n be the largest power of 2 below it. The slopes are those of n heads, followed by every second slope of
+    2 n heads.
     """
     n = 1 << (heads.bit_length() - 1)
     first = Call("exp2", (Const(-8 / n) * (h + 1),))

@@ -30,7 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value as an expression of a layer reads it: `value(k)` is of the layer of the same title."""
+        """Returns the value as an expression of a layer reads it. There, `value(k)` is the value of the layer of the
+        same title."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -80,7 +81,7 @@ def parse_wiring(text: str) -> Wiring:
                 raise ExprError(f"{function} takes one argument", start, f"write {function}(layer - 1)")
             value = EarlierValue(function, ast.unparse(node.args[0]))
             if unknown := names_in(value.index) - set(INDEX):
-                message = f"the run of {function} reads `{min(unknown)}`"
+                message = f"the index in {function}(...) reads the unknown name `{min(unknown)}`"
                 raise ExprError(message, start, f"the names are {', '.join(INDEX)}")
             label = next((name for name, known in earlier.items() if known == value), f"{function}{len(earlier)}")
             earlier[label] = value

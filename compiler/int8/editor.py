@@ -78,8 +78,8 @@ class Source:
 class Factor:
     """A product inside a node.
 
-    The weight is multiplied with node inputs and, in a recurrence, with the node's own outputs. Of each such value, it
-    is multiplied with the `part`-th of `parts` equal slices of the features.
+    The weight is multiplied with node inputs and, in a recurrence, with the node's own outputs. The features of each
+    such value are `parts` equal slices, and the weight is multiplied with slice `part`.
 
     Attributes:
         weight: Ref of the weight [N, K].

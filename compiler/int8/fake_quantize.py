@@ -67,8 +67,8 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
 
 
 def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Programs:
-    """Returns the programs with a copy of each of the programs `names`, named NAME_rounded, that rounds the inputs of
-    int8 products.
+    """Returns the programs with a copy of each program in `names`. The copy is named NAME_rounded, and rounds the
+    inputs of int8 products.
 
     Raises:
         LoweringError: If a time loop other than an LSTM contains int8 products.

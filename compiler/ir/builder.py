@@ -44,8 +44,8 @@ class Builder:
     def param(self, name: str, type: TensorType, init: object) -> str:
         """Declares a parameter in the scope, with an initialization, and returns a reference to it.
 
-        A second declaration of a name refers to the same parameter. Raises TypeRuleError if its type differs, or if the
-        name is that of a learned value.
+        A second declaration of a name refers to the same parameter. Raises TypeRuleError if the two declarations differ
+        in type, or if the name is that of a learned value.
         """
         path = self.path(name)
         if path in self.learned:
@@ -57,8 +57,8 @@ class Builder:
         return f"@{path}"
 
     def learned_param(self, name: str, type: TensorType, init: object) -> str:
-        """Declares the parameter of a learned value of the spec, whose name no other parameter may have. Raises
-        TypeRuleError if one has it."""
+        """Declares the parameter of a learned value of the spec. Raises TypeRuleError if another parameter has the same
+        name."""
         path = self.path(name)
         if path in self.params and path not in self.learned:
             raise _same_name(path)

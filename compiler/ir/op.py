@@ -103,7 +103,7 @@ class Op:
         return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
 
     def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        """Returns the bytes that the library saves for the backward, beside inputs and outputs."""
+        """Returns the bytes that the library saves for the backward in addition to inputs and outputs."""
         return 0
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
@@ -195,4 +195,5 @@ class Tape(Protocol):
         """Returns a reference to the gradient of an output."""
 
     def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
-        """Adds a node and returns its first output. Its name is the name of the op's node with `suffix`."""
+        """Adds a node and returns its first output. The new node has the name of the op's node, followed by
+        `suffix`."""

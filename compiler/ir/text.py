@@ -44,7 +44,7 @@ def _types(text: str) -> tuple[TensorType, ...]:
 
 
 def parse_op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
-    """Returns the op of the given name, with settings such as `{eps=0.5}`. Raises as `parse`."""
+    """Returns the op of the given name, with settings such as `{eps=0.5}`. Raises the same errors as `parse`."""
     if name not in ops:
         raise GraphTextError(f"{name!r} is not an op")
     call = ast.parse(f"f({(settings or '{}')[1:-1]})", mode="eval").body

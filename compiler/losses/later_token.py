@@ -15,8 +15,8 @@ class LaterToken(LossTerm):
     """The cross-entropy of the token `ahead` positions later, by the same logits as that of the next token: one form of
     multi-token prediction.
 
-    Tokens beyond the end of a row, or of the document that the next token is in, have no such target, and their term is
-    0. The mean is over all tokens.
+    A token has no such target if the target would be beyond the end of the row, or beyond the document of the next
+    token. The term of such a token is 0. The mean is over all tokens.
 
     Attributes:
         ahead: the position of the target: 2 is the token after the next.

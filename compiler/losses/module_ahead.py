@@ -11,9 +11,9 @@ from specc.compiler.strict import NonNegative
 class ModuleAhead(LossTerm):
     """The mean of the cross-entropies of `modules` later tokens. Module k predicts the token k places after the next.
 
-    A module is a block like the last one, with a norm after it and the head of the model. Its parameters are those of
-    `ahead1`, `ahead2`, and so on. Checkpoints have them; scoring, generation and artifacts do not. Targets beyond the
-    end of a row or of a document count 0, and each mean is over all tokens.
+    A module is a block like the last one, with a norm after it and the head of the model. The parameters of the modules
+    have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints have them; scoring, generation and artifacts do not.
+    Targets beyond the end of a row or of a document count 0, and each mean is over all tokens.
 
     Attributes:
         form: `heads`: each module reads the residual stream after the last block (Gloeckle et al. 2024, arXiv

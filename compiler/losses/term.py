@@ -25,8 +25,8 @@ class LossTerm(StrictModel):
 
     @property
     def per_token(self) -> str:
-        """The loss of a token: an expression over `nats`, its cross-entropy, `lse`, the log of the sum of exp(logits),
-        and `nats_n` for each `n` of `targets`; empty for a loss that layers state."""
+        """The loss of a token: an expression over `nats`, the cross-entropy of the token, `lse`, the log of the sum of
+        exp(logits), and `nats_n` for each `n` of `targets`; empty for a loss that layers state."""
         return ""
 
     @property
@@ -36,7 +36,7 @@ class LossTerm(StrictModel):
 
     @property
     def count(self) -> int:
-        """The number of modules of the model that the term alone has."""
+        """The number of modules that the model has for this term alone."""
         return getattr(self, "modules", 0)
 
     @property

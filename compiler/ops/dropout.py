@@ -24,9 +24,9 @@ class Dropout(Op):
     """Sets each element of x to 0 with probability `p` and divides the others by 1 - p. Only training programs have it.
 
     Random numbers are drawn from Torch's generator of the device in program order, in the reference too. With
-    `counted`, a second input DRAW determines them instead: the number of an element is that of Philox4x32-10 (Salmon et
-    al., 2011) for the key, the row of the element in the whole step, and its column. The gradient draws them again, so
-    that no mask is stored.
+    `counted`, a second input DRAW determines them instead: the number of an element is the output of Philox4x32-10
+    (Salmon et al., 2011) for the key, the row of the element in the whole step, and the column. The gradient draws them
+    again, so that no mask is stored.
     """
 
     name: ClassVar[str] = "dropout"

@@ -21,8 +21,8 @@ class CrossEntropy(Op):
     With `reduction` "mean" the output is f32[], with "none" f32[B, T]. Targets equal to `ignore` are excluded from the
     mean, and their loss is 0 with "none". The mean may be of another function of each token, `per_token`: an expression
     over `nats`, `lse` = log(sum(exp(logits))) and `weights`. For each `n` of `further` it may read `nats_n`: the loss
-    of the same logits against other targets, i64[B, T], which are inputs after `targets`. It is 0 where the target is
-    negative. Each of `weights` is an input after those, f32[].
+    of the same logits against other targets, i64[B, T], which are inputs after `targets`. `nats_n` is 0 where the
+    target is negative. The last inputs are the `weights`, f32[] each.
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -236,8 +236,8 @@ class SoftmaxLoss(Op):
 class LaterTargets(Moves):
     """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
 
-    With `bos`, the id that starts a document, a target of a later document than that of the next token is also -1, and
-    so are targets equal to `ignore`.
+    With `bos`, the id that starts a document, the result is also -1 for a target in a later document than the next
+    token, and for a target equal to `ignore`.
     """
 
     name: ClassVar[str] = "later_targets"

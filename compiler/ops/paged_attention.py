@@ -36,8 +36,8 @@ class PackTexts(Moves):
 
 
 class PackedPositions(Moves):
-    """The positions i64[T] of the packed tokens of ids i64[R, K], of which `starts` i64[R] tokens of each text precede
-    them."""
+    """The positions i64[T] of the packed tokens of ids i64[R, K]. `starts` i64[R] is the number of earlier tokens of
+    each text."""
 
     name: ClassVar[str] = "packed_positions"
     inline: ClassVar[bool] = False
@@ -60,7 +60,7 @@ class PackedPositions(Moves):
 
 
 class LastOfTexts(Moves):
-    """The last of the packed tokens of each text, [R, D], of x [B, T, D] and the table of R texts."""
+    """The value of the last packed token of each text, [R, D], from x [B, T, D] and the table of R texts."""
 
     name: ClassVar[str] = "last_of_texts"
     keeps_features: ClassVar[bool] = True

@@ -85,7 +85,7 @@ class RotaryPairs(Op):
 
 @dataclass(frozen=True, slots=True)
 class RotaryFrequencies(Op):
-    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token. The input are the pair indices i,
+    """Computes the frequencies 1 / base^(i/R), f32[R], in radians per token. The input holds the pair indices i,
     i64[R]."""
 
     name: ClassVar[str] = "rotary_frequencies"
@@ -134,8 +134,8 @@ class RotaryAngles(Op):
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
-    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1. `scales` says that the
-    angles have a magnitude, so that rotated channels change their length.
+    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1. `scales` states whether
+    the angles have a magnitude, so that rotated channels change their length.
     """
 
     name: ClassVar[str] = "rope"

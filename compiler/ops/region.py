@@ -21,7 +21,7 @@ class Call(Op):
         returns: the shapes and dtypes of the outputs.
         scalars: the values of the numbers that the caller passes, by name.
         labels: the names of the outputs in generated code.
-        formulas: the formula in the spec of a scalar, by name, for scalars that have one.
+        formulas: scalar -> formula of the spec, for scalars that the spec states as a formula.
     """
 
     name: ClassVar[str] = "call"

@@ -1,4 +1,4 @@
-"""Gives each dropout of a model of text its own numbers, which do not depend on processes and micro-batches."""
+"""Makes the random numbers of dropout in a text model independent of the division into processes and micro-batches."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ SUFFIX = "_draw"  # of the buffers
 def count_dropout(programs: Programs, text: bool) -> Programs:
     """Returns the programs with a buffer for each dropout, which the trainer sets before each backward pass.
 
-    A buffer has the name of its node. Models of lines keep Torch's generator: the rows of their sources and targets
-    have other lengths in each batch, and their loops over time draw new numbers in each step.
+    A buffer has the name of its node. Models of lines keep Torch's generator: their sources and targets have different
+    lengths in each batch, and their loops over time draw new numbers in each step.
 
     Args:
         programs: The programs, before any fusion.

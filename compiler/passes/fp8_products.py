@@ -30,8 +30,8 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
         target: The target.
 
     Raises:
-        LoweringError: If a rule matches no product, or only some of those that share their code; if a product cannot be
-            computed in 8 bits on the target.
+        LoweringError: If a rule matches no product, if a rule matches only some of the products that share code, or if
+            a product cannot be computed in 8 bits on the target.
     """
     rules = train.precision.fp8
     if not rules:

@@ -108,7 +108,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...], chun
 
 
 def _taken(programs: Programs, key: tuple[str, str], member: str) -> bool:
-    """Whether a fused node of this graph belongs to a group that has the member."""
+    """Returns whether the member is already in the group of a fused node of this graph."""
     fused = {node.op.group for node in _graph(programs, key[0]).nodes if isinstance(node.op, Fused)}
     return any(f"{key[1]}.{member}" in group.members for group in programs.groups if group.name in fused)
 

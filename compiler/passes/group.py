@@ -45,7 +45,7 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
     _check_uses(graph, members)
     rewrite = _rewritten(graph, members)
     if chunks > 1 and not rewrite.nodes[-1].op.by_chunks:
-        raise Unfusable(members[-1].name, "has no chunks; only a group that ends in the loss has")
+        raise Unfusable(members[-1].name, "cannot be computed in chunks; only a group that ends in the loss can")
     inside = {node.name for node in members}
     external = tuple(dict.fromkeys(ref for node in members for ref in node.inputs if node_of(ref) not in inside))
     names = _input_names(external, _labels(rewrite))

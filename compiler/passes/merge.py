@@ -103,8 +103,8 @@ class Merged:
 
 
 def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Merges graphs that were lowered from similar parts, and lets their values share variables. Arguments are those of
-    `align`."""
+    """Merges graphs that were lowered from similar parts, and lets their values share variables. The arguments have the
+    same meaning as in `align`."""
     merged = align(graphs, labels, kind)
     for _ in range(len(merged.slots) * 4 + 16):  # each round resolves one conflict
         variables = _Variables(merged)
@@ -142,7 +142,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
 
 
 def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
-    """Returns the nodes of each key, by variant, in an order close to the order of each graph."""
+    """Groups the nodes of all variants by key. The order is close to the order of each graph."""
     keys: list[object] = []
     groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):

@@ -24,8 +24,8 @@ class Loop(Op):
         names: The names of the blocks' inputs, without the first, which is the residual stream. If blocks read
             different values under one name, the name occurs once per value, followed by the value.
         some: Input -> the blocks that read it, for inputs that not all blocks read.
-        earlier: Input -> the label of the output that it is, empty for the residual stream, and pairs of a run and the
-            earlier run whose output that run reads.
+        earlier: Input that holds an output of an earlier run -> the label of that output, empty for the residual
+            stream, and pairs (run, earlier run): the run that reads, and the run whose output it reads.
         returns: The labels of the outputs of blocks besides the residual stream and the state.
         joined: The module list of the modules that join an earlier run's output to the stream.
         join_methods: Block after the join -> method of the join, if it is not `forward`.

@@ -1,1 +1,2 @@
-"""Programs over one parameter table: their cost, float64 references, and the fx witness."""
+"""Programs over one parameter table, their cost, and two checks of generated modules: torch.fx traces and float64
+references."""

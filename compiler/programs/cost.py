@@ -76,7 +76,7 @@ def cached_numbers(programs: Programs, tokens: int) -> int:
 
 
 def used_parameters(programs: Programs) -> int:
-    """Returns the number of parameters that one token uses: of experts, those that are chosen for it."""
+    """Returns the number of parameters that one token uses. Of the experts, only those chosen for the token count."""
     graph = flatten(programs, programs.program("train"))
     shares = {param.name: 1.0 for param in programs.params}
     for node in graph.nodes:

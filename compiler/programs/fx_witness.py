@@ -1,4 +1,4 @@
-"""The first witness: traces a generated module with torch.fx and checks that the trace matches the plan node by
+"""The first check of a generated module: traces the module with torch.fx, and compares the trace with the plan node by
 node."""
 
 import copy

@@ -1,5 +1,5 @@
-"""The second witness: runs a program in float64 with the plain Torch references of the ops. It shares no code with
-generated modules."""
+"""The second check of a generated module: runs the program in float64 with the plain Torch references of the ops. The
+references share no code with generated modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 

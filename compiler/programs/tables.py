@@ -22,7 +22,7 @@ class Tables:
         places: the spec paths of all nodes so far, by node-name prefix.
         graphs: the functions, by name.
         params: the parameters, by path.
-        scored: the paths of the parameters that a function or a program besides those of training reads.
+        scored: the paths of the parameters that are read outside of training programs.
         refused: the rejected initializations, each with the first affected parameter and the reason.
         owners: the class of the functions that are called at each path.
         constants: the value and the text of each formula, by the name of the constant in generated code.

@@ -146,7 +146,7 @@ class Speller:
     Attributes:
         plan: the plan.
         flags: the flags that are true of each program, such as `training`.
-        sections: the flags that each shared method has as arguments.
+        sections: the flags that are arguments of each shared method.
         keeper: the name of the state argument in programs.
     """
 

@@ -19,9 +19,9 @@ class ErrorPage:
 
     Attributes:
         code: the code.
-        meaning: what it stands for.
-        exit_code: the exit code of a command that ends with it.
-        bad: lines of a spec, or commands, that cause it; empty if there is no short example.
+        meaning: the meaning of the code.
+        exit_code: the exit code of a command that ends with this error.
+        bad: lines of a spec, or commands, that cause the error; empty if there is no short example.
         message: what is shown for `bad`.
         good: the lines or commands without the error; empty if there is no short example.
     """

@@ -1,4 +1,4 @@
-"""The memory of a training step: what lives through the run, and the peak of a forward and backward pass.
+"""The memory of a training step: the tensors of the whole run, and the peak of a forward and backward pass.
 
 A pass is simulated on the flattened training program. The forward keeps the values that the backward reads. The
 backward then visits the nodes from the last to the first: it computes the gradients of the inputs of a node, and frees
@@ -29,7 +29,7 @@ class Memory:
     """The least bytes of a training step.
 
     Attributes:
-        parts: the bytes by what they hold.
+        parts: the bytes of each kind of content, such as parameters.
         groups: the bytes that each fused group saves in a pass, by path.
     """
 
@@ -134,9 +134,9 @@ def saved_values(graph: Graph, sizes: Sizes) -> Mapping[str, int]:
     """Returns the bytes of the values that a compiled forward saves for the backward, by value, without those that
     groups compute inside.
 
-    It saves the activations that products, attention and groups read. Torch's compiler recomputes the values that other
-    derivatives read. The forward also saves the inputs of this recomputation: the nearest values that are saved anyway
-    or that a barrier returns.
+    The forward saves the activations that products, attention and groups read. Torch's compiler recomputes the values
+    that other derivatives read. The forward also saves the inputs of this recomputation: the nearest values that are
+    saved anyway or that a barrier returns.
     """
     views = aliases(graph, sizes)
     barriers = {ref for node in graph.nodes if is_barrier(node) for ref in node.outputs}

@@ -67,7 +67,7 @@ class Summary:
 
     @cached_property
     def cached_numbers(self) -> int:
-        """The numbers in the cache of a sequence as long as the context; 0 for a model without one per sequence."""
+        """The numbers in the cache of a sequence as long as the context; 0 for a model without such a cache."""
         return cached_numbers(self.main.programs, self.spec.model.window)
 
     @property

@@ -38,12 +38,12 @@ class LossScaleSpec(StrictModel):
 class Fp8Spec(StrictModel):
     """Linear layers that multiply floats of 8 bits in training: e4m3 for inputs and weights, e5m2 for gradients.
 
-    Each factor of a product is divided by a scale, so that its largest magnitude is that of the format. A GPU has such
-    products from sm89 on; a CPU emulates them. The layers cannot be in a fusion point.
+    Each factor of a product is divided by a scale that maps the largest magnitude to the largest value of the format. A
+    GPU has such products from sm89 on; a CPU emulates them. The layers cannot be in a fusion point.
 
     Attributes:
         match: the pattern of the names of the layers, such as `blocks.*.mlp.*` or `head.logits`.
-        scale: one scale per `tensor`, or one per `row` of each factor, along the dim that its product sums over.
+        scale: one scale per `tensor`, or one per `row` of each factor, along the dim that the product sums over.
         scaling: `current`: scales follow from the values themselves. `delayed`: scales follow from the largest
             magnitudes of the last steps, which are part of checkpoints.
         history: the steps that delayed scales follow from; 16 if unset.
@@ -60,13 +60,13 @@ class Fp8Spec(StrictModel):
         return self.history or 16
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for delayed scales of rows, which are other tokens in each step, and for a history without
-        them."""
+        """Yields a problem for delayed scales of rows, because rows are other tokens in each step, and for `history`
+        without delayed scales."""
         if self.scaling == "delayed" and self.scale == "row":
-            message = "the rows of a step are other tokens than those of the last, so their scales cannot be delayed"
+            message = "each step has rows of other tokens, so the scales of rows cannot be delayed"
             yield Problem(("scaling",), "S293", message, "use `scaling: current`, or `scale: tensor`")
         if self.scaling == "current" and self.history is not None:
-            message = "history is of delayed scales, but these are current"
+            message = "history applies to delayed scales, but scaling is current"
             yield Problem(("history",), "S293", message, "add `scaling: delayed`, or remove history")
 
 

@@ -1,4 +1,4 @@
-"""The text of a resolved spec: every value that applies, with where it comes from."""
+"""The text of a resolved spec: every value that applies, with its origin."""
 
 import json
 import re

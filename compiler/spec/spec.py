@@ -269,7 +269,7 @@ class Spec(StrictModel):
             message = "adaptation trains on all targets of a window, but those of the prefix have no score"
             yield Problem(("eval", "adapt"), "S279", message, "remove adapt")
         if self.quant is not None and self.quant.calibrate.source == "self":
-            message = f"the model generates text from one token, but the prefix has {least}"
+            message = f"generation begins with one token, but the prefix has {least}"
             yield Problem(("quant", "calibrate", "source"), "S279", message, "use `source: train`")
 
     @property

@@ -13,8 +13,8 @@ Place = Annotated[str, Field(min_length=1, max_length=4096)]
 class StartSpec(StrictModel):
     """Weights that replace initial values before the first step.
 
-    A name that `take` matches and `skip` does not must be that of a parameter of the model, and of a tensor of equal
-    shape in the files. All other parameters have their initial values, and all other tensors are ignored.
+    Each name that `take` matches and `skip` does not must be in the model, as a parameter, and in the files, as a
+    tensor of equal shape. All other parameters have their initial values, and all other tensors are ignored.
 
     Attributes:
         path: a run, an artifact, a folder of Transformers, a file `*.safetensors`, or a folder of such files.

@@ -76,7 +76,7 @@ class Source:
     def key(self, path: Path) -> Place:
         """Returns the position of the key at `path`.
 
-        For a list item, which has no key, returns the start of its value.
+        For a list item, which has no key, returns the start of the item.
         """
         return self._find(path, lambda source, rest: source.keys.get(rest, source.values.get(rest)))
 

@@ -101,7 +101,7 @@ def write_artifact(
     Raises:
         RunFailure: `contents.tensors` differs from `contents.layout`, or the contents exceed a limit of the format.
         IntegrityError: the data read back differs from `contents`.
-        EnvironmentFailure: the file cannot be written, or `codec` is brotli, which is not installed.
+        EnvironmentFailure: the file cannot be written, or `codec` is brotli and brotli is not installed.
     """
     header, bodies = _assemble(contents, quality, codec)
 

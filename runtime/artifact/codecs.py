@@ -24,7 +24,7 @@ class Codec(IntEnum):
 def compress(raw: bytes, quality: int, codec: Codec = Codec.BROTLI) -> bytes:
     """Returns `raw` compressed as brotli of `quality` 0 to 11 with a 16 MiB window, or as LZMA2.
 
-    `quality` has no effect on LZMA2. Raises EnvironmentFailure if `codec` is brotli, which is not installed.
+    `quality` has no effect on LZMA2. Raises EnvironmentFailure if `codec` is brotli and brotli is not installed.
     """
     if codec == Codec.LZMA:
         return lzma.compress(raw, lzma.FORMAT_RAW, filters=_LZMA)
@@ -48,7 +48,7 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
     Raises:
         IntegrityError: `compressed` is not a stream of `codec`, is truncated, has bytes after its end, or expands past
             `declared` + `SLACK_BYTES`.
-        EnvironmentFailure: `codec` is brotli, which is not installed.
+        EnvironmentFailure: `codec` is brotli, and brotli is not installed.
     """
     if codec == Codec.LZMA:
         decoder: Any = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_LZMA)

@@ -182,7 +182,7 @@ def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> 
 
     Raises:
         IntegrityError: the section is damaged, is not a valid stream, or has another raw size than declared.
-        EnvironmentFailure: `codec` is brotli, which is not installed.
+        EnvironmentFailure: `codec` is brotli, and brotli is not installed.
     """
     compressed = read_verified_bytes(file, section, label)
     raw = b"".join(decompressed(compressed, section.raw, label, codec))

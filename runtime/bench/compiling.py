@@ -25,13 +25,13 @@ class Compiler:
         self.seconds = max(self.seconds, time.perf_counter() - self._began)
 
     def ready(self, choice: Choice) -> None:
-        """Waits for the files of one kernel. Raises as `compile_only`."""
+        """Waits for the files of one kernel. Raises the same errors as `compile_only`."""
         for name in choice.rendered.files:
             if name in self._waiting:
                 self._waiting[name].result()
 
     def all(self) -> None:
-        """Waits for all files. Raises as `compile_only`."""
+        """Waits for all files. Raises the same errors as `compile_only`."""
         for future in self._waiting.values():
             future.result()
 

@@ -41,7 +41,7 @@ class DryRun:
         parts: the estimated bytes of a step on the target, by name.
         measured: whether the lock has the memory of a measured step, which is then the number of `bytes`.
         bytes: the estimated or measured bytes of a step.
-        data: the number of the data that were opened, in words; empty if none were given.
+        data: the amount of data that was opened, in words; empty if none was given.
         full: whether the step on the CPU had its full size.
         size: the step that ran, in words.
         loss: the loss of the step on the CPU.

@@ -108,7 +108,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
     """Returns the row of the trainer's own update, which also writes the copies in the compute dtype and the average.
-    The gradients are those of its last step."""
+    The gradients are those of the last step."""
     masters, average = trainer.masters, trainer.average
     read = sum(weight.nbytes for weight in masters.model_parameters.values())  # bf16, if that is all there is
     copies = 0

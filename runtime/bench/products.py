@@ -40,8 +40,8 @@ class ProductRow:
         name: the paths of the nodes.
         kernel: the name of the generated kernel.
         language: the language of the kernel.
-        n: N.
-        k: K.
+        n: the number of output features, N.
+        k: the number of input features, K.
         makes: the dtype of the output.
         times: the times of the generated kernel and of the library, by M.
         refused: the reason why the library did not run, by M.

@@ -113,7 +113,7 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 def follow(options: BenchOptions, world: World) -> None:
     """Runs the benchmark on a process other than the first: this process's share of the table, if the table is
-    measured. Raises as `bench`."""
+    measured. Raises the same errors as `bench`."""
     built = compile_loaded(options.spec, None, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)

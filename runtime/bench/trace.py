@@ -35,7 +35,7 @@ class Trace:
 
     Attributes:
         path: the file.
-        bytes: its size.
+        bytes: the size of the file.
         whole: whether it has all events. Otherwise, it has no operators of the host.
         steps: the recorded steps.
         target: the target.
@@ -79,7 +79,7 @@ def record_trace(
 ) -> Trace:
     """Records training steps on random data, after a warm-up.
 
-    The recorder is that of Torch, which needs no rights to the hardware counters of a GPU.
+    Torch's profiler records the trace. It needs no rights to the hardware counters of a GPU.
 
     Args:
         spec: the spec.

@@ -50,7 +50,8 @@ class Product:
     Attributes:
         weight: the name of the parameter.
         input: the node of the rows [..., features].
-        ends: for the matrices of experts, the node of the number of rows of the experts up to each, i32 [experts].
+        ends: for the matrices of experts, the node of `ends` i32 [experts]: for each expert, the number of rows of this
+            expert and all experts before it.
     """
 
     weight: str
@@ -64,7 +65,7 @@ class Capture(fx.Interpreter):
     Args:
         model: the model, generated without fusions.
         observe: called with the name of the weight and the input [..., features] of each linear. The third argument is
-            None; for the matrices of experts, it is the number of rows of the experts up to each, i32 [experts].
+            `ends` of `Product` for the matrices of experts, and None otherwise.
         results: called as `observe`, with the output [..., features] of each linear.
         looked: called with the name of the table, the ids [...] and the output [..., features] of each lookup.
     """

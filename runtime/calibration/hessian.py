@@ -29,8 +29,8 @@ class Hessians:
     def add(self, name: str, x: Tensor, ends: Tensor | None = None) -> None:
         """Adds the rows of `x` [..., features], any float dtype. `x` is detached, so no gradient is recorded.
 
-        With `ends` i32 [experts], the rows are sorted by expert, and the sum is that of each expert, [experts,
-        features, features]. `ends` is the number of rows of the experts up to each.
+        With `ends` i32 [experts], the rows are sorted by expert, and each expert has a separate sum, [experts,
+        features, features]. `ends` is, for each expert, the number of rows of this expert and all experts before it.
 
         Raises QuantizeError if the number of features differs from that of earlier calls with this name.
         """
@@ -80,8 +80,8 @@ class Hessians:
 
 
 def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Returns the rows of each expert, of rows [N, ...] sorted by expert. `ends` i32 [experts] is the number of rows of
-    the experts up to each."""
+    """Splits rows [N, ...], which are sorted by expert, into the rows of each expert. `ends` i32 [experts] is, for each
+    expert, the number of rows of this expert and all experts before it."""
     return torch.split(rows, ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 

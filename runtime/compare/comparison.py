@@ -24,12 +24,12 @@ class GroupResult:
     """The values of a group.
 
     Attributes:
-        name: its name.
-        runs: its complete runs.
-        seeds: their seeds.
+        name: the name of the group.
+        runs: the complete runs of the group.
+        seeds: the seed of each run.
         values: the final metric of each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the same of the final loss in nats per token; None if that is not comparable.
+        nats: the same for the final loss in nats per token; None if that is not comparable.
         seconds, tokens_per_second: means over the runs; None if a log lacks them.
     """
 
@@ -48,13 +48,13 @@ class PairResult:
     """A pair of groups.
 
     Attributes:
-        first, second: their names.
+        first, second: the names of the groups.
         test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
         reason: why there is no test.
         nats: the same test in nats per token.
-        improves_by_threshold: the one-sided p of a loss this much lower if the second group were only THRESHOLD nats
-            better than the first; None without a test in nats.
-        spec: path -> the two values, for all that differs in the specs but the seed.
+        improves_by_threshold: the one-sided p-value of the measured improvement, under the hypothesis that the second
+            group is better than the first by only THRESHOLD nats; None without a test in nats.
+        spec: path -> the two values, for each setting that differs between the specs, except the seed.
     """
 
     first: str
@@ -157,7 +157,7 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
     if other is None:
         unknown = [member.name for member in members if member.run.data_digests is None]
         if unknown:
-            notes.append(f"{unknown[0]} states no digest of its data: that they are the same is not certain")
+            notes.append(f"{unknown[0]} states no digest of its data, which may therefore differ")
         return metric, True
     here, there = _tokenizer(first), _tokenizer(other)
     data = f"the validation split of {first.name} ({first.run.data}) and that of {other.name} ({other.run.data})"
@@ -203,7 +203,7 @@ def _scored_bytes(member: Member) -> int:
 
 
 def _doubts(group: Group) -> Iterator[str]:
-    """Yields what makes the runs of a group no independent samples of one distribution."""
+    """Yields the reasons why the runs of a group are not independent samples of one distribution."""
     first = group.first
     for member in group.members[1:]:
         if member.kind != first.kind:

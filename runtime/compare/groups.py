@@ -55,7 +55,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose values are samples of one distribution. `named` tells that the command gave the group its name."""
+    """Runs whose values are samples of one distribution. `named` is True if the command states the name of the
+    group."""
 
     name: str
     members: tuple[Member, ...]
@@ -108,8 +109,8 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
 
 
 def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the runs at a path: itself, or those of a sweep that have begun. A path that is not `named`, but matched
-    by a pattern, need not be a run."""
+    """Yields the run at a path, or the runs that have begun of the sweep at a path. A path that is not `named`, but
+    matched by a pattern, need not be a run."""
     if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
         yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
     elif is_run(path) or named:

@@ -51,7 +51,8 @@ class BackgroundReader(ABC, Generic[Item]):
 
     @abstractmethod
     def items(self) -> Iterator[Item]:
-        """Returns an iterator from the current position on. It must not reference `self`, which it would keep alive."""
+        """Returns an iterator from the current position on. The iterator must not reference `self`, because that would
+        keep the reader alive."""
 
     def take(self) -> Item:
         """Returns the next item. If its computation failed, raises the error, and the next call starts again."""

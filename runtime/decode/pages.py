@@ -50,9 +50,8 @@ class _Text:
 class PagedDecoder:
     """Computes next-token logits for texts that grow, join and leave.
 
-    A text holds the pages that its tokens need, up to the `most` tokens that it was joined with, so that no text ever
-    waits for a page. If a text has `window` tokens, the most recent `window // 2` are read again as the start of a
-    text, as in `Decoder`.
+    When a text joins, it receives all pages that `most` tokens need, so that no text ever waits for a page. If a text
+    has `window` tokens, the most recent `window // 2` are read again as the start of a text, as in `Decoder`.
 
     A step reads as many pages of each text as the longest needs, rounded up to one of a few numbers. On a GPU there is
     one CUDA graph per such number and per number of texts, rounded up to a power of two. Rows without a text use a page

@@ -87,7 +87,7 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
     """Returns the target as `choose_target` does. If `gpus` is given, selects the CPU only if `wanted` is the CPU.
 
-    Raises as `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs here.
+    Raises the errors of `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs here.
     """
     chosen = choose_target(spec, wanted)
     if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":
@@ -99,7 +99,7 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
 def own_cpu(path: Path, spec: Spec) -> str | None:
     """Returns the CPU target of the run or artifact at `path`: the target that the run was trained on, or the only
     target of the artifact. Returns None if there is no such target, or if a target of the spec runs on a GPU of this
-    machine. Raises as `Run.open`."""
+    machine. Raises the errors of `Run.open`."""
     if not path.is_dir() and len(spec.targets) > 1:
         return None
     target = Run.open(path).target if path.is_dir() else spec.targets[0]
@@ -131,8 +131,8 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
 
     Args:
         size: the number of processes on this machine.
-        options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`. Without any of a rendezvous, the
-            processes of this machine are all.
+        options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`. If no option names a rendezvous,
+            the run consists of these processes alone.
         command: the command.
         say: called with a line if a signal ended a process.
 
@@ -173,7 +173,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
 
 
 def _torchrun_arguments(words: Sequence[str]) -> Any:
-    """Returns what torchrun's parser makes of its arguments. Raises LaunchError with the error that it shows."""
+    """Parses arguments with the parser of torchrun. Raises LaunchError with the error that it shows."""
     from torch.distributed.run import config_from_args, parse_args
 
     shown = io.StringIO()

@@ -175,8 +175,8 @@ class World:
 
     def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`. Only the first process that fails does, because the others
-        end as a result of that failure or with the same error. A lost process of this machine is the launcher's to
-        report, which knows its signal."""
+        end as a result of that failure or with the same error. The launcher reports a lost process of this machine,
+        because the launcher knows the signal."""
         if self._store is None:
             return True
         if isinstance(error, PeerLost) and self._one_host and has_launcher():

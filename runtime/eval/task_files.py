@@ -53,7 +53,7 @@ def evaluate_tasks(
     world = world or World.alone()
     plan = windows_of(opened.spec, options, str(opened.path))
     if opened.spec.model.unscored and any(task.key == "text" for _, task in files):
-        raise EvaluateError(f"{opened.path} sees the first tokens of a window", "score texts with --data")
+        raise EvaluateError(f"{opened.path} cannot score the first tokens of a window", "score texts with --data")
     encoder = Encoder(opened.tokenizer, plan.length, plan.step, opened.spec.model.unscored)
     score = compiled(opened, options)(opened.text_model.score)
     results = []

@@ -54,7 +54,7 @@ class Exported:
 
 
 class ExportFormat(ABC):
-    """A format. A subclass is in a file of `runtime/export/formats`, which has its name.
+    """A format. A subclass is in a file of `runtime/export/formats`. The name of the format is the name of the file.
 
     Attributes:
         options: the names of the options that the format reads.

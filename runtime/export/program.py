@@ -55,7 +55,7 @@ class ProgramExport:
     Attributes:
         spec: the spec of the model.
         name: the name of the program.
-        inputs: the names of its inputs, i64 [batch, tokens] each.
+        inputs: the names of the inputs of the program, i64 [batch, tokens] each.
         graph: the exported program, of ATen operations only. The sizes of its inputs are dynamic.
         least: the smallest number of tokens that the graph accepts.
         most: the largest number of tokens, the context of the model.

@@ -1,1 +1,2 @@
-"""Families of published decoders: one file each, with its config as a spec and the names of its tensors."""
+"""Families of published decoders, one file per family: the conversions between configs and specs, and the names of
+tensors."""

@@ -25,7 +25,7 @@ NEEDED = "an activation needs its formula in runtime/families/activations.py"
 
 
 def activation(config: Config, key: str, default: str, gated: bool) -> str:
-    """Returns the expression of the activation that a field names, of `gate` times `x` if `gated`, else of `x`."""
+    """Returns the expression of the activation that a field names: of `x`, or if `gated`, of `gate`, times `x`."""
     return _text(config.choice(key, default, ACTIVATIONS, NEEDED), gated)
 
 

@@ -1,4 +1,4 @@
-"""Conditions of `layer` as a person writes them, from the list of layers in which they hold."""
+"""Finds a short condition over `layer`, as a person would write it, from the layers in which it holds."""
 
 from collections.abc import Iterable, Iterator
 

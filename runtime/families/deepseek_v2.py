@@ -35,12 +35,12 @@ NO_GROUPS = "groups of experts need a router of groups, which specc lacks"
 
 
 def model(config: Config) -> Data:
-    """Returns the section `model` of the spec of a config."""
+    """Converts a config to the section `model` of a spec."""
     require_divisor(config)
     latent = _latent(config)
     number = config.whole("n_routed_experts", 64, most=32768)
     config.fixed("topk_method", ("greedy", None), NO_GROUPS)
-    config.fixed("scoring_func", ("softmax",), "other scores of experts are those of DeepSeek-V3")
+    config.fixed("scoring_func", ("softmax",), "only DeepSeek-V3 has other scores of experts")
     config.fixed("norm_topk_prob", (False, None), "Transformers ignores this field in DeepSeek-V2, so no model has it")
     config.fixed("moe_layer_freq", (1,), "experts in every n-th layer need a change of the blocks")
     for name in ("n_group", "topk_group", "head_dim", "qk_head_dim"):  # derived, or of another method
@@ -82,7 +82,7 @@ def _latent(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Returns the fields of the config of a model."""
+    """Converts a model to the fields of a config."""
     latent, experts = layer_of(model, Latent), first_moe(model)
     kinds = [{type(layer) for layer in model.blocks.block(i).layers} for i in range(model.blocks.count)]
     dense = [i for i, kind in enumerate(kinds) if Moe not in kind]
@@ -122,7 +122,7 @@ def _scale(latent: Latent, size: int) -> Data:
 
 
 def table(config: Config) -> Sequence[Row]:
-    """Returns the rows of the tensors of a model of a config."""
+    """Returns the rows of all tensors of a model with this config."""
     keys, rotated = config.whole("qk_nope_head_dim", 128), config.whole("qk_rope_head_dim", 64)
     values, heads = config.whole("v_head_dim", 128), config.whole("num_attention_heads")
     whole = "q_lora_rank" in config.fields and not config.stated("q_lora_rank")

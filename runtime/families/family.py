@@ -1,4 +1,4 @@
-"""One family of decoders: its config as a spec, a spec as its config, and the names of its tensors."""
+"""The interface of a family of decoders: the conversions between configs and specs, and the names of tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +31,11 @@ class Family:
         name: `model_type` in config.json.
         title: the name for readers.
         architecture: the class of Transformers.
-        model: the `model` section of the spec of a config, as data, without defaults.
-        config: the fields of the config of a model. Whether they say the model is checked by `model`. Raises
-            NotOfFamily.
-        table: the rows of all tensors that a model of a config can have.
+        model: converts a config to the `model` section of a spec, as data, without defaults.
+        config: converts a model to the fields of a config, which the caller checks with `model`. Raises NotOfFamily.
+        table: returns the rows of all tensors that a model with a given config can have.
         buffers: patterns of tensors in files of older versions that hold no parameter.
-        prefix: the prefix of the names of tensors that files of the model without a head lack.
+        prefix: the prefix of tensor names that is missing in files of the model without a head.
     """
 
     name: str

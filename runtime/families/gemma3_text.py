@@ -37,7 +37,7 @@ BASES = {LOCAL: (1e4, "rope_local_base_freq"), FULL: (1e6, "rope_theta")}
 
 
 def model(config: Config) -> Data:
-    """Returns the section `model` of the spec of a config."""
+    """Converts a config to the section `model` of a spec."""
     require_divisor(config)
     eps, count = config.number("rms_norm_eps", 1e-6), config.whole("num_hidden_layers", most=1000)
     every = config.whole("sliding_window_pattern", 6)
@@ -70,7 +70,7 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Returns the fields of the config of a model."""
+    """Converts a model to the fields of a config."""
     fields = sizes(model) | heads(model) | feed_forward(model, key="hidden_activation")
     layers = [layer_of(model, Attention, i) for i in range(model.blocks.count)]
     windows = [window_of(layer.mask) for layer in layers]
@@ -87,7 +87,7 @@ def config(model: Decoder) -> Data:
 
 
 def _scalar(layer: Attention, dim: int) -> float:
-    """Returns n of a scale 1/sqrt(n); a scale in another form is refused later, since it does not come back."""
+    """Returns n of a scale 1/sqrt(n); a scale in another form is refused later, when the config is read back."""
     text = str(layer.scale).replace(" ", "") if layer.scale is not None else ""
     number = text.removeprefix("1/sqrt(").removesuffix(")")
     size = layer.size(dim)

@@ -14,7 +14,7 @@ H = "transformer.h.{i}"
 
 
 def model(config: Config) -> Data:
-    """Returns the section `model` of the spec of a config."""
+    """Converts a config to the section `model` of a spec."""
     dim, heads = config.whole("n_embd", 768), config.whole("n_head", 12)
     eps = config.number("layer_norm_epsilon", 1e-5)
     if dim % heads:
@@ -43,7 +43,7 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Returns the fields of the config of a model."""
+    """Converts a model to the fields of a config."""
     layer = layer_of(model, Attention)
     inner = feed_forward(model, key="activation_function", gated=False)
     return {

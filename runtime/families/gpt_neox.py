@@ -27,7 +27,7 @@ NEOX = "gpt_neox.layers.{i}"
 
 
 def model(config: Config) -> Data:
-    """Returns the section `model` of the spec of a config."""
+    """Converts a config to the section `model` of a spec."""
     require_divisor(config)
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     size = dim // heads
@@ -52,7 +52,7 @@ def _share(config: Config) -> float:
 
 
 def config(model: Decoder) -> Data:
-    """Returns the fields of the config of a model."""
+    """Converts a model to the fields of a config."""
     layer = layer_of(model, Attention)
     size = layer.size(model.dim)
     dims = (layer.rope.dims if layer.rope is not None else None) or size
@@ -70,7 +70,7 @@ def config(model: Decoder) -> Data:
 
 
 def table(config: Config) -> Sequence[Row]:
-    """Returns the rows of the tensors of a model of a config."""
+    """Returns the rows of all tensors of a model with this config."""
     heads = config.whole("num_attention_heads")
     size = config.whole("hidden_size") // heads
     matrices = [

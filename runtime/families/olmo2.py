@@ -33,7 +33,7 @@ AFTER = (
 
 
 def model(config: Config) -> Data:
-    """Returns the section `model` of the spec of a config."""
+    """Converts a config to the section `model` of a spec."""
     eps = config.number("rms_norm_eps", 1e-5)
     normed = {"qk_norm": qk_norm(eps, weight="w", over="all"), **bias(config, "attention_bias")}
     layers = [attention(config, rope(config), **normed), mlp(config)]
@@ -41,7 +41,7 @@ def model(config: Config) -> Data:
 
 
 def config(model: Decoder) -> Data:
-    """Returns the fields of the config of a model."""
+    """Converts a model to the fields of a config."""
     more = {"rms_norm_eps": eps_of(model.norm), "attention_bias": bool(layer_of(model, Attention).bias)}
     return sizes(model) | heads(model) | feed_forward(model) | more
 

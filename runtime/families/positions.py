@@ -1,4 +1,5 @@
-"""Rotary positions: `rope_parameters` of a config, or `rope_theta` and `rope_scaling` of older ones, and `rope`."""
+"""Converts between the field `rope` of a spec and `rope_parameters` of a config, `rope_theta` and `rope_scaling` in old
+ones."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +71,7 @@ def _blend(parameters: Config, kind: str) -> Data:
 
 
 def _magnitude(parameters: Config) -> float | str | None:
-    """Returns the magnitude of YaRN; None for that of the spec's default."""
+    """Returns the magnitude of YaRN; None for the default of the spec."""
     if parameters.stated("attention_factor"):
         parameters.value("mscale"), parameters.value("mscale_all_dim")
         return parameters.number("attention_factor")
@@ -84,7 +85,7 @@ def _magnitude(parameters: Config) -> float | str | None:
 
 
 def rope_parameters(spec: RopeSpec | None, more: Mapping[str, Any] | None = None) -> Data:
-    """Returns `rope_parameters` of the rotary positions of a spec."""
+    """Returns the field `rope_parameters` for the rotary positions of a spec."""
     spec = spec or RopeSpec()
     parameters: Data = {"rope_type": "default", "rope_theta": spec.base, **(more or {})}
     scaling = spec.scaling

@@ -1,4 +1,4 @@
-"""The sections that specs of several families share, and the fields of configs that they are."""
+"""Sections of specs that several families share, and the fields of configs that correspond to them."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -39,7 +39,8 @@ def attention(
         config: the config.
         rope: the rotary positions.
         head_dim: the channels of a head if the config states none; None for the features divided by the heads.
-        kv_heads: the heads of keys if the config lacks the field; None for those of queries, which null also means.
+        kv_heads: the number of key heads if the config lacks the field. None, like null in the config, stands for the
+            number of query heads.
         more: further fields, in front of the rotary positions.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
@@ -72,7 +73,7 @@ def bias(config: Config, key: str, default: bool = False) -> Data:
 
 
 def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **blocks: Any) -> Data:
-    """Returns a section `model` whose last norm is that of the blocks.
+    """Returns a section `model` in which the last norm equals the norm of the blocks.
 
     Args:
         config: the config.

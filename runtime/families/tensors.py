@@ -1,4 +1,4 @@
-"""The correspondence of parameters and the tensors of a file: names, and how one is cut into or joined from others."""
+"""The correspondence between parameters and the tensors of a file: names, and how tensors are split or joined."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ class Row:
     Attributes:
         parameters: the names of the parameters. `{i}` is the index of a block.
         tensors: the names of the tensors. `{i}` is the index of a block, `{e}` that of an expert.
-        split: the parameters of the tensors.
-        join: the tensors of the parameters.
+        split: computes the parameters from the tensors.
+        join: computes the tensors from the parameters.
         dims: the row holds only if the first parameter has this number of dims. None for any number.
     """
 
@@ -30,11 +30,11 @@ class Row:
     dims: int | None = None
 
     def named(self, rename: Callable[[str], str]) -> "Row":
-        """Returns the row with `rename` applied to the names of both."""
+        """Returns the row with `rename` applied to the names of parameters and tensors."""
         return replace(self, parameters=tuple(map(rename, self.parameters)), tensors=tuple(map(rename, self.tensors)))
 
     def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors. `shapes` has those of the parameters."""
+        """Returns the shapes of the tensors. `shapes` are the shapes of the parameters."""
         joined = self.join([torch.empty(shapes[name], device="meta") for name in self.parameters])
         return {name: tuple(tensor.shape) for name, tensor in zip(self.tensors, joined, strict=True)}
 
@@ -109,7 +109,8 @@ def experts(parameter: str, tensor: str) -> Row:
 
 
 def with_biases(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Returns the rows, and that of the bias of each matrix whose tensor is a `weight`. A transposed bias is a bias."""
+    """Returns the rows, and a row for the bias of each matrix whose tensor is a `weight`. Biases are never
+    transposed."""
 
     def bias(row: Row) -> Row:
         parameters = tuple(f"{name}_bias" for name in row.parameters)

@@ -1,1 +1,1 @@
-"""Folders of Hugging Face Transformers: runs that start from them, and runs that are written as them."""
+"""Folders of Hugging Face Transformers: imports them as runs, and exports runs as such folders."""

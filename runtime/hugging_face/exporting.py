@@ -51,7 +51,7 @@ class ExportOptions:
     Attributes:
         out: the folder; None for `NAME-hf` in the run directory.
         dtype: `f32`, `bf16` or `f16`; None for the dtypes that the run was imported with, or f32.
-        shard: the bytes of a file of weights, except if a single tensor has more.
+        shard: the largest size of a file of weights in bytes. A tensor that is larger has a file of its own.
         search: folders to search for the tokenizer.
         force: replace a folder that an export wrote.
     """
@@ -159,7 +159,7 @@ def _require_free(out: Path, force: bool) -> None:
 
 
 def _describes(match: Recognized, config: Data, model: Any) -> bool:
-    """Returns whether a config is that of the model: a run may have been imported and then changed."""
+    """Returns whether a config describes the model, which may have changed since the import."""
     try:
         return config.get("model_type") == match.family.name and same_programs(model, decoder_of(match.family, config))
     except ConfigError:
@@ -167,7 +167,7 @@ def _describes(match: Recognized, config: Data, model: Any) -> bool:
 
 
 def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
-    """Returns the config of a run: of the fields that do not change the function, those it was imported with."""
+    """Returns the config of a run. Fields that do not change the function have the values of the import."""
     fields: Data = {"architectures": [match.family.architecture], "model_type": match.family.name}
     if carried is not None and carried.get("model_type") == match.family.name:
         fields |= {key: value for key, value in carried.items() if key in HARMLESS}
@@ -190,7 +190,7 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 
 
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer and of generation: those that the run carries, or its tokenizer's."""
+    """Returns the files of the tokenizer and of generation: the imported ones, or else those of the run's tokenizer."""
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
         return carried
@@ -200,7 +200,7 @@ def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, byte
         say(f"the folder has no tokenizer: {error.message}")
         return carried
     if not written:
-        say("the folder has no tokenizer: Transformers has no form of that of the run")
+        say("the folder has no tokenizer: the tokenizer of the run has no form in Transformers")
     return {**carried, **written}
 
 
@@ -242,7 +242,7 @@ def _write_weights(
 
 
 def joined(row: Row, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a row by name, of parameters by name."""
+    """Returns the tensors of a row by name, computed from parameters by name."""
     return dict(zip(row.tensors, row.join([weights[name] for name in row.parameters]), strict=True))
 
 

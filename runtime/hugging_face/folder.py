@@ -1,6 +1,6 @@
 """Reads a folder of Transformers: config.json, and safetensors whose tensors are read one at a time.
 
-Nothing in a folder is executed. Headers are checked before anything is read by them.
+Nothing in a folder is executed. A header is checked before the data that it describes are read.
 """
 
 import json

@@ -88,7 +88,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         say: called with lines of text for the user.
 
     Raises:
-        ConfigError: the folder holds what specc lacks, or no model (exit code 2).
+        ConfigError: the folder has no model, or a model with a feature that specc lacks (exit code 2).
         RunDirectoryError: the run directory is not free (2).
         EnvironmentFailure: a file cannot be written (3).
         IntegrityError: a file of the folder is damaged, or does not fit its config (5).
@@ -110,7 +110,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
     except SpecError as error:
         raise ConfigError(f"the spec of {path} is invalid: {error.diagnostics[0].message}", "change --set") from None
     if spec.model != fitted.model:
-        raise ConfigError("--set changes the model, and the weights are those of another", "override other fields")
+        raise ConfigError("--set changes the model, so that the weights do not fit it", "override other fields")
     directory = options.run or default_run(spec.name)
     require_free(directory)
     with locked(directory):
@@ -140,7 +140,7 @@ def family_of(config: Config) -> Family:
 
 
 def _slug(path: Path) -> str:
-    """Returns a name of a spec from that of a folder."""
+    """Returns the name of a spec for the name of a folder."""
     text = re.sub(r"[^a-z0-9]+", "_", path.absolute().name.lower()).strip("_")
     return (text if text[:1].isalpha() else f"model_{text}")[:64].rstrip("_")
 
@@ -226,7 +226,7 @@ class FittedWeights:
         self._folder, self._ready = folder, dict[str, Tensor]()
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter, and keeps the others of its row until they are read.
+        """Returns a parameter, and keeps the other parameters of the same row until they are read.
 
         Raises IntegrityError if a tensor is damaged, or not finite.
         """

@@ -1,4 +1,4 @@
-"""The record in a run of the folder that it was imported from, beside the files that it carries."""
+"""The record, in an imported run, of the dtypes of the folder that the run was imported from."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ class Origin:
 
     @classmethod
     def of(cls, run: Run) -> "Origin":
-        """Returns the origin of a run; that of f32 tensors if it was not imported. Raises IntegrityError if the file is
-        damaged."""
+        """Returns the origin of a run. A run that was not imported has an origin of f32 tensors. Raises IntegrityError
+        if the file is damaged."""
         path = run.files / ORIGIN
         if not path.is_file():
             return cls()

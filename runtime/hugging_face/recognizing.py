@@ -1,4 +1,4 @@
-"""Finds the family and the config of a model of a spec, or the first thing that no family has."""
+"""Finds the family and the config of the model of a spec, or the first feature that no family has."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class NoFamily(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """A model as one of a family, with the fields of its config."""
+    """The family of a model, and the fields of the config that describes the model."""
 
     family: Family
     config: Data
@@ -46,7 +46,7 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
         first: the name of the family to prefer, if it fits.
 
     Raises:
-        NoFamily: if no family fits. The message has the first thing in the way of the family that comes closest.
+        NoFamily: if no family fits. The message states the first difference from the closest family.
     """
     if not isinstance(model, Decoder):
         raise NoFamily(
@@ -65,7 +65,7 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
 
 
 def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
-    """Returns the model as one of a family, or the differences, the first of which is to be shown."""
+    """Returns the model as a member of a family, or the differences from the family, the one to show first."""
     try:
         config = family.config(model)
         said = decoder_of(family, config)
@@ -79,7 +79,7 @@ def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
 
 
 def decoder_of(family: Family, config: Mapping[str, Any]) -> Decoder:
-    """Returns the model of a config of a family. Raises ConfigError if the config is not valid."""
+    """Returns the model that a config of a family describes. Raises ConfigError if the config is not valid."""
     return Decoder.model_validate_json(json.dumps(family.model(Config(config))))
 
 
@@ -124,7 +124,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """Yields the fields of every block and of the parts around them, with defaults that depend on others filled in."""
+    """Yields the fields of every block and of the parts around them, including defaults that depend on other fields."""
     for name in ("vocab", "dim", "context", "prefix"):
         yield name, getattr(model, name)
     yield "embed", [_dump(step) for step in model.embed]

@@ -60,7 +60,7 @@ def _checked(data: Data) -> Spec:
 
 
 def _buildable(data: Data) -> Data:
-    """Returns the data with the targets and the fusion points that the model can have."""
+    """Returns the data without the targets and the fusion points that the model cannot have."""
     every: list[Data] = list(data["fuse"])
     lists = (every, *(every[:i] + every[i + 1 :] for i in range(len(every))), [])
     for targets in TARGETS:

@@ -20,8 +20,8 @@ TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokeni
 
 def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
     """Returns the files of the tokenizer of a spec by name: those of a tokenizer that puts the separator of documents
-    before a text, as `specc generate` does. A SentencePiece model remains as it is. There are none if the tokenizer has
-    no such form: a rank file whose special tokens do not follow the ranks.
+    before a text, as `specc generate` does. A SentencePiece model remains as it is. There are none for a rank file
+    whose special tokens do not follow the ranks, because it has no such form.
 
     Raises DataError if a file is not found, or is not valid.
     """

@@ -140,7 +140,8 @@ class HeadPatterns:
 def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
     """Returns random tokens and their repetition, i64 [rows, 2 * length].
 
-    The tokens of a row differ if the vocabulary has enough. The last id, which often separates documents, is left out.
+    All tokens of a row are different if the vocabulary is large enough. The last id, which often separates documents,
+    is left out.
     """
     generator = torch.Generator().manual_seed(seed)
     count = max(vocabulary - 1, 1)

@@ -1,4 +1,4 @@
-"""`specc inspect`: measures a trained run in parts, each of which may have nothing to say about a kind of model."""
+"""`specc inspect`: measures a trained run in parts. Some parts apply only to some kinds of model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -73,7 +73,7 @@ class Inspection:
         step: the step of the checkpoint.
         rows: the rows of text of heads, units and norms, and their length in tokens.
         scored: the tokens, bytes and bits per byte of the text of the sensitivities, without quantization.
-        notes: what cannot be said, by the place in the model or the part.
+        notes: the reasons for missing results, by the place in the model or the part.
     """
 
     name: str
@@ -129,7 +129,7 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
 
 @dataclass
 class _Work:
-    """The measurement of one run, and the notes about what cannot be said."""
+    """The measurement of one run, and the reasons for missing results."""
 
     run: Run
     weights: Mapping[str, Tensor]

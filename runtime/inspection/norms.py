@@ -1,7 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
 A block is all nodes whose names begin with the same index, such as `blocks.3`, if it has a product of weights. The
-stream behind it is the last of its values, of the width of the model, that a node outside the block reads.
+stream after a block is the last value of the block that has the width of the model and that a node outside the block
+reads.
 """
 
 import re
@@ -23,8 +24,8 @@ class BlockNorm:
     Attributes:
         block: the name of the block.
         before: the root mean square of the stream that the block reads; None if it has another shape than the result.
-        after: the root mean square of the stream behind the block.
-        change: |after - before| / |before|, the relative size of what the block adds; None as `before`.
+        after: the root mean square of the stream after the block.
+        change: |after - before| / |before|, the relative size of what the block adds; None if `before` is None.
     """
 
     block: str
@@ -75,7 +76,7 @@ class ResidualNorms:
             ]
             if not ends:
                 if block:
-                    self.refused[block] = "no value of the width of the model leaves it as a single residual stream"
+                    self.refused[block] = "its result is not a single residual stream of the width of the model"
                 continue
             self._stream[ends[-1].name] = block
             reads = [
@@ -91,7 +92,7 @@ class ResidualNorms:
         self._kept = frozenset(self._before.values())
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the stream behind a block."""
+        """Adds the stream after a block."""
         value = outputs[0].detach()
         if node.name in self._kept:
             self._values[node.name] = value
@@ -125,7 +126,7 @@ def _block(name: str) -> str:
 
 
 def _width(graph: Graph) -> int | None:
-    """Returns the width of the most values that blocks pass on: the width of the model."""
+    """Returns the width that most values between blocks have: the width of the model."""
     readers: dict[str, set[str]] = {}
     for node in graph.nodes:
         for ref in node.inputs:

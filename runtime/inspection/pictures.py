@@ -86,7 +86,8 @@ def _png(figure: "Figure") -> bytes:
 
 
 def _by_block(axes: "Axes", label: str, rows: Sequence[tuple[str, float]]) -> None:
-    """Draws one line per role over the blocks, and its legend. Names without a block are marks at the left."""
+    """Draws a line over the blocks for each role, and the legend. Names without a block are drawn as marks at the
+    left."""
     from matplotlib.ticker import MaxNLocator
 
     roles: dict[str, list[tuple[int, float]]] = {}

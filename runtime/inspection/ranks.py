@@ -19,7 +19,7 @@ class RankUse:
         stable_rank: sum s_i^2 / s_1^2, the squared ratio of Frobenius norm and spectral norm; 0 for a zero matrix.
         effective_rank: exp of the entropy of s_i / sum s (Roy and Vetterli 2007, "The effective rank").
         top: the number of largest singular values that `energy` counts.
-        energy: their share of sum s_i^2.
+        energy: the share of these singular values in sum s_i^2.
         spectrum: the singular values, in descending order.
     """
 
@@ -48,7 +48,7 @@ def rank_uses(name: str, weight: Tensor, top: int | None = None) -> Iterator[Ran
 
     Args:
         name: the name of the parameter.
-        weight: its values, on any device. Singular values are computed in f64 there.
+        weight: the values of the parameter. Singular values are computed on its device, in f64.
         top: the number of singular values whose energy is stated. None for a tenth of them, at least one.
     """
     matrices = weight.detach().double()

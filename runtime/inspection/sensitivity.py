@@ -23,9 +23,9 @@ class Sensitivity:
 
     Attributes:
         name: the parameter.
-        scheme: the label of its scheme.
+        scheme: the label of the quantization scheme.
         bits: bits per value.
-        mse: the mean squared error of its values.
+        mse: the mean squared error of the quantized values.
         rise: the measured rise of bits per byte, against the same text with no matrix quantized.
         estimate: the rise by the second-order estimate that bit allocation uses (`added_nats`), in bits per byte; None
             without gradients of the parameter.
@@ -79,11 +79,11 @@ def sensitivities(
     measure: Callable[[], BitsPerByte],
     refused: dict[str, str],
 ) -> Iterator[Sensitivity]:
-    """Yields the sensitivity of each pair. The parameters of `model` are those of before at each result.
+    """Yields the sensitivity of each pair. At each result, the parameters of `model` have their original values again.
 
     Args:
         model: the model that `measure` scores.
-        quantizer: quantizes its parameters, with the statistics of a calibration.
+        quantizer: quantizes the parameters of `model`, with the statistics of a calibration.
         pairs: the parameters and schemes.
         measure: scores the model on the validation text.
         refused: receives the reason for each parameter whose scheme cannot quantize it.
@@ -117,5 +117,5 @@ def sensitivities(
 
 
 def _size(score: BitsPerByte) -> int:
-    """Returns the bytes that a score is per byte of."""
+    """Returns the number of bytes that a score is divided by."""
     return score.document_bytes if score.bpb is not None and score.document_bytes else score.piece_bytes

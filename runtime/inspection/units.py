@@ -26,7 +26,7 @@ class Units:
     Attributes:
         layer: the node of the activation; that of an expert has its index, as in `blocks.0.moe.act[3]`.
         units: the number of units.
-        tokens: the number of tokens that reached them. An expert that no token chose has none.
+        tokens: the number of tokens that reached the units. An expert that no token chose has none.
         dead: the number of units that are zero at every token.
         weak: the number of units whose magnitude is at most 1 % of the median largest magnitude of a unit at every
             token. It includes the dead ones.
@@ -104,7 +104,7 @@ def is_product(node: Node) -> bool:
 
 
 def _bends(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node, or one before it, is more than a sum of multiples, such as a bias adds."""
+    """Returns whether a pointwise node, or one before it, is nonlinear. The addition of a bias, for example, is not."""
     if not isinstance(node.op, Pointwise):
         return False
     generator = torch.Generator().manual_seed(0)

@@ -10,8 +10,8 @@ class Metric:
     """A metric.
 
     Attributes:
-        name: its field in a log, such as `bpb`.
-        label: its name with the unit, for tables and axes.
+        name: the field of the metric in a log, such as `bpb`.
+        label: the name of the metric with the unit, for tables and axes.
         better: `lower` or `higher`.
         digits: the number of decimals that are shown.
     """
@@ -27,7 +27,8 @@ class Metric:
         return None if value is None else float(value)
 
     def of_score(self, facts: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float:
-        """Returns the metric of the `facts` of a score: of text, whose loss is a sum, or of the first set of lines."""
+        """Returns the metric from the `facts` of a score of text, whose loss is a sum, or of lines, where the first set
+        counts."""
         if not isinstance(facts, Mapping):
             return float(facts[0][self.name])
         return float(facts[self.name]) / (float(facts["tokens"]) if self.name == "nats" else 1.0)

@@ -124,7 +124,8 @@ def import_file(directory: Path, name: str) -> ModuleType:
 
 
 def initialize(loaded: Loaded, seed: int) -> None:
-    """Fills every f32 parameter according to its `init`. Each has a random generator seeded by `seed` and its name."""
+    """Fills every f32 parameter according to its `init`. Each parameter has a random generator, seeded by `seed` and
+    the name of the parameter."""
     from specc.runtime.model.parameters import fill
 
     fill(loaded.model, initial_values(loaded.programs), seed)

@@ -34,8 +34,10 @@ class Masters:
         dtypes: the compute dtype of each parameter, by name.
         sharded: the parameters whose gradients are summed in banks, a part per process.
         copied: the parameters with a separate master although the model computes with them in f32.
-        unclipped: the parameters whose gradients are neither in the norm of `finish` nor clipped. None is sharded.
-        in_bf16: whether parameters that the model computes with in bf16 are their own masters. None is in `copied`.
+        unclipped: the parameters whose gradients are neither in the norm of `finish` nor clipped. None of these
+            parameters is sharded.
+        in_bf16: whether parameters that the model computes with in bf16 are their own masters. None of these parameters
+            is in `copied`.
 
     Attributes:
         tensors: the masters.
@@ -85,8 +87,8 @@ class Masters:
 
     @contextmanager
     def in_f32(self, changes: bool = True) -> Iterator[None]:
-        """A context manager in which `tensors` hold the f32 values of all masters. At its end, those of masters in bf16
-        are rounded, unless nothing `changes` them."""
+        """A context manager in which `tensors` hold the f32 values of all masters. At the end, masters in bf16 are
+        rounded, unless `changes` is False."""
         if not self._released:
             yield
             return
@@ -103,7 +105,7 @@ class Masters:
         self.release()
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the f32 values of all masters by name. Those of masters in bf16 are copied."""
+        """Returns the f32 values of all masters by name. Values of masters in bf16 are copied."""
         return {
             name: self.model_parameters[name].detach().float() if name in self._released else master
             for name, master in self.tensors.items()

@@ -25,12 +25,14 @@ def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
 
 
 def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are not in the norm of `train.clip_norm`. Raises as `owners`."""
+    """Returns the parameters whose gradients are not in the norm of `train.clip_norm`. Raises the same errors as
+    `owners`."""
     return frozenset(name for name, index in owners(specs, shapes).items() if not specs[index].in_norm)
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are summed in parts, one part per process. Raises as `owners`."""
+    """Returns the parameters whose gradients are summed in parts, one part per process. Raises the same errors as
+    `owners`."""
     return frozenset(name for name, index in owners(specs, shapes).items() if rule_of(specs[index]).sharded)
 
 

@@ -23,7 +23,7 @@ class _Side:
     Attributes:
         rows: whether it is that of the rows.
         gram: the running mean of g g^T, or of g^T g for columns, [all matrices, ..., n, n].
-        basis: its eigenvectors as columns, largest eigenvalue first, [all matrices, ..., n, n].
+        basis: the eigenvectors of the preconditioner as columns, largest eigenvalue first, [all matrices, ..., n, n].
     """
 
     rows: bool

@@ -59,7 +59,8 @@ def choose_bits(
 
 
 def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: Allocation) -> tuple[str, ...]:
-    """Returns the names of the parameters to correct: those that `correct` matches with the largest errors."""
+    """Returns the names of the parameters to correct: of those that `correct` matches, the ones with the largest
+    errors."""
     able = [
         name
         for name, scheme in base.items()

@@ -168,10 +168,10 @@ class _Quantization:
             checkpoint.load(checkpoint.path_of(run.checkpoints, self.step)).optimizer, self.sources
         )
         if trained and run.spec.quant != Run.open(run.directory).spec.quant:
-            self.say("quant is not what the run trained with: its scales are calibrated anew")
+            self.say("quant differs from the quant of the run, so scales are calibrated again")
             return {}
         if trained:
-            self.say("inputs keep the scales that the run trained with, and weights are rounded as it rounded them")
+            self.say("inputs keep the scales of the training, and weights are rounded as in the training")
         return trained
 
     @property

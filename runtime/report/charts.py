@@ -41,7 +41,7 @@ def curves(title: str, x_label: str, y_label: str, series: Sequence[Series], *, 
     Args:
         title: a description for readers who do not see the picture.
         x_label: the quantity on the horizontal axis, with its unit.
-        y_label: that on the vertical axis.
+        y_label: the quantity on the vertical axis, with its unit.
         series: the curves. Those without points are left out.
         zero: whether the vertical axis begins at zero.
     """
@@ -87,7 +87,7 @@ def cells(
     text: str,
     column_label: str,
 ) -> Markup:
-    """Returns a map: a cell for each row and column, shaded by its value, which stands in it.
+    """Returns a map with a cell for each row and column, which shows its value as a shade and as text.
 
     Args:
         title: a description for readers who do not see the picture.
@@ -154,7 +154,7 @@ class _Axis:
         return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))
 
     def rounded(self) -> "_Axis":
-        """Returns an axis whose ends are ticks, or, if it is logarithmic, one with a margin."""
+        """Returns an axis that ends at ticks. A logarithmic axis gets a margin instead."""
         if self.logarithmic:
             return replace(self, low=self.low / 1.2, high=self.high * 1.2)
         low, high = math.floor(self.low / self.step + 1e-9), math.ceil(self.high / self.step - 1e-9)

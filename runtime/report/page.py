@@ -296,7 +296,7 @@ def _quantized_pictures(facts: RunFacts) -> Iterator[Picture]:
     if bits:
         blocks = sorted({block for _, block in bits}, key=int)
         svg = cells("Bits of each matrix", list(errors), blocks, bits, "g", "block")
-        yield Picture(svg, "Bits per value of each quantized matrix. More is shaded more.")
+        yield Picture(svg, "Bits per value of each quantized matrix. Larger values have a stronger shade.")
 
 
 def _are_loads(record: Record) -> bool:
@@ -318,7 +318,7 @@ def _experts(facts: RunFacts) -> Iterator[Picture]:
         values = {(layer, str(i)): 100 * share for layer, load in loads.items() for i, share in enumerate(load)}
         columns = [str(i) for i in range(max(map(len, loads.values())))]
         svg = cells("Load of each expert", list(loads), columns, values, ".1f", "expert")
-        yield Picture(svg, f"Share of the tokens of each expert in %, {note}. More is shaded more.")
+        yield Picture(svg, f"Share of the tokens of each expert in %, {note}. Larger values have a stronger shade.")
     else:
         series = [
             Series(layer, list(enumerate(sorted((100 * share for share in load), reverse=True))))

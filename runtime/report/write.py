@@ -41,8 +41,8 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
 
 
 def write_card(run: Path, out: Path | None) -> Path:
-    """Writes the model card of a run, by default as README.md in the run, and returns its path. Raises as
-    `write_report`."""
+    """Writes the model card of a run, by default as README.md in the run, and returns its path. Raises the same errors
+    as `write_report`."""
     return _written(out or run / CARD, model_card(RunFacts.read(run)).encode())
 
 

@@ -1,4 +1,4 @@
-"""The records of the log of a run, as its reader wants them: each step once, whole lines only."""
+"""The records of the log of a run, prepared for readers: each step once, and complete lines only."""
 
 import json
 import math
@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 class Records:
     """The records of a log, in order.
 
-    Records that a resumption took back are left out: after a `start` at step n, those of later steps before it.
+    A resumed run repeats steps. A `start` at step n therefore drops the records of later steps that precede it.
 
     Attributes:
         all: the records.

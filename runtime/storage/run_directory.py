@@ -88,7 +88,7 @@ class Run:
         overrides: the `--set` texts that `spec` contains.
         lock: the measured kernels that it runs with.
         data_digests: the digests of the content of `data` at the start of the run. None for a run of an older specc.
-        old_digest: the digest of the spec as the run recorded it, if that is of an old version.
+        old_digest: the digest of the spec as the run recorded it, if the recorded spec has an old version.
         start: the weights that the run started from; None for initial values.
     """
 

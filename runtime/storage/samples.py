@@ -21,7 +21,7 @@ class Sample(StrictModel):
 
 
 class Samples(StrictModel):
-    """The content of the file.
+    """The samples of a run and the settings that generated them.
 
     Attributes:
         step: the step of the checkpoint whose final weights generated the texts.

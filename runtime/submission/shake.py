@@ -204,7 +204,7 @@ class Shaker:
         Raises ShakeError if the module does not bind the name itself, because its imports are regenerated.
         """
         if attribute is None or attribute not in self._module(module).bound:
-            raise ShakeError(f"{module} is used as more than a place of names ({attribute})")
+            raise ShakeError(f"{module} is used other than to look up a name ({attribute})")
         self._reach((module, attribute))
 
 

@@ -206,7 +206,7 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
 
 
 def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
-    """Returns the shortest end of each dotted path that no other path has."""
+    """Returns, for each dotted path, the shortest suffix that no other path has."""
     labels: dict[str, str] = {}
     for key in keys:
         parts = key.split(".")
@@ -346,8 +346,8 @@ class _Plan:
         overrides: Sequence[_Override],
         instead: tuple[str, Any] | None = None,
     ) -> None:
-        """Notes the problems of the spec of a setting. Those of an override are placed in the sweep file. If the
-        spec is no file, all others are placed at `instead`."""
+        """Notes the problems of the spec of a setting. Those of an override are placed in the sweep file. If the spec
+        is not a file, all other problems are placed at `instead`."""
         self._texts |= error.texts
         for diagnostic in error.diagnostics:
             override = next((over for over in reversed(overrides) if over.flag == diagnostic.file), None)
@@ -383,7 +383,7 @@ class _Plan:
 
 
 def digest_of(spec: Spec) -> str:
-    """Returns the SHA-256 (hex) of the canonical spec, as a run states it."""
+    """Returns the SHA-256 (hex) of the canonical spec, as a run records it."""
     return hashlib.sha256(canonical(spec).encode()).hexdigest()
 
 

@@ -38,7 +38,7 @@ class SettingResult:
     """The result of a setting, over its finished runs.
 
     Attributes:
-        setting: its name.
+        setting: the name of the setting or of the entry.
         grid: path in the spec -> value, for the paths of the grid.
         seeds: the seeds of the finished runs.
         metric: the final validation metric; None without a finished run.
@@ -71,7 +71,7 @@ class QuantizedResult:
     """The result of an entry of `quantize`, over its finished runs.
 
     Attributes:
-        setting: its name.
+        setting: the name of the setting or of the entry.
         seeds: the seeds of the finished runs.
         metric: the metric of the quantized weights.
         difference: the mean over the runs of the metric after quantization minus that before it.
@@ -118,7 +118,7 @@ class SweepResults:
             rows.append([f"quantized: {entry.setting} (*)", *cells, "", "", size])
             reasons += [f"{name}: {reason}" for name, reason in entry.unfinished.items()]
         notes = ["std: sample standard deviation over the seeds; ~: bytes estimated from the spec"]
-        notes += ["(*) the difference is that to the same runs before quantization"] if self.quantized else []
+        notes += ["(*) difference to the same runs before quantization"] if self.quantized else []
         return [*aligned(rows), *notes, *(f"not finished: {reason}" for reason in reasons)]
 
     def _cells(self, sample: Sample | None, difference: float | None) -> list[str]:

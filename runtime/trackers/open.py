@@ -36,14 +36,15 @@ def require_trackers(names: Sequence[str]) -> None:
     known = classes(trackers, Tracker)
     for name in names:
         if name not in known:
-            raise UnknownTracker(f"there is no tracker {name!r}", f"choose of {', '.join(known)}")
+            raise UnknownTracker(f"there is no tracker {name!r}", f"choose one of {', '.join(known)}")
         if find_spec(known[name].package) is None:
             install = f"pip install 'specc[{known[name].extra}]'"
             raise EnvironmentFailure(f"--track {name} needs the package {known[name].package}", install)
 
 
 class Follower:
-    """Passes the records of a log on to a tracker. The first error of the tracker is reported, and ends it alone.
+    """Passes the records of a log on to a tracker. The first error of the tracker is reported, and ends the tracker but
+    not the run.
 
     Args:
         tracker: the tracker.
@@ -84,7 +85,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitSt
 
     Args:
         names: the names of the trackers; repetitions count once.
-        run: the run that they show.
+        run: the run that the trackers show.
         say: called with lines of text for the user.
         stack: closes the trackers.
 

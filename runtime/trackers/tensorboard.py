@@ -8,7 +8,8 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard(Tracker):
-    """Writes event files with `torch.utils.tensorboard`. A resumed run hides the records that it took back."""
+    """Writes event files with `torch.utils.tensorboard`. A resumed run hides the records of the steps that it
+    repeats."""
 
     name, package, extra = "tensorboard", "tensorboard", "tensorboard"
 

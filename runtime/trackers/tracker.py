@@ -60,7 +60,7 @@ def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
 
     Args:
         event: the event of the record.
-        values: its fields.
+        values: the fields of the record.
     """
     weights = values.get("weights")
     start = f"{event}/{weights}" if isinstance(weights, str) else event

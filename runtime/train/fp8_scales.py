@@ -47,7 +47,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def update(self, loss_scale: float) -> None:
-        """Takes over the magnitudes of a step, and sets the scales of the next.
+        """Records the magnitudes of a step, and sets the scales of the next step.
 
         The gradients of the step had the factor of the last call; those of the next have `loss_scale`. A magnitude that
         is not finite, as after an overflow, is replaced by the largest of the history.

@@ -232,7 +232,8 @@ class Trainer:
             self.average.update(self.step + 1, now)
 
     def settle(self) -> list[Step]:
-        """Waits for the device and returns the steps that `advance` has not returned yet. Raises as `advance`."""
+        """Waits for the device and returns the steps that `advance` has not returned yet. Raises the same errors as
+        `advance`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self._arrived(lag=0)

@@ -123,8 +123,8 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
 
 
 def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
-    """Checks that the generated module of a large spec loads and has the parameters of the plan. Uses no memory for
-    them."""
+    """Checks that the generated module of a large spec loads and has the parameters of the plan. Allocates no memory
+    for the parameters."""
     name = "full size"
     with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder, torch.device("meta"):
         try:

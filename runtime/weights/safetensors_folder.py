@@ -1,4 +1,4 @@
-"""Weights in a safetensors file, or in all those of a folder. Only the tensors that are asked for are read."""
+"""Weights in a safetensors file, or in all safetensors files of a folder. Only requested tensors are read."""
 
 from collections.abc import Mapping
 from pathlib import Path

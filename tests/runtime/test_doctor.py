@@ -52,7 +52,7 @@ def test_caches_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     ("line", "state", "words"),
     [
         ("NVIDIA H100 80GB HBM3, 9.0, 550.54, 81559 MiB", "ok", "target sm90"),
-        ("Tesla T4, 7.5, 550.54, 15360 MiB", "note", "no target of its own"),
+        ("Tesla T4, 7.5, 550.54, 15360 MiB", "note", "no target matches it exactly"),
     ],
 )
 def test_a_gpu_and_what_it_then_needs(monkeypatch: pytest.MonkeyPatch, line: str, state: str, words: str) -> None:

@@ -18,9 +18,9 @@ class BlockLists:
         kernel: The signature of the kernel.
         starts: Lines of the kernel that load the document starts of blocks.
         some: The line that computes whether a block has a pair that is not masked.
-        every: The line that computes whether none of its pairs is masked.
+        every: The line that computes whether a block has no masked pair.
         function: The signature of the function that launches the kernel.
-        launch: The statement that launches it.
+        launch: The statement that launches the kernel.
         sequences: The number of sequences whose blocks are listed.
     """
 

@@ -35,13 +35,13 @@ _NAMES = re.compile(r"[A-Za-z_]\w*")
 class Hook:
     """A function that flash-attn-4 compiles into its kernel.
 
-    flash-attn-4 tells hooks apart by their text alone, so that it contains all numbers and calls only functions whose
-    text is the same in all files.
+    flash-attn-4 distinguishes hooks by their text alone. The text therefore contains all numbers, and calls only
+    functions that have the same text in all files.
 
     Attributes:
-        signature: Its first line.
-        doc: Its docstring.
-        lines: Its body.
+        signature: The first line of the function.
+        doc: The docstring of the function.
+        lines: The body of the function.
     """
 
     signature: str
@@ -82,7 +82,7 @@ class FlashScoredContext:
 
 class FlashScored(AttentionKernel):
     """The forward, or the gradient of q, k, v and of sinks. flash-attn-4 returns no gradient of a tensor that a hook
-    reads, so that the gradient of a score with learned tables is left to other kernels."""
+    reads. Other kernels compute the gradient of a score with learned tables."""
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
@@ -218,10 +218,10 @@ def _hook(signature: str, doc: str, first: tuple[str, ...], value: str) -> Hook:
     """Returns a hook.
 
     Args:
-        signature: Its name and parameters.
-        doc: Its docstring.
-        first: The statements that load what it reads.
-        value: The text of what it returns.
+        signature: The name and parameters of the hook.
+        doc: The docstring of the function.
+        first: The statements that load the values that the hook reads.
+        value: The text of the result.
     """
     names = set(_NAMES.findall("\n".join((*first, value))))
     positions = (("i", "q_idx"), ("j", "kv_idx"))

@@ -27,16 +27,16 @@ class FlexContext:
     Attributes:
         how: A sentence on whether repeated calls return the same bits.
         visible: The first line of the function of the mask.
-        mask: The lines of its body.
+        mask: The body of that function.
         scored: The first line of the function of the score; "" if the score is s.
-        score: The lines of its body.
+        score: The body of that function.
         seen: The mask of a pair.
         scores: The score of a pair.
         attend: The first line of the function that calls FlexAttention.
-        lines: The lines of its body.
+        lines: The body of that function.
         blocks: The lists of blocks of scores.
         wanted: Rows of the table of input checks.
-        gradient: Whether it is the gradient.
+        gradient: Whether the kernel is the gradient.
         call: The lines that call the function and return the results.
         fake: The statement that returns outputs without values.
     """

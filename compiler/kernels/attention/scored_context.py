@@ -35,7 +35,7 @@ SINK = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A loop over the tiles of a row: over those without masked pairs, or over the others.
+    """A loop over the tiles of a row that have no masked pairs, or over those that have some.
 
     Attributes:
         comment: A comment on the loop.

@@ -71,7 +71,7 @@ class LinearTriton(Kernel):
             return f"keeps at most {ACCUMULATORS} accumulators in registers; this node has {count}"
         epilogue = epilogue_of(site)
         if epilogue.n * epilogue.k >= LARGEST_WEIGHT:
-            return f"offsets weights by 32 bits; {epilogue.n} x {epilogue.k} elements need more"
+            return f"addresses weights with 32-bit offsets; {epilogue.n} x {epilogue.k} elements need more"
         needed = loaded_bytes(epilogue, self.tile) if self.tile is not None else 0
         if needed > site.target.shared_memory:
             known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"

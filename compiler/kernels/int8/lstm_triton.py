@@ -38,7 +38,7 @@ class Int8LstmTriton(Kernel):
     def rejects(self, site: Site) -> str | None:
         size, k = extent(site)
         if 4 * size * k >= LARGEST_WEIGHT:
-            return f"offsets weights by 32 bits; {4 * size} x {k} elements need more"
+            return f"addresses weights with 32-bit offsets; {4 * size} x {k} elements need more"
         tile = self.tile or step_tile(k)
         if tile.k < NARROWEST_K:
             return f"multiplies at least {NARROWEST_K} codes at a time; a tile of {tile} has {tile.k}"

@@ -91,7 +91,7 @@ class StagedContext:
         begun: Lines that load the further targets of a row, and their logits.
         value: Lines that write the loss of a row.
         parameter: The parameter of `differentiate` for the factor of the exponentials, or nothing if it is 1.
-        argument: Its argument.
+        argument: The argument that is passed for `parameter`.
         factor: The factor itself.
         ended: Lines that write the gradient of the logits of the targets.
     """
@@ -163,7 +163,7 @@ class SoftmaxLossCuda(Kernel):
         if tile.copy == "bulk" and "tma" not in site.target.features:
             return f"has bulk copies in its tile, {tile}; {site.target.name} has no tma"
         if (steps := _steps(site, tile)) > MOST_STEPS:
-            return f"takes a row in at most {MOST_STEPS} steps; of {width} columns {tile} makes {steps}"
+            return f"takes a row in at most {MOST_STEPS} steps; {tile} needs {steps} for {width} columns"
         needed = shared_bytes(site, tile)
         if needed > _room(site.target, tile.resident):
             where = f"{site.target.name} has {_room(site.target, tile.resident)} a block"
@@ -313,8 +313,8 @@ def _begun(name: str) -> tuple[str, ...]:
 
 
 def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Returns the lines that write the loss of a row, the argument with the factor of its exponentials, which is empty
-    if the factor is 1, and the lines that write the gradient of the logits of its targets."""
+    """Returns three texts for a row: the lines that write the loss; the argument with the factor of the exponentials,
+    empty if the factor is 1; and the lines that write the gradient of the logits of the targets."""
     sum_of_row = "logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base)"
     if op.per_token == "nats":
         p = "float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);"
@@ -343,7 +343,7 @@ def _ends(op: SoftmaxLoss) -> tuple[str, ...]:
 
 
 def _ended(op: SoftmaxLoss, end: str) -> tuple[str, ...]:
-    """Returns the lines that write the gradient of the logit of one target, which may also be that of others."""
+    """Returns the lines that write the gradient of the logit of one target. Several targets may have the same logit."""
     same = [f" + (column{other} == column{end} ? hit{other} : 0.0f)" for other in _ends(op) if other != end]
     power = f"power_of_two(fmaf(f{end}, kLog2e, -base))"
     owner = f"known{end} && threadIdx.x == column{end} / kPer % kThreads" if end else "owner"

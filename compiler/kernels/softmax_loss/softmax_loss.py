@@ -177,7 +177,7 @@ class SoftmaxLossTriton(Kernel):
         except ExprError as error:
             return f"cannot print {loss_of(site).f}: {error.message}"
         if self.tile is not None and self.tile.rows > 1 and self.tile.columns < width_of(site):
-            return f"takes several rows at a time only whole; of {width_of(site)} columns {self.tile} does not hold all"
+            return f"takes several rows at a time only if they fit; {self.tile} does not hold {width_of(site)} columns"
         return None
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
@@ -268,9 +268,9 @@ def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
 def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
     """Returns the factors of softmax and of each one-hot target in the gradient of a token's loss.
 
-    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot. The factor of a
-    further target `n` counts in that of softmax only times the variable `known_n`, which is 1 if the token has such a
-    target and otherwise 0.
+    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot. In the factor of
+    softmax, the factor of a further target `n` is multiplied by the variable `known_n`, which is 1 if the token has
+    such a target and otherwise 0.
     """
     loss = reread(op.per_token)
     targets = ("nats", *(f"nats_{name}" for name in op.further))

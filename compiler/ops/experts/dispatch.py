@@ -21,8 +21,8 @@ class SortByExpert(Moves):
     """The order of rows sorted by expert, for experts i64[B, T, K] below `experts`.
 
     Outputs are `order` i64[B, T, K], the row that is at each place of the sorted rows; `place` i64[B, T, K], the place
-    of each row; and `ends` i32[E], the number of sorted rows of the experts up to each. Rows of an expert stay in the
-    order of their tokens.
+    of each row; and `ends` i32[E], for each expert the number of rows of this expert and all experts before it. Rows of
+    an expert stay in the order of their tokens.
     """
 
     name: ClassVar[str] = "sort_by_expert"
@@ -133,7 +133,8 @@ class Combine(Op):
 class GroupedLinear(Op):
     """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
 
-    Rows are sorted by expert. `ends` i32[E] is the number of rows of the experts up to each.
+    Rows are sorted by expert. `ends` i32[E] is, for each expert, the number of rows of this expert and all experts
+    before it.
     """
 
     name: ClassVar[str] = GROUPED_LINEAR

@@ -72,7 +72,8 @@ class BalanceLoss(Op):
 
 @dataclass(frozen=True, slots=True)
 class AttachLoad(Moves):
-    """The weights f32[B, T, K], unchanged. The backward pass gives the bias f32[E] its load less the mean load.
+    """The weights f32[B, T, K], unchanged. In the backward pass, the gradient of the bias f32[E] of an expert is the
+    load of the expert less the mean load.
 
     Inputs are the weights, the bias, and the load f32[B, E]. An optimizer that lowers the bias of an expert with too
     much load then balances the load without a loss (Wang et al. 2024, arXiv 2408.15664).

@@ -116,7 +116,7 @@ class BestGroups(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScoresOf(Moves):
-    """The scores f32[..., K] of the chosen experts i64[..., K], of the scores f32[..., E] of all."""
+    """Selects the scores f32[..., K] of the chosen experts i64[..., K] from the scores f32[..., E] of all experts."""
 
     name: ClassVar[str] = "scores_of"
     arity: ClassVar[int] = 2

@@ -28,7 +28,7 @@ class PooledContext(AttendContext):
 
 @dataclass(frozen=True, slots=True)
 class PoolFields(ScoredBase):
-    """The settings of attention whose keys are those of pooled blocks, then those of single tokens.
+    """The settings of attention over pooled blocks and single tokens. The pooled keys come first.
 
     Attributes:
         block: the number P of tokens of a block.
@@ -246,7 +246,7 @@ class PoolWrite(Op):
     """Pools the blocks to which tokens at `positions` (i64[T]) belong, and replaces their rows of a cache
     [B, N M, G, C], in place.
 
-    The second input are the rows of single tokens, as `SdpaPooledCached` reads them. A pooling by latent tokens also
+    The second input holds the rows of single tokens, as `SdpaPooledCached` reads them. A pooling by latent tokens also
     reads the keys of these rows, and the latents. Rows of unfinished blocks have no meaning; each further token of the
     block replaces them.
     """

@@ -17,8 +17,8 @@ class SpecialToken(StrictModel):
     """A special token of a tiktoken rank file.
 
     Attributes:
-        token: its text, such as `<|endoftext|>`.
-        id: its id. By default, the id after the previous special token, or after the last rank.
+        token: the text of the token, such as `<|endoftext|>`.
+        id: the id of the token. By default, the id after the previous special token, or after the last rank.
     """
 
     token: TokenName
@@ -34,7 +34,8 @@ class TextData(DataKind):
         pattern: the pre-tokenizer of a tiktoken rank file: `gpt2`, `gpt4`, `llama3`, `qwen`, `nanochat`, or a regular
             expression whose matches are the pieces.
         special: the special tokens of a tiktoken rank file. By default, `<|endoftext|>`.
-        bos: the special token before each document. By default, the first of `special`, or that of the file.
+        bos: the special token before each document. By default, the first of `special`, or the one that the file
+            states.
         order: the order of training windows: as in the text, or by a stride that is coprime to the number of windows.
             `best_fit` packs rows of whole documents, each from its start on, as far as they fit.
     """

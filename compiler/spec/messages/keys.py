@@ -182,12 +182,6 @@ def _models() -> tuple[Model, ...]:
     return tuple(models)
 
 
-@cache
-def _has_tag(model: Model) -> bool:
-    """Returns whether the model is one of several kinds."""
-    return any(tag_of(model, name) for name in model.model_fields)
-
-
 def _models_with(key: str) -> frozenset[Model]:
     """Returns all models of the spec language that have a key, in any section."""
     return frozenset(model for model in _models() if key in keys_of(model))

@@ -7,8 +7,8 @@ from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 
 class LionSpec(OptimizerSpec):
     """Lion (Chen et al. 2023, arXiv 2302.06675): each number moves by the learning rate against the sign of a mean of
-    momentum and gradient. Its learning rate is 3 to 10 times smaller than that of AdamW, and its weight decay larger by
-    as much.
+    momentum and gradient. The learning rate is usually 3 to 10 times smaller than with AdamW, and the weight decay
+    larger by the same factor.
 
     Attributes:
         betas: the share of the momentum in the direction, and the decay of the momentum.

@@ -17,7 +17,7 @@ Coefficients = tuple[float, float, float]
 
 
 class MuonSpec(OptimizerSpec):
-    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. For matrices, and for the
+    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. It updates matrices, and stacks of the
     matrices of experts, each of which is orthogonalized alone.
 
     Attributes:
@@ -54,7 +54,8 @@ class MuonSpec(OptimizerSpec):
         return super().state_numbers(shape) + rows
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if no step is an iteration, or if an iteration of `coefficients` is not used or diverges."""
+        """Yields a problem if `steps` leaves no iteration, if `coefficients` has more entries than iterations, or if
+        they diverge."""
         yield from super().problems()
         least = LEAST_STEPS.get(self.method, 1)
         if self.steps < least:
@@ -65,7 +66,7 @@ class MuonSpec(OptimizerSpec):
 
     def _problems_of_coefficients(self, coefficients: tuple[Coefficients, ...], iterations: int) -> Iterator[Problem]:
         if len(coefficients) > iterations:
-            message = f"`coefficients` has {len(coefficients)} entries, but only {iterations} iterations read one"
+            message = f"`coefficients` has {len(coefficients)} entries, but there are only {iterations} iterations"
             yield Problem(("coefficients", iterations), "S287", message, "remove the others, or raise steps")
             return
         for i in range(1, 101):
@@ -75,7 +76,7 @@ class MuonSpec(OptimizerSpec):
                 if abs(value) > 1e6:
                     break
             if abs(value) > LARGEST:
-                message = f"the iterations diverge: they take the singular value {start:g} to {value:.4g}"
-                hint = f"choose numbers that take 0 .. 1 to values near 1, and at most {LARGEST:g}"
+                message = f"the iterations diverge: they map the singular value {start:g} to {value:.4g}"
+                hint = f"choose numbers that map 0 .. 1 to values near 1, of at most {LARGEST:g}"
                 yield Problem(("coefficients",), "S287", message, hint)
                 return

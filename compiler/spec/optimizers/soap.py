@@ -8,8 +8,9 @@ from specc.compiler.strict import Positive, PositiveFloat
 
 
 class SoapSpec(OptimizerSpec):
-    """SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner. For matrices, and
-    for the matrices of experts, each of which has bases of its own. The first update only computes the bases.
+    """SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner. It updates
+    matrices, and stacks of the matrices of experts, each of which has separate bases. The first update only computes
+    the bases.
 
     Attributes:
         betas: the decays of the first moment, and of the second moment and the preconditioner.

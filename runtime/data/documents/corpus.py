@@ -211,7 +211,8 @@ def _folder_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def _dataset_files(folder: Path) -> set[str] | None:
-    """Returns the files of a folder that `datasets` saved, without the results it caches there; None for others."""
+    """Returns the files of a folder that `datasets` saved, without the results it caches there; None for other
+    folders."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
         return {str(entry["filename"]) for entry in state["_data_files"]}

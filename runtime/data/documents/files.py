@@ -20,7 +20,7 @@ READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 def open_file(path: Path) -> io.BufferedIOBase:
     """Opens a file that may be compressed. Reading raises OSError, or one of READ_ERRORS if the file is damaged.
 
-    Raises EnvironmentFailure if a .zst file needs pyarrow, which is not installed.
+    Raises EnvironmentFailure if the file is a .zst file and pyarrow is not installed.
     """
     if path.suffix == ".xz":
         return lzma.open(path)

@@ -33,7 +33,7 @@ def parquet_rows(path: Path) -> Iterator[bytes]:
 def arrow_rows(path: Path) -> Iterator[bytes]:
     """Yields the documents of a file of a folder of `datasets`, in the order of its rows.
 
-    It is mapped into memory, and batches are read one after the other. Raises as `parquet_rows`.
+    The file is mapped into memory, and batches are read one after the other. Raises the same errors as `parquet_rows`.
     """
     require_pyarrow(path)
     import pyarrow

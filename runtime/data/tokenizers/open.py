@@ -29,12 +29,12 @@ def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokeniz
     """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file, which is searched as in `find_file`.
 
     Args:
-        data: the name of the tokenizer, or the data of a spec, which states more of it.
+        data: the name of the tokenizer, or the data of a spec, which states further settings of the tokenizer.
         search: folders to search for the file.
 
     Raises:
-        DataError: the kind is unknown, a setting does not apply to it, the file is not found (the message lists the
-            searched paths), or it is invalid.
+        DataError: the kind of tokenizer is unknown, a setting does not apply to the kind, or the file is invalid or not
+            found (the message lists the searched paths).
         EnvironmentFailure: the package that reads the file is not installed.
     """
     data = TextData.model_construct(tokenizer=data) if isinstance(data, str) else data

@@ -39,8 +39,8 @@ def rank_file(ranks: Ranks) -> bytes:
 def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
     """Returns a `tokenizer.json` that gives the ids of tiktoken.
 
-    tiktoken merges any two tokens whose concatenation has a rank, so every such pair is a merge. It takes a piece that
-    is a token as it is, which is `ignore_merges`.
+    tiktoken merges any two tokens whose concatenation has a rank, so every such pair is a merge. tiktoken does not
+    split a piece that is itself a token, which is `ignore_merges`.
 
     Args:
         ranks: the tokens by rank.

@@ -91,7 +91,7 @@ class Tokenizer(ABC):
         return counts
 
     def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns the offset in bytes at which the part of a document that each id shows ends."""
+        """Returns, for each id, the offset in bytes at which the part of the document that it represents ends."""
         return np.cumsum(self.piece_bytes().base[ids])
 
     def digest(self) -> str:

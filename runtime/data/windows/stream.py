@@ -190,8 +190,8 @@ def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
 
 
 def _require_width(shards: tuple[TokenShard, ...], tokenizer: Tokenizer) -> None:
-    """Raises DataIntegrityError if shards differ in the width of their tokens, and DataError if it has no room for the
-    ids of the tokenizer."""
+    """Raises DataIntegrityError if shards differ in the width of their tokens, and DataError if the width has no room
+    for the ids of the tokenizer."""
     first = shards[0]
     for shard in shards:
         if shard.form != first.form:

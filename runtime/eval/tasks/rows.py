@@ -27,7 +27,7 @@ class Row:
     Attributes:
         tokens: the tokens, of which all but the last are inputs of the model.
         scored: the number of targets that are scored.
-        size: the bytes of text that they represent.
+        size: the bytes of text that the scored targets represent.
         truncated: whether tokens were removed from the left, because the context of the model is shorter.
     """
 
@@ -42,7 +42,7 @@ class RowScore:
     """The result of a row.
 
     Attributes:
-        nats: the sum of the losses of its targets.
+        nats: the sum of the losses of the scored targets.
         greedy: whether each target is the most probable token after the tokens before it. False if it was not computed.
     """
 
@@ -70,11 +70,11 @@ class Encoder:
         """Returns the row that scores `text` after `context`.
 
         As in lm-evaluation-harness, white space at the end of the context counts as the begin of the text. Both are
-        tokenized together, and the tokens of the text are those after as many as the context alone has. BOS precedes
-        the context, if the tokenizer has one. If the inputs are longer than the window, the first are removed.
+        tokenized together. If the context alone has n tokens, the tokens of the text are those after the first n. BOS
+        precedes the context, if the tokenizer has one. If the inputs are longer than the window, the first are removed.
 
-        Raises DataError with the place `where` if the text has no tokens or is too long, if nothing stands before it,
-        or if the model sees it.
+        Raises DataError with the place `where` if the text has no tokens or is too long, if nothing precedes it, or if
+        it is among the first targets, which the model sees.
         """
         bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
         head = context.rstrip()
@@ -119,8 +119,8 @@ def score_rows(
 ) -> list[RowScore]:
     """Scores rows in batches of similar length.
 
-    Shorter rows of a batch are padded on the right. No token of a causal model reads later ones, so padding does not
-    change a score, except for the rounding of products of other shapes.
+    Shorter rows of a batch are padded on the right. In a causal model no token reads later tokens. Padding therefore
+    changes scores only by rounding, because products have other shapes.
 
     Args:
         opened: the model.

@@ -63,12 +63,12 @@ class TaskResult:
 
     Attributes:
         task: the kind of the task.
-        file: the name of its file.
+        file: the name of the file of examples.
         digest: SHA-256 (hex) of the file.
         examples: the number of examples.
         tokens: the number of scored targets.
-        size: the bytes of text that they represent.
-        truncated: the number of rows whose context was cut to that of the model.
+        size: the bytes of text that the scored targets represent.
+        truncated: the number of rows whose text was cut to the context of the model.
         measures: the measures by name.
         loads: the load of each expert by layer; empty without experts.
     """

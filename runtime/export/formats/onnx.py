@@ -1,7 +1,7 @@
 """Format `onnx`: a program as an ONNX file, checked by onnx and run by onnxruntime.
 
 A model of more than `LARGEST` bytes has its weights in a second file next to it, because protobuf cannot hold them. The
-name of this file contains a digest, so that a file that is replaced stays valid until it is.
+name of this file contains a digest, so that an existing export stays valid until it is replaced.
 """
 
 import hashlib

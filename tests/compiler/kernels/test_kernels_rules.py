@@ -113,7 +113,7 @@ REFUSALS = [(name, site, words, kernel) for name, (site, words) in BOTH_REFUSE.i
     (
         "huge weight",
         make_site("gelu", 65536, 32768),
-        "offsets weights by 32 bits; 65536 x 32768 elements need more",
+        "addresses weights with 32-bit offsets; 65536 x 32768 elements need more",
         "triton",
     ),
 ]

@@ -79,7 +79,7 @@ def test_the_artifact_keeps_the_scales_that_the_run_trained_with(run: TrainResul
     """It reads back as the run's floats, without the program that rounds, too."""
     said: list[str] = []
     result = quantize(run.run, QuantizeOptions(), said.append)
-    assert any(line.startswith("inputs keep the scales that the run trained with") for line in said)
+    assert any(line.startswith("inputs keep the scales of the training") for line in said)
     stored = read_verified(result.artifact).stored
     snapshot = checkpoint.load(run.checkpoint)
     spec = small()
@@ -138,7 +138,7 @@ def test_what_a_decoder_is_fed_is_written_by_what_trains(tmp_path: Path, monkeyp
 def test_a_run_that_ended_before_it_rounds_is_calibrated(tmp_path: Path) -> None:
     said: list[str] = []
     quantize(go(tmp_path / "run", stop_after_steps=4).run, QuantizeOptions(), said.append)
-    assert not any("trained with" in line for line in said)
+    assert not any("of the training" in line for line in said)
 
 
 def test_a_run_on_the_clock_rounds_too(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_weights_alone_are_rounded_by_scales_that_are_kept(tmp_path: Path, stop:
     assert losses(tmp_path / "parts") == losses(whole.run)
     said.clear()
     stored = read_verified(quantize(whole.run, QuantizeOptions(), said.append).artifact).stored
-    assert any(line.startswith("inputs keep the scales that the run trained with") for line in said)
+    assert any(line.startswith("inputs keep the scales of the training") for line in said)
     snapshot = checkpoint.load(whole.checkpoint)
     scale = snapshot.optimizer["rounding.input_scale/decoder.lstm.hidden"]
     nearest = stored.schemes["decoder.lstm.hidden"].quantize_seen(
