@@ -6,9 +6,10 @@ planning a spec do not load them.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,33 +239,38 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
     rendered for.
     """
     from specc.compiler.render.jinja import render
-    from specc.compiler.render.model import model_context
+    from specc.compiler.render.model import first_caller, model_context
 
     files: dict[str, str] = {}
     for choice in plan.choices:
         if not files.keys() >= choice.rendered.files.keys():
-            with _rendering(plan, choice.site.label, source):
+            with _rendering(plan, partial(str, choice.site.label), source):
                 files |= kernel_files(choice.rendered, choice.key, plan.source)
     context = model_context(plan)
     for name, (template, op) in context.ops.items():
         key = hashlib.sha256(f"{template}\n{op!r}".encode()).hexdigest()[:12]
-        files[f"{name}.py"] = render(template, op, plan.source, key)
-    supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
-    context = replace(context, supports=supports)
-    with _rendering(plan, "", source):
+        with _rendering(plan, partial(first_caller, plan, name), source):
+            files[f"{name}.py"] = render(template, op, plan.source, key)
+    supports, known = [], {*context.IMPORTED, *context.supports, *context.ops}
+    for name in context.supports:
+        with _rendering(plan, partial(first_caller, plan, name), source):
+            supports.append(render(f"torch/{name}.py.jinja", None, plan.source, "", known).rstrip())
+    context = replace(context, supports=tuple(supports))
+    with _rendering(plan, str, source):
         files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
     return files
 
 
 @contextmanager
-def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
-    """A context that adds the node, the target and the spec line to a TemplateFault raised within it."""
+def _rendering(plan: Plan, node_of: Callable[[], str], source: Source | None) -> Iterator[None]:
+    """A context that adds the node, the target and the spec line to a TemplateFault raised within it. `node_of` returns
+    the path of the node; an empty one stands for model.py."""
     from specc.compiler.render.jinja import TemplateFault
 
     try:
         yield
     except TemplateFault as fault:
-        where = plan.source
+        where, node = plan.source, node_of()
         if source is not None:
             place = source.place(plan.programs.place(node.split(" ")[0].replace("*", "0")))
             where = f"{place.file}:{place.mark.line}"

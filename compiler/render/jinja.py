@@ -1,10 +1,12 @@
 """The Jinja environment. Templates receive text only through a typed context and the filters of this module."""
 
-import ast
+import builtins
 import importlib.resources
 import json
 import re
+import symtable
 import traceback
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from specc.compiler.errors import SpeccError
 TEMPLATES = Path(str(importlib.resources.files("specc.templates")))
 MEND = "mend the template; `git diff templates` shows what changed in it"
 
+_BUILTINS = frozenset({*dir(builtins), "__file__", "__name__"})
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -76,7 +79,7 @@ def environment() -> jinja2.Environment:
     return env
 
 
-def render(template: str, context: object, source: str, key: str) -> str:
+def render(template: str, context: object, source: str, key: str, known: Collection[str] = ()) -> str:
     """Returns the text of `template`.
 
     Args:
@@ -84,9 +87,11 @@ def render(template: str, context: object, source: str, key: str) -> str:
         context: the typed context, `c` in the template.
         source: the path of the spec file, for headers.
         key: the plan key, for headers.
+        known: the names that the text may read although it does not define them, because it is a part of a module.
 
     Raises:
-        TemplateFault: if the template is invalid, reads an undefined name, or renders Python that does not parse.
+        TemplateFault: if the template is invalid, reads an undefined name, or renders Python that does not parse or
+            reads an undefined name.
     """
     try:
         loaded = environment().get_template(template)
@@ -97,7 +102,7 @@ def render(template: str, context: object, source: str, key: str) -> str:
         name, line = _place_in_template(error, template)
         raise TemplateFault(f"templates/{name}:{line}: {error}", MEND) from error
     if template.endswith(".py.jinja"):
-        _require_python(text, template)
+        _require_python(text, template, known)
     return text
 
 
@@ -110,17 +115,45 @@ def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
     return place
 
 
-def _require_python(text: str, template: str) -> None:
-    """Raises TemplateFault if `text` is not valid Python.
+def _require_python(text: str, template: str, known: Collection[str]) -> None:
+    """Raises TemplateFault if `text` is not valid Python, or reads a name that is neither defined nor `known`.
 
-    The error states the line of the template, if the invalid line appears unchanged in the template.
+    The error states the line of the template, if a line of it can render the invalid line.
     """
     try:
-        ast.parse(text)
+        names = [*_undefined(symtable.symtable(text, template, "exec"))]
     except SyntaxError as error:
-        lines = text.splitlines()
-        wrong = lines[min(error.lineno or 1, len(lines)) - 1] if lines else ""
-        written = (TEMPLATES / template).read_text(encoding="utf-8")
-        at = next((f":{i}" for i, line in enumerate(written.splitlines(), 1) if line == wrong), "")
-        message = f"templates/{template}{at}: the result is not Python: line {error.lineno}, {error.msg}: {wrong}"
-        raise TemplateFault(message, MEND) from None
+        raise _fault(text, template, error.lineno or 1, f"the result is not Python: {error.msg}") from None
+    for name in (name for name in names if name not in known):
+        line = next(i for i, line in enumerate(text.splitlines(), 1) if re.search(rf"\b{name}\b", line))
+        raise _fault(text, template, line, f"the result reads {name}, which nothing defines")
+
+
+def _undefined(module: symtable.SymbolTable) -> Iterator[str]:
+    """Yields the names that a module reads but neither defines nor imports."""
+    own = {s.get_name() for s in module.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    tables = [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            outer = table is module or symbol.is_global()
+            if symbol.is_referenced() and outer and symbol.get_name() not in own | _BUILTINS:
+                yield symbol.get_name()
+
+
+def _renders(written: str, line: str) -> bool:
+    """Returns whether a line of a template can render a line of a text."""
+    literals = re.split(r"\{\{.*?\}\}", written)
+    return any(map(str.strip, literals)) and re.fullmatch(".*".join(map(re.escape, literals)), line) is not None
+
+
+def _fault(text: str, template: str, line: int, what: str) -> TemplateFault:
+    """Returns the error for a line of a rendered text."""
+    lines = text.splitlines()
+    wrong = lines[min(line, len(lines)) - 1] if lines else ""
+    loader = environment().loader
+    assert loader is not None
+    written = loader.get_source(environment(), template)[0].splitlines()
+    at = next((f":{i}" for i, other in enumerate(written, 1) if _renders(other, wrong)), "")
+    return TemplateFault(f"templates/{template}{at}: {what}: line {line}, {wrong.strip()}", MEND)

@@ -16,7 +16,14 @@ from specc.compiler.passes.merge import merge
 from specc.compiler.passes.outline import outline
 from specc.compiler.passes.roll import Loop, aligned, field_of, roll
 from specc.compiler.plan.plan import Plan
-from specc.compiler.programs.programs import Programs, class_name, group_functions, owner, without_scoring_groups
+from specc.compiler.programs.programs import (
+    Programs,
+    class_name,
+    flatten,
+    group_functions,
+    owner,
+    without_scoring_groups,
+)
 from specc.compiler.render.blocks import BlockClass, Tables, block_class, lists
 from specc.compiler.render.body import Body, constants_of
 from specc.compiler.render.formula import python_formula
@@ -44,6 +51,7 @@ class ModelContext:
     """
 
     TEMPLATE: ClassVar[str] = "torch/model.py.jinja"
+    IMPORTED: ClassVar[frozenset[str]] = frozenset({"F", "Tensor", "math", "nn", "torch"})  # by the template
     header: tuple[str, ...]
     doc: tuple[str, ...]
     imports: tuple[str, ...]
@@ -156,6 +164,17 @@ def _supports(graph: Graph) -> Iterator[TorchCall]:
         call = node.op.call([graph.types[ref] for ref in node.inputs])
         if call is not None and call.support:
             yield call
+
+
+def first_caller(plan: Plan, support: str) -> str:
+    """Returns the path of the first node that calls a support function."""
+    programs = plan.programs
+    for graph in programs.programs:
+        for node in (whole := flatten(programs, graph)).nodes:
+            call = None if node.op.planned else node.op.call([whole.types[ref] for ref in node.inputs])
+            if call is not None and call.support == support:
+                return node.name
+    return support
 
 
 def _is_op(name: str, generated: tuple[str, Any] | None) -> bool:

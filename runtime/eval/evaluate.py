@@ -10,8 +10,10 @@ from specc.compiler.build import canonical
 from specc.compiler.targets import TARGETS
 from specc.runtime.distributed.launch import own_cpu, started_here, target_of
 from specc.runtime.distributed.world import World
+from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.eval.lines import ExactMatches, evaluate_lines
 from specc.runtime.eval.options import EvaluateError, EvaluateOptions
+from specc.runtime.eval.recording import record_score
 from specc.runtime.eval.task_files import evaluate_tasks, read_tasks
 from specc.runtime.eval.tasks.task import TaskResults
 from specc.runtime.eval.text import Adapted, adapting, evaluate_adapted, evaluate_text
@@ -34,7 +36,8 @@ def evaluate(
     gpus: int | None = None,
     tasks: Sequence[Path] = (),
 ) -> BitsPerByte | ExactMatches | Adapted | TaskResults:
-    """Scores a run or an artifact by the metric of its spec, or on the examples of files.
+    """Scores a run or an artifact by the metric of its spec, or on the examples of files. Results of a run, or of the
+    artifact in a run, are recorded there, except those with `adapt`.
 
     Args:
         path: the run or the artifact.
@@ -76,7 +79,13 @@ def evaluate(
         return evaluate_tasks(opened, files, options, progress, world)
     if options.adapt is not None:
         return evaluate_adapted(opened, options, progress, world)
-    return METRICS[opened.spec.eval.metric](opened, options, progress, world)
+    result = METRICS[opened.spec.eval.metric](opened, options, progress, world)
+    if world.rank == 0:
+        try:
+            record_score(opened, options, result.measures())
+        except EnvironmentFailure as error:  # the score itself does not need to be written
+            (say or print)(f"not recorded in the run: {error.message}")
+    return result
 
 
 Scored = BitsPerByte | ExactMatches

@@ -56,6 +56,10 @@ class ExactMatches:
         """Returns one human-readable line per set."""
         return [str(score) for score in self.sets]
 
+    def measures(self) -> dict[str, float | None]:
+        """Returns the metric of each set by name."""
+        return {f"exact_match {entry.name}": entry.score.exact_match for entry in self.sets}
+
     def facts(self) -> list[dict[str, float | str | None]]:
         """Returns the scores as fields for JSON output."""
         return [

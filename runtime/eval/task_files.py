@@ -6,13 +6,12 @@ from pathlib import Path
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.distributed.world import World
 from specc.runtime.eval.options import EvaluateError, EvaluateOptions, memory, windows_of
+from specc.runtime.eval.recording import record_result
 from specc.runtime.eval.tasks.rows import Encoder, loads_of, score_rows
 from specc.runtime.eval.tasks.task import Task, TaskResult, TaskResults, digest_of, read_task
 from specc.runtime.eval.text import compiled
 from specc.runtime.metrics.share import Share
 from specc.runtime.open_model import OpenedModel
-from specc.runtime.storage.evaluations import record_evaluation
-from specc.runtime.storage.run_directory import is_run
 
 
 def read_tasks(paths: Sequence[Path], options: EvaluateOptions) -> list[tuple[Path, Task]]:
@@ -79,13 +78,5 @@ def evaluate_tasks(
         result = TaskResult(task.name, path.name, digest_of(path), len(grouped), *counts, measures, loads)
         results.append(result)
         if world.rank == 0:
-            _record(opened, result)
+            record_result(opened, result.facts())
     return TaskResults(tuple(results))
-
-
-def _record(opened: OpenedModel, result: TaskResult) -> None:
-    """Records a result in the run of the model, if it has one."""
-    run = opened.path if opened.source == "run" else opened.path.absolute().parent.parent
-    if is_run(run):
-        model = {"model": "run" if opened.source == "run" else "quantized", "step": opened.step}
-        record_evaluation(run, {**result.facts(), **model})

@@ -76,6 +76,11 @@ class BitsPerByte:
         }
         return [f"{self.tokens:,} tokens: {nats}", self.audit(), f"data: {trained[self.held_out]}"]
 
+    def measures(self) -> dict[str, float | None]:
+        """Returns the metrics by name."""
+        pieces = {} if self.bpb == self.bpb_pieces else {"bpb_pieces": self.bpb_pieces}
+        return {"bpb": self.bpb, **pieces, "nats_per_token": self.nats / self.tokens}
+
     def facts(self) -> dict[str, float | None]:
         """Returns the attributes as fields for JSON output."""
         return asdict(self)

@@ -215,7 +215,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     except QuantizeError as error:
         again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
         resume = f"the trained weights are saved; resume with: {again}"
-        raise QuantizeError(error.message, f"{error.hint}\n{resume}" if error.hint else resume) from error
+        raise QuantizeError(error.message, f"{error.hint}; {resume}" if error.hint else resume) from error
 
 
 def _quantize(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specc.runtime.errors import cannot_write
 from specc.runtime.storage.atomic import write_atomically
 
 FOLDER = "evaluations"
@@ -16,11 +17,15 @@ def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
     `facts` are those of the task, `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file
     cannot be written.
     """
+    folder = run / FOLDER
     name = f"{Path(str(facts['file'])).stem}-{str(facts['sha256'])[:8]}-{facts['model']}.json"
-    (run / FOLDER).mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
     text = json.dumps(dict(facts), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(run / FOLDER / name, [text.encode()])
-    return run / FOLDER / name
+    write_atomically(folder / name, [text.encode()])
+    return folder / name
 
 
 def recorded_evaluations(run: Path) -> list[dict[str, Any]]:

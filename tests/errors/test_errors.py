@@ -83,8 +83,17 @@ def with_torch(case: Case) -> bool:
     return re.search(r"specc (?!validate|build|plan|schema|migrate|diff|init|breaking)", case.good) is not None
 
 
+def on_gpu(case: Case) -> bool:
+    """Whether the good commands of a case need a GPU."""
+    return "specc tune" in case.good
+
+
 GOOD = [
-    pytest.param(case, marks=[pytest.mark.soak] * with_torch(case), id=f"{case.family}-{case.name}")
+    pytest.param(
+        case,
+        marks=[*[pytest.mark.soak] * with_torch(case), *[pytest.mark.gpu] * on_gpu(case)],
+        id=f"{case.family}-{case.name}",
+    )
     for case in CASES
     if case.good
 ]
@@ -99,16 +108,11 @@ def test_the_good_example_of_a_code_is_good(
     assert end.returncode == 0, end.stderr
 
 
-# These need what no short command makes: another machine, a damaged compiler, hours, or a model of lines.
-WITHOUT_A_CASE = {"B001", "E002", "F006", "G003", "R002", "U006", "U008", "U015"}
-WITHOUT_A_GOOD_CASE = {*WITHOUT_A_CASE, "U013", "U014"}  # a folder of Transformers; a GPU
-
-
 def test_every_code_has_a_bad_and_a_good_case() -> None:
     """The good case of a diff is its base spec."""
     bad = {code for code in CODES if any(case.shows(code) for case in CASES)}
     good = {code for code in bad if any(case.good or case.language == "diff" for case in CASES if case.shows(code))}
-    assert (CODES.keys() - bad, CODES.keys() - good) == (WITHOUT_A_CASE, WITHOUT_A_GOOD_CASE)
+    assert (CODES.keys() - bad, CODES.keys() - good) == (set(), set())
 
 
 def test_names_of_cases_are_unique() -> None:

@@ -10,12 +10,24 @@ import pytest
 
 from specc.cli.app import run
 from specc.compiler.build import compile_spec
+from specc.compiler.plan.plan import Plan
 from specc.compiler.render import jinja
 from specc.compiler.render.jinja import TemplateFault
+from specc.compiler.render.model import model_context
 
 ROOT = Path(__file__).parents[3]
 GPT_MINI = ROOT / "specs/gpt_mini.yaml"
-NAMES = ("gpt2_124m", "poly_attn", "poly_transformer", "nanochat_d12")  # these use every template of a committed spec
+# These use every template of a committed spec.
+NAMES = (
+    "gpt2_124m",
+    "poly_attn",
+    "poly_transformer",
+    "nanochat_d12",
+    "modded_gpt",
+    "gpt_moe",
+    "gpt_mlp35",
+    "llama3_1b",
+)
 
 
 @cache
@@ -26,9 +38,16 @@ def users(name: str) -> dict[str, str]:
         template: target
         for plans in (built.deployed, built.plans)
         for target, plan in plans.items()
-        for choice in plan.choices
-        for template, _ in choice.rendered.files.values()
+        for template in _templates(plan)
     }
+
+
+def _templates(plan: Plan) -> Iterator[str]:
+    """The templates of kernels, of operations in files of their own, and of functions in model.py."""
+    yield from (template for choice in plan.choices for template, _ in choice.rendered.files.values())
+    context = model_context(plan)
+    yield from (template for template, _ in context.ops.values())
+    yield from (f"torch/{name}.py.jinja" for name in context.supports)
 
 
 @pytest.fixture
@@ -49,28 +68,38 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Callable
     jinja.environment.cache_clear()
 
 
+FAULTS = {  # what is added to a template, and what the message says
+    "a value that the context lacks": ("{{ c.nothing_is_called_so }}\n", "nothing_is_called_so"),
+    "no Python": ("def broken(:\n", "the result is not Python: "),
+    "a name that nothing defines": ("\n\ndef other() -> None:\n    nothing_is_called_so()\n", "nothing_is_called_so"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_undefined_name_is_told_with_both_lines(
-    name: str, damaged: Callable[[str, Callable[[str], str]], None]
+def test_a_fault_is_told_with_both_lines(
+    name: str, fault: str, damaged: Callable[[str, Callable[[str], str]], None]
 ) -> None:
+    added, said = FAULTS[fault]
     spec, earlier = ROOT / f"specs/{name}.yaml", {"torch/model.py.jinja": "cpu"} if name == NAMES[0] else {}
     templates = users(name).keys() - {template for other in NAMES[: NAMES.index(name)] for template in users(other)}
     assert templates
     for template in sorted({*templates, *earlier}):
-        damaged(template, lambda text: text + "{{ c.nothing_is_called_so }}\n")
-        last = len((ROOT / "templates" / template).read_text().splitlines()) + 1
+        if "{{" not in added and not template.endswith(".py.jinja"):
+            continue
+        damaged(template, lambda text: text + added)
+        last = len((ROOT / "templates" / template).read_text().splitlines()) + added.count("\n")
         with pytest.raises(TemplateFault) as caught:
             compile_spec(spec, (), ({**users(name), **earlier}[template],))
         message = caught.value.message
-        assert message.startswith(f"templates/{template}:{last}: ") and "nothing_is_called_so" in message
+        assert message.startswith(f"templates/{template}:{last}: ") and said in message
         assert re.search(rf" rendered for .* on \w+, {re.escape(str(spec))}:\d+$", message)
 
 
 def test_no_template_of_a_committed_file_is_left_out() -> None:
     heads = (path.read_text()[:300] for path in (ROOT / "generated").rglob("*") if path.suffix in (".py", ".cu"))
     templates = {name for head in heads for name in re.findall(r"templates/(\S+\.jinja)", head)}
-    kernels = {name for name in templates if not name.startswith(("torch/ops/", "torch/model."))}
-    assert kernels <= {template for name in NAMES for template in users(name)}
+    assert templates - {"torch/model.py.jinja"} <= {template for name in NAMES for template in users(name)}
 
 
 @pytest.mark.parametrize("text", ["def broken(:\n", "  return 1\n"])
@@ -80,7 +109,7 @@ def test_what_is_no_python_is_not_written(
     damaged("torch/product.py.jinja", lambda rest: rest + text)
     assert run(["build", str(GPT_MINI), "--into", str(tmp_path / "generated")]) == 2
     error = capsys.readouterr().err
-    assert "templates/torch/product.py.jinja: the result is not Python: line " in error
+    assert "templates/torch/product.py.jinja:21: the result is not Python: " in error
     assert f"{GPT_MINI}:" in error and not any((tmp_path / "generated").rglob("*.py"))
 
 

@@ -15,7 +15,9 @@ from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateError, EvaluateOptions
 from specc.runtime.metrics.bits_per_byte import BitsPerByte
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
+from specc.runtime.run_facts import RunFacts
 from specc.runtime.storage import checkpoint
+from specc.runtime.storage.evaluations import FOLDER, evaluation_line, recorded_evaluations
 from specc.runtime.storage.run_directory import Run, RunDirectoryError
 from specc.runtime.train.train import TrainOptions, train
 
@@ -131,6 +133,38 @@ def test_the_text_is_known_by_its_content(tmp_path: Path) -> None:
     shutil.rmtree(text)
     moved.rename(text)
     assert train(replace(options, resume="auto"), lambda _: None).step == 1
+
+
+def test_the_score_of_data_is_in_the_run(run: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run.directory, copy, ignore=shutil.ignore_patterns(FOLDER))
+    other = write_text(tmp_path / "other", seed=5)
+    options = replace(scored(run, 16, 100), data=str(other))
+    for _ in range(2):
+        result = evaluate(copy, options)
+    evaluate(copy, scored(run), quantized=True)
+    assert isinstance(result, BitsPerByte)
+    recorded = {each["file"]: each for each in recorded_evaluations(copy)}
+    assert recorded.keys() == {"other", "data"}
+    assert recorded["other"]["task"] == "data, stride 16, max_tokens 100" and recorded["other"]["model"] == "run"
+    measures = recorded["other"]["measures"]
+    assert measures["bpb"]["value"] == result.bpb and measures["nats_per_token"]["value"] == result.nats / 100
+    assert recorded["data"]["model"] == "quantized"
+    scores = [
+        score for score in RunFacts.read(copy).scores() if score.data == "other (data, stride 16, max_tokens 100)"
+    ]
+    assert [(score.metric, score.value) for score in scores] == [(name, m["value"]) for name, m in measures.items()]
+    assert "other (data, stride 16, max_tokens 100, run, step 3): bpb" in evaluation_line(recorded["other"])
+
+
+def test_a_run_that_cannot_be_written_is_scored_all_the_same(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    shutil.copytree(run.directory, tmp_path / "run", ignore=shutil.ignore_patterns(FOLDER))
+    (tmp_path / "run/evaluations").write_text("a file")
+    assert evaluate(tmp_path / "run", scored(run, None, 50), say=said.append).tokens == 50  # type: ignore[union-attr]
+    assert "not recorded in the run: " in said[-1]
 
 
 def test_progress_counts_tokens(run: Run) -> None:

@@ -1,0 +1,37 @@
+"""Records the results of evaluations in the run of a model."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specc.runtime.eval.options import EvaluateOptions
+from specc.runtime.open_model import OpenedModel
+from specc.runtime.storage.evaluations import record_evaluation
+from specc.runtime.storage.run_directory import is_run, lasting
+
+SETTINGS = ("window", "stride", "max_tokens", "hopeless")  # the options that change a score
+
+
+def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
+    """Records a result in the run of the model, if it has one. Raises EnvironmentFailure if it cannot be written."""
+    run = opened.path if opened.source == "run" else opened.path.absolute().parent.parent
+    if is_run(run):
+        model = {"model": "run" if opened.source == "run" else "quantized", "step": opened.step}
+        record_evaluation(run, {**facts, **model})
+
+
+def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
+    """Records the measures of data, as the result of the task `data`. A result of the same data, by name, and of the
+    same settings is replaced.
+
+    Raises EnvironmentFailure if it cannot be written.
+    """
+    name = lasting(options.data or opened.data or "")
+    stated = {key: value for key in SETTINGS if (value := getattr(options, key)) is not None}
+    digest = hashlib.sha256(json.dumps([name, stated], sort_keys=True).encode()).hexdigest()
+    values = {key: {"value": value, "standard_error": None} for key, value in measures.items() if value is not None}
+    words = "".join(f", {key} {value}" for key, value in stated.items())
+    facts = {"task": f"data{words}", "file": Path(name).name, "sha256": digest, "data": name, "measures": values}
+    record_result(opened, facts)
