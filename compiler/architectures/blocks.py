@@ -24,6 +24,7 @@ from specc.compiler.schedule import Schedule
 from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, later, values_in
 
 TAKEN = ("blocks", "embed", "head", "norm")  # names of other parts of a model
+VALUES = ("last", "memory", "norm", "positions", "seen", "table", "targets")  # names of other values of a program
 
 
 class Between(StrictModel):
@@ -172,6 +173,9 @@ class Blocks(Block):
         circuit = Circuit(self.common)
         yield from circuit.problems((), ("x0",), None, self.count, reads)
         for name, value in self.common.items():
+            if name in VALUES:
+                message = f"{name} is the name of another value of the model"
+                yield Problem(("learn", name), "S207", message, "choose another name")
             for block in filter(lambda block: block.reads_value(name), self.every):
                 yield from value.size_problem(block.shape_of(shape).sizes, "learn", name)
             if value.reads is not None and value.reads.earlier:
