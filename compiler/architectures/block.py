@@ -59,9 +59,6 @@ class Block(StrictModel):
     write: Expressions | None = later(None)
     layers: Annotated[tuple[AnyLayer, ...], Field(max_length=64)]
 
-    def __hash__(self) -> int:  # mappings have no hash
-        return hash(self.layers)
-
     @cached_property
     def circuit(self) -> Circuit:
         """The layers with the expressions of the block."""
