@@ -28,7 +28,7 @@ from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.programs.init import constant, formula, value_of
-from specc.compiler.schedule import SegmentSchedule, points_of
+from specc.compiler.schedule import SegmentSchedule, points_of, values_of
 from specc.compiler.strict import ExprText, Positive, Problem, Unit, accepted_by, later
 
 MaskText = Annotated[ExprText, accepted_by(parse_mask)]
@@ -166,8 +166,7 @@ class ScoreAndMask(Layer):
         yield from next(filter(None, (tuple(step(shape)) for step in steps)), ())
 
     def _mask_problems(self, shape: Shape) -> Iterator[Problem]:
-        for place, mask in enumerate(self.masks):
-            path = ("mask", "at", place, 1) if isinstance(self.mask, MaskSchedule) else ("mask",)
+        for path, mask in values_of("mask", self.mask):
             yield from failure(partial(self.bound_mask, mask, shape), path, "S276", "write a simpler mask")
 
     def visible_problems(self, shape: Shape) -> Iterator[Problem]:
