@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field
 
 from specc.compiler.expr import ExprError, number, parse, variables
-from specc.compiler.strict import ExprText, NonNegativeFloat, Positive, Problem, StrictModel, Unit
+from specc.compiler.strict import ExprText, NonNegativeFloat, Path, Positive, Problem, StrictModel, Unit
 
 M = TypeVar("M", bound=StrictModel)
 MOST = 64  # points of a schedule
@@ -76,6 +76,14 @@ class Schedule(StrictModel):
 def points_of(schedule: object) -> tuple[tuple[float, Any], ...]:
     """Returns the points of a schedule, or one point at 0 for a constant."""
     return schedule.at if isinstance(schedule, Schedule) else ((0.0, schedule),)
+
+
+def values_of(field: str, value: object) -> Iterator[tuple[Path, Any]]:
+    """Yields each value of a schedule, or a constant, with its path; nothing if the field is unset."""
+    if isinstance(value, Schedule):
+        yield from (((field, "at", i, 1), point) for i, (_, point) in enumerate(value.at))
+    elif value is not None:
+        yield (field,), value
 
 
 def last(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Base classes and field types of spec models: strict types, immutable values, no unknown keys."""
 
 import keyword
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -123,6 +123,10 @@ class StrictModel(BaseModel):
     described: ClassVar[str] = "the spec"
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
+
+    def __hash__(self) -> int:  # without the mappings, which have none
+        values = (getattr(self, name) for name in type(self).model_fields)
+        return hash((type(self), *(value for value in values if isinstance(value, Hashable))))
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:

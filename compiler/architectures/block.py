@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Field
@@ -15,14 +16,14 @@ from specc.compiler.blocks.parts import Layer, Norm
 from specc.compiler.blocks.wiring import Expressions, Learned, number_problem
 from specc.compiler.catalog import models
 from specc.compiler.ir.types import TensorType
-from specc.compiler.strict import LearnedName, Problem, StrictModel, later
+from specc.compiler.strict import LearnedName, Problem, StrictModel, later, tag_of
 
 
-def one_of(role: type[StrictModel]) -> Any:
-    """Returns the union of all block kinds that subclass `role`, discriminated by `kind`."""
-    members = models(blocks, role, "kind")
-    if len(members) == 1:
-        return members[0]
+def one_of(*roles: type[StrictModel]) -> Any:
+    """Returns the union of `roles` that are a kind, and of all block kinds that subclass the others, discriminated by
+    `kind`."""
+    kinds = ((role,) if tag_of(role, "kind") else models(blocks, role, "kind") for role in roles)
+    members = tuple(chain(*kinds))
     return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007  (a tuple of classes, not two)
 
 
@@ -57,9 +58,6 @@ class Block(StrictModel):
     read: Expressions | None = later(None)
     write: Expressions | None = later(None)
     layers: Annotated[tuple[AnyLayer, ...], Field(max_length=64)]
-
-    def __hash__(self) -> int:  # mappings have no hash
-        return hash(self.layers)
 
     @cached_property
     def circuit(self) -> Circuit:

@@ -15,7 +15,7 @@ from specc.compiler.architectures.circuit import STREAM, Circuit, Streams
 from specc.compiler.blocks.context import Shape, Shared
 from specc.compiler.blocks.model_values import ModelValue
 from specc.compiler.blocks.parts import Layer, Trait
-from specc.compiler.blocks.wiring import Expressions, Learned, condition
+from specc.compiler.blocks.wiring import Expressions, Learned, condition, failure
 from specc.compiler.expr import ExprError, Var
 from specc.compiler.expr.index import condition_holds, formula_value
 from specc.compiler.expr.wiring import INDEX, OUTPUT, VALUE, Wiring
@@ -24,6 +24,7 @@ from specc.compiler.schedule import Schedule
 from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, later, values_in
 
 TAKEN = ("blocks", "embed", "head", "norm")  # names of other parts of a model
+VALUES = ("last", "memory", "norm", "positions", "seen", "table", "targets")  # names of other values of a program
 
 
 class Between(StrictModel):
@@ -43,9 +44,6 @@ class Between(StrictModel):
     where: Annotated[ExprText, condition(*INDEX)]
     learn: dict[LearnedName, Learned] = Field({}, exclude_if=operator.not_)
     read: Expressions
-
-    def __hash__(self) -> int:  # mappings have no hash
-        return hash((self.name, self.where))
 
     @property
     def circuit(self) -> Circuit:
@@ -104,13 +102,9 @@ class Blocks(Block):
         """Returns the spec path of a field of block `layer`."""
         return source_of(path, self, self.changes_of(layer))
 
-    def block(self, layer: int) -> Block:
-        """Returns block `layer` after all changes."""
-        return self._blocks[layer]
-
     @property
     def every(self) -> tuple[Block, ...]:
-        """All blocks, in order."""
+        """All blocks after all changes, in order."""
         return self._blocks
 
     @property
@@ -172,6 +166,9 @@ class Blocks(Block):
         circuit = Circuit(self.common)
         yield from circuit.problems((), ("x0",), None, self.count, reads)
         for name, value in self.common.items():
+            if name in VALUES:
+                message = f"{name} is the name of another value of the model"
+                yield Problem(("learn", name), "S207", message, "choose another name")
             for block in filter(lambda block: block.reads_value(name), self.every):
                 yield from value.size_problem(block.shape_of(shape).sizes, "learn", name)
             if value.reads is not None and value.reads.earlier:
@@ -179,15 +176,12 @@ class Blocks(Block):
 
     def _condition_problems(self, i: int, change: Change) -> Iterator[Problem]:
         path = ("changes", i, "where")
-        holds = False
-        for layer in range(self.count):
-            try:
-                holds |= condition_holds(change.where, {"layer": layer, "layers": self.count})
-            except ExprError as error:
-                message, hint = f"in layer {layer}, {error.message}", error.hint or "change the condition"
-                yield Problem(path, "S240", message, hint, offset=error.column)
+        holds = [partial(condition_holds, change.where, {"layer": k, "layers": self.count}) for k in range(self.count)]
+        for layer, test in enumerate(holds):
+            if problems := tuple(failure(test, path, "S240", "change the condition", f"in layer {layer}, ")):
+                yield from problems
                 return
-        if not holds:
+        if not any(test() for test in holds):
             hint = f"layers are counted from 0 to {self.count - 1}"
             yield Problem(path, "S240", f"`{change.where}` holds in none of the {self.count} layers", hint)
         titles = [layer.title for layer in self.layers]
@@ -204,7 +198,7 @@ class Blocks(Block):
                 yield problem.under("between", i)
         for _, order in self.orders:
             for run, i in enumerate(order):
-                for path, wiring, title in self.block(i).circuit.expressions:
+                for path, wiring, title in self.every[i].circuit.expressions:
                     problems = chain(
                         earlier_problems(wiring, path, run, i, order, self.count),
                         self._head_value_problems(wiring, path, title, run, order, shape.dim),
@@ -217,12 +211,12 @@ class Blocks(Block):
         self, wiring: Wiring, path: Path, title: str, run: int, order: tuple[int, ...], dim: int
     ) -> Iterator[Problem]:
         """Yields a problem for each `value(k)` whose run k has no such values, or values of other sizes."""
-        layer = next((layer for layer in self.block(order[run]).layers if layer.title == title), None)
+        layer = next((layer for layer in self.every[order[run]].layers if layer.title == title), None)
         for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:
                 continue
             source = order[formula_value(value.index, index_values(run, order, self.count))]
-            sizes = next((part.head_values(dim) for part in self.block(source).layers if part.title == title), None)
+            sizes = next((part.head_values(dim) for part in self.every[source].layers if part.title == title), None)
             if sizes is None:
                 message = f"layer {order[run]} reads {value}, but layer {source} has no attention named {title}"
                 hint = "read the values of another layer"
@@ -250,7 +244,7 @@ class Blocks(Block):
 
     def shared_by(self, i: int, shape: Shape) -> Iterator[Shared]:
         """Yields the shared computations that block `i` reads."""
-        block = self.block(i)
+        block = self.every[i]
         for layer in block.layers:
             yield from layer.shared(shape)
         for name in filter(block.reads_value, sorted(self.common)):
@@ -266,7 +260,7 @@ class Blocks(Block):
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         """Returns the types of the state that the blocks store between tokens, by run, layer and key."""
         runs = enumerate(self.runs)
-        return {f"{run}.{key}": type for run, i in runs for key, type in self.block(i).state(shape).items()}
+        return {f"{run}.{key}": type for run, i in runs for key, type in self.every[i].state(shape).items()}
 
     @property
     def traits(self) -> frozenset[Trait]:

@@ -46,9 +46,6 @@ class Change(StrictModel):
     read: Expressions | None = None
     write: Expressions | None = None
 
-    def __hash__(self) -> int:  # mappings have no hash
-        return hash(self.where)
-
     @model_serializer(mode="wrap")
     def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omits fields that the change does not set. Null is not omitted, because it removes a field."""

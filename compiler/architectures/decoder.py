@@ -3,42 +3,41 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from specc.compiler.architectures.ahead import Modules, module_problems
 from specc.compiler.architectures.architecture import Architecture
-from specc.compiler.architectures.block import one_of
+from specc.compiler.architectures.block import AnyNorm, one_of
 from specc.compiler.architectures.blocks import Between, Blocks
 from specc.compiler.architectures.shared_values import SharedValues
 from specc.compiler.architectures.stack import Stack
 from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.parts import Embed, Norm
+from specc.compiler.blocks.parts import Embed
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.blocks.wiring import number_problem
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph, retyped
-from specc.compiler.ir.types import TensorType, TypeRuleError
+from specc.compiler.ir.types import TensorType
 from specc.compiler.losses.module_ahead import ModuleAhead
 from specc.compiler.losses.term import LossTerm, add_loss, declare_weights
 from specc.compiler.ops.loss import IGNORED, CrossEntropy, IgnoreFirst
 from specc.compiler.ops.paged_attention import STARTS, TABLE, LastOfTexts, PackedPositions, PackTexts
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.init import Init
-from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by
+from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by, refused_at
 from specc.compiler.programs.tables import Tables
 from specc.compiler.schedule import SegmentSchedule, change_shares, points_of
 from specc.compiler.strict import NonNegative, Path, Problem, StrictModel, Unit, accepted_by, later
 
 if TYPE_CHECKING:
     AnyEmbed = Embed
-    AnyNorm = Norm
 else:
-    AnyEmbed, AnyNorm = map(one_of, (Embed, Norm))
+    AnyEmbed = one_of(Embed)
 
 
 def indices(text: str) -> tuple[int, ...]:
@@ -60,7 +59,7 @@ def indices(text: str) -> tuple[int, ...]:
 
 Order = Annotated[str, Field(min_length=1, max_length=2000), accepted_by(indices)]
 WHOLE = ("train", "score")
-NOTHING: Mapping[str, str] = {}
+TOKENS = TensorType(("B", "T"), "i64")
 HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
@@ -222,7 +221,35 @@ class Decoder(Architecture):
         yield from module_problems(self.blocks.every[-1], self.blocks.common, self.head, table in (None, self.dim))
 
     def lower(self, name: str, halves: bool = False, losses: Sequence[LossTerm] = ()) -> Programs:
-        return _Lowering(self, name, losses).run(halves)
+        model = self.after(1.0)
+        tables = Tables(model.blocks.count, dict(_places(model)))
+        lowering = _Lowering(model, model.shape(tables), losses)
+        programs = [lowering.scored("train", True), lowering.scored("score", False)]
+        programs += [lowering.step(model.cache)] if model.cache is not None else lowering.prefill_and_decode()
+        programs += lowering.halves() if halves else ()
+        phases: list[Phase] = []
+        plain, runs = tuple(range(model.blocks.count)), model.blocks.runs
+        titles, methods = {model.head: ""}, {model.blocks.every: ""}  # the names of parts that differ from the last
+        for i, (share, until) in enumerate(pairwise((0.0, *change_shares(self)))):
+            then = self.after(share)
+            title = titles.setdefault(then.head, f"softcap_phase{i}")
+            phase = methods.setdefault(then.blocks.every, f"phase{i}")
+            once = then.blocks.runs == plain != runs and all(other.train != "train_once" for other in phases)
+            names = ("train_once", "score_once") if once else (f"train_phase{i}", f"score_phase{i}")
+            before = replace(lowering, model=then, title=title, phase=phase)
+            programs += before.scored(names[0], True), before.scored(names[1], False)
+            phases.append(Phase(until, *names))
+        whole = (*WHOLE, *(HALVES if halves else ()), *chain(*((phase.train, phase.score) for phase in phases)))
+        lowered = tables.programs(name, tuple(programs), whole, model.context, model.place_of)
+        return replace(lowered, phases=tuple(replace(phase, rests=_unread(lowered, phase)) for phase in phases))
+
+
+def _places(model: Decoder) -> Iterator[tuple[str, Path]]:
+    """Yields pairs of a prefix of node names and the spec path of the part that adds these nodes."""
+    yield from ((f"embed.{step.title}", ("model", "embed", i)) for i, step in enumerate(model.embed))
+    yield from ((name, ("model", name)) for name in ("head", "norm"))
+    yield from ((module.name, ("model", "blocks", "between", i)) for i, module in enumerate(model.blocks.between))
+    yield from ((f"blocks.{name}", ("model", "blocks", *path)) for name, path in model.blocks.places)
 
 
 @dataclass(frozen=True)
@@ -244,57 +271,36 @@ class _Trunk:
     context: LoweringContext
 
 
+@dataclass(frozen=True)
 class _Lowering:
-    """The lowering of one decoder, without schedules."""
+    """The lowering of one decoder, without schedules.
 
-    def __init__(self, model: Decoder, name: str, losses: Sequence[LossTerm]) -> None:
-        self.whole, self.name, self.losses = model, name, losses
-        self.model, self.phase, self.title = model.after(1.0), "", ""
-        model = self.model
-        count = model.blocks.count
-        self.tables = tables = Tables(count)
-        self.shape = model.shape(tables)
-        tables.places |= {f"embed.{step.title}": ("model", "embed", i) for i, step in enumerate(model.embed)}
-        tables.places |= {"head": ("model", "head"), "norm": ("model", "norm")}
-        for i, module in enumerate(model.blocks.between):
-            tables.places[module.name] = ("model", "blocks", "between", i)
-        tables.places |= {f"blocks.{name}": ("model", "blocks", *path) for name, path in model.blocks.places}
+    Attributes:
+        model: the decoder.
+        shape: the shape dims of the model.
+        losses: the terms of the training loss.
+        title: the name of the softcap, if it differs from that at the end of the run.
+        phase: the name of the functions of blocks, if they differ from those at the end of the run.
+    """
 
-    def run(self, halves: bool) -> Programs:
-        programs: tuple[Graph, ...] = (self.scored("train", "mean"), self.scored("score", "none"))
-        programs += (self.step(),) if self.model.cache is not None else self.prefill_and_decode()
-        programs += self.halves() if halves else ()
-        phases: tuple[Phase, ...] = ()
-        model, plain = self.model, tuple(range(self.model.blocks.count))
-        titles, methods = {model.head: ""}, {model.blocks.every: ""}  # the names of parts that differ from the last
-        for i, (share, until) in enumerate(pairwise((0.0, *change_shares(self.whole)))):
-            self.model = self.whole.after(share)
-            self.title = titles.setdefault(self.model.head, f"softcap_phase{i}")
-            self.phase = methods.setdefault(self.model.blocks.every, f"phase{i}")
-            once = self.model.blocks.runs == plain != model.blocks.runs and all(p.train != "train_once" for p in phases)
-            names = ("train_once", "score_once") if once else (f"train_phase{i}", f"score_phase{i}")
-            phases += (Phase(until, *names),)
-            programs += self.scored(names[0], "mean"), self.scored(names[1], "none")
-        self.model, self.phase, self.title = model, "", ""
-        before = tuple(name for phase in phases for name in (phase.train, phase.score))
-        whole = (*WHOLE, *(HALVES if halves else ()), *before)
-        lowered = self.tables.programs(self.name, programs, whole, model.context, model.place_of)
-        return replace(lowered, phases=tuple(replace(phase, rests=_unread(lowered, phase)) for phase in phases))
+    model: Decoder
+    shape: Shape
+    losses: Sequence[LossTerm]
+    title: str = ""
+    phase: str = ""
 
-    def scored(self, name: str, reduction: Literal["mean", "none"]) -> Graph:
+    def scored(self, name: str, learns: bool) -> Graph:
         """Returns the program ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one value per token.
 
         Args:
             name: the name of the program.
-            reduction: `mean` for training: dropout applies, and the result is the sum of all loss terms; their weights
-                are additional inputs, f32[]. `none` for one value per token.
+            learns: whether it is for training: dropout applies, and the result is the sum of all loss terms; their
+                weights are additional inputs, f32[]. If false, the result is one value per token.
         """
         b = Builder(name)
-        ids = b.input("ids", TensorType(("B", "T"), "i64"))
-        targets = b.input("targets", TensorType(("B", "T"), "i64"))
-        learns = reduction == "mean"
+        ids, targets = b.input("ids", TOKENS), b.input("targets", TOKENS)
         weights = declare_weights(b, self.losses) if learns else {}
-        trunk = self.trunk(b, ids, "", learns, weights)
+        trunk = self.trunk(b, LoweringContext(ids, training=learns, weights=weights))
         logits, ignore = self.head(b, trunk.features), None
         if unscored := self.model.unscored:
             targets, ignore = b.add("scored", IgnoreFirst(unscored, IGNORED), (targets,)), IGNORED
@@ -303,7 +309,7 @@ class _Lowering:
             if isinstance(term, ModuleAhead):
                 modules = Modules(term, i, trunk.stack, self.model.norm, self.model.head)
                 loss = modules.lower(b, trunk.stream, targets, trunk.context, loss, ignore)
-        return self.tables.program(b, {"loss": loss})
+        return self.shape.tables.program(b, {"loss": loss})
 
     def halves(self) -> tuple[Graph, Graph]:
         """Returns `score`, split into two programs.
@@ -312,37 +318,32 @@ class _Lowering:
         cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head and therefore not
         fused, because a fused loss of one value per token has no gradient.
         """
-        b = Builder("features")
-        x = self.trunk(b, b.input("ids", TensorType(("B", "T"), "i64")), "", False).features
-        first, features = self.tables.program(b, {"x": x}), b.types[x]
+        tables, b = self.shape.tables, Builder("features")
+        x = self.trunk(b, LoweringContext(b.input("ids", TOKENS))).features
+        first, features = tables.program(b, {"x": x}), b.types[x]
         b = Builder("nats")
-        x, targets = b.input("x", features), b.input("targets", TensorType(("B", "T"), "i64"))
+        x, targets = b.input("x", features), b.input("targets", TOKENS)
         if self.model.head.tied:
-            table = self.tables.params["embed.token"]
+            table = tables.params["embed.token"]
             b.param(table.name, TensorType(table.shape, table.dtype), table.init)
         logits = self.head(b, x)
         b.scope = ""
         nats = b.add("nats", CrossEntropy("none"), (logits, targets))
-        return first, self.tables.program(b, {"nats": nats})
+        return first, tables.program(b, {"nats": nats})
 
-    def step(self) -> Graph:
+    def step(self, cache: PagedCache) -> Graph:
         """Returns the program that extends texts in pages. Its inputs are ids i64[R, K], the number of tokens `starts`
         i64[R] that the pages of each text hold, and the pages, `table` i64[R, N]. Its outputs are the logits f32[R, V]
         of the last token of each text, and the new pages."""
-        b = Builder("step")
-        ids = b.input("ids", TensorType(("R", "K"), "i64"))
+        b, paged = Builder("step"), replace(self, shape=replace(self.shape, page=cache.page))
+        ids = b.input("ids", TOKENS.with_shape("R", "K"))
         starts, table = b.input("starts", STARTS), b.input("table", TABLE)
         packed = b.add("packed", PackTexts(), (ids,))
         positions = b.add("positions", PackedPositions(), (ids, starts))
-        cache = self.model.cache
-        assert cache is not None
-        self.shape = replace(self.shape, page=cache.page)
-        self.require_pages(cache)
-        context = LoweringContext(packed, starts, positions=positions, table=table, extends=True)
-        trunk = self.layers(b, context, SharedValues({"positions": positions}))
-        self.shape = replace(self.shape, page=0)
+        paged.require_pages(cache)
+        trunk = paged.trunk(b, LoweringContext(packed, starts, positions=positions, table=table, extends=True))
         logits = self.head(b, b.add("last", LastOfTexts(), (trunk.features, table)))
-        return self.tables.program(b, {"logits": logits, **trunk.state})
+        return self.shape.tables.program(b, {"logits": logits, **trunk.state})
 
     def require_pages(self, cache: PagedCache) -> None:
         """Raises LoweringError if the model has a state between tokens other than pages of keys and values."""
@@ -362,41 +363,27 @@ class _Lowering:
         inputs are ids i64[B, T] and `start` i64[], the number of tokens in the caches. The outputs are the logits
         f32[B, V] of the last token, and the new caches."""
         b = Builder("prefill")
-        ids = b.input("ids", TensorType(("B", "T"), "i64"))
-        start = b.input("start", TensorType((), "i64"))
-        trunk = self.trunk(b, ids, start, False)
+        ids, start = b.input("ids", TOKENS), b.input("start", TOKENS.with_shape())
+        trunk = self.trunk(b, LoweringContext(ids, start, extends=True))
         logits = self.head(b, b.add("last", Last(), (trunk.features,)))
-        prefill = self.tables.program(b, {"logits": logits, **trunk.state})
+        prefill = self.shape.tables.program(b, {"logits": logits, **trunk.state})
         return prefill, replace(retyped(prefill, _of_one_token), name="decode")
 
-    def trunk(self, b: Builder, ids: str, start: str, training: bool, weights: Mapping[str, str] = NOTHING) -> "_Trunk":
-        """Adds the embedding, blocks and last norm. With `start`, declares the caches as inputs.
-
-        Args:
-            b: the builder of the program.
-            ids: the token ids, i64[B, T].
-            start: the number of tokens in the caches, i64[]; empty for a whole sequence.
-            training: whether to apply dropout.
-            weights: the weights of the losses that layers state, f32[], by LAYER.LOSS.
-        """
-        context = LoweringContext(ids, start, training=training, extends=bool(start), weights=weights)
-        return self.layers(b, context, SharedValues())
-
-    def layers(self, b: Builder, context: LoweringContext, shared: SharedValues) -> "_Trunk":
-        """Adds the embedding, blocks and last norm to a program with the inputs in `context`; see `trunk`."""
+    def trunk(self, b: Builder, context: LoweringContext) -> _Trunk:
+        """Adds the embedding, blocks and last norm to a program with the inputs in `context`. If the context `extends`
+        a sequence, declares the caches as inputs."""
+        blocks, norm = self.model.blocks, self.model.norm
+        shared = SharedValues({"positions": context.positions} if context.positions else {})
         if any("reads_positions" in step.traits for step in self.model.embed):
             context = shared.with_positions(b, context)
-        x, new_state = self.embedded(b, context)
-        context = shared.with_shared(b, self.model.blocks, self.shape, replace(context, embedded=x))
-        caches = self.model.blocks.state(self.shape) if context.extends else {}
+        x, state = self.embedded(b, context)
+        context = shared.with_shared(b, blocks, self.shape, replace(context, embedded=x))
+        caches = blocks.state(self.shape) if context.extends else {}
         cached = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
-        site = CallSite("blocks", "block", ("model", "blocks"), self.phase)
-        stack = Stack(self.model.blocks, self.shape, site)
-        x, state = stack.run(b, x, replace(context, cache=cached))
-        state = new_state | shared.state | {f"cache.{key}": ref for key, ref in state.items()}
-        norm = self.model.norm
-        features = x if norm is None else norm.lower(b, x, "norm", self.shape)
-        return _Trunk(features, x, state, stack, context)
+        stack = Stack(blocks, self.shape, CallSite("blocks", "block", ("model", "blocks"), self.phase))
+        x, new = stack.run(b, x, replace(context, cache=cached))
+        state |= shared.state | {f"cache.{key}": ref for key, ref in new.items()}
+        return _Trunk(x if norm is None else norm.lower(b, x, "norm", self.shape), x, state, stack, context)
 
     def embedded(self, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
         """Adds the embedding steps. Returns the first block's input, and the new state of the steps by name."""
@@ -406,24 +393,18 @@ class _Lowering:
             width = b.types[x].width if x else self.shape.dim
             types = step.state(self.shape.of_width(width)) if context.extends else {}
             cache = {key: b.input(f"cache.embed.{step.title}.{key}", type) for key, type in types.items()}
-            try:
+            hint = "make the widths equal; a step reads the output of the step before it"
+            with refused_at(("model", "embed", i), hint):
                 lowered = step.lower(b, x, self.shape, replace(context, cache=cache))
-            except TypeRuleError as error:
-                hint = "make the widths equal; a step reads the output of the step before it"
-                raise LoweringError((Problem(("model", "embed", i), "S301", error.message, hint),)) from None
             state |= {f"cache.embed.{step.title}.{key}": ref for key, ref in lowered.state.items()}
             x = lowered.value
         b.scope = ""
         return x, state
 
     def head(self, b: Builder, x: str) -> str:
-        b.scope = "head"
-        try:
+        b.scope, hint = "head", f"make the widths equal; the model's dim is {self.model.dim}"
+        with refused_at(("model", "head"), hint, related=(("the token table", ("model", "embed", 0)),)):
             return self.model.head.lower(b, x, self.shape, "@embed.token", self.title)
-        except TypeRuleError as error:
-            related = (("the token table", ("model", "embed", 0)),)
-            hint = f"make the widths equal; the model's dim is {self.model.dim}"
-            raise LoweringError((Problem(("model", "head"), "S301", error.message, hint, related),)) from None
 
 
 def _of_one_token(type: TensorType) -> TensorType:

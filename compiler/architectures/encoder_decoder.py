@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Union
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.architectures.block import one_of
 from specc.compiler.architectures.blocks_stage import BlocksStage
@@ -17,16 +16,15 @@ from specc.compiler.architectures.time_loop import run
 from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.parts import Bridge, Layer, Part, Stage
-from specc.compiler.catalog import models
 from specc.compiler.characters import PAD, START, Vocabulary
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph
-from specc.compiler.ir.types import TensorType, TypeRuleError
+from specc.compiler.ir.types import TensorType
 from specc.compiler.losses.term import LossTerm, add_loss, declare_weights
 from specc.compiler.ops.sequence import Copy, Seen, Shift
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.init import Init
-from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.programs.programs import LoweringError, Programs, refused_at
 from specc.compiler.programs.tables import Tables
 from specc.compiler.schedule import Schedule
 from specc.compiler.strict import Path, Problem, values_in
@@ -35,12 +33,10 @@ if TYPE_CHECKING:
     AnyBridge = Bridge
     AnyStage = Part
 else:
-    AnyBridge = one_of(Bridge)
-    _STAGES = (*models(blocks, Stage, "kind"), *models(blocks, Layer, "kind"), BlocksStage)
-    AnyStage = Annotated[Union[_STAGES], Field(discriminator="kind")]  # noqa: UP007
+    AnyBridge, AnyStage = one_of(Bridge), one_of(Stage, Layer, BlocksStage)
 
 Stages = Annotated[tuple[AnyStage, ...], Field(min_length=1, max_length=64)]
-IDS = "i64"
+SOURCE, TARGET = (TensorType(("B", dim), "i64") for dim in ("S", "T"))
 
 
 class EncoderDecoder(Architecture):
@@ -165,10 +161,9 @@ class _Lowering:
         `score` returns one value per token, 0 at pads, and uses teacher-forced decoder inputs.
         """
         b = Builder(name)
-        source = b.input("source", TensorType(("B", "S"), IDS))
-        tokens = TensorType(("B", "T"), IDS)
-        inputs = b.input("inputs", tokens) if name == "train" else ""
-        target = b.input("target", tokens)
+        source = b.input("source", SOURCE)
+        inputs = b.input("inputs", TARGET) if name == "train" else ""
+        target = b.input("target", TARGET)
         if name == "train":
             declare_weights(b, self.losses)
         context = self.read(b, source, name == "train")
@@ -181,7 +176,7 @@ class _Lowering:
     def encode(self) -> Graph:
         """Returns the program that maps a source i64[B, S] to the state before the first token."""
         b = Builder("encode")
-        context = self.read(b, b.input("source", TensorType(("B", "S"), IDS)), False)
+        context = self.read(b, b.input("source", SOURCE), False)
         begun: dict[str, str] = {}
         for loop, _, stages in groups(self.decoder.stages):
             begun |= self.decoder.begin(b, context, loop, stages)
@@ -197,8 +192,8 @@ class _Lowering:
         """Returns the program of one decoding step. The inputs are ids i64[B, 1] and `start` i64[], the number of
         earlier tokens. The outputs are the logits f32[B, V] of the next token, and the new state."""
         b = Builder("extend")
-        ids = b.input("ids", TensorType(("B", 1), IDS))
-        start = b.input("start", TensorType((), IDS))
+        ids = b.input("ids", TARGET.with_shape("B", 1))
+        start = b.input("start", TARGET.with_shape())
         seen = b.input("state.encoder.seen", TensorType(("B", "S"), "bool")) if self.reads_source else ""
         cache = {key: b.input(f"state.{key}", type) for key, type in self.decoder.state().items()}
         x, state = run(self.decoder, b, LoweringContext(ids, start, cache=cache, seen=seen, extends=True))
@@ -236,26 +231,15 @@ class _Lowering:
             raise LoweringError((Problem(("model", "bridge"), "S238", message, "remove the bridge"),))
         width = first.state(self.decoder.shape)["h"].width
         assert isinstance(width, int)
-        try:
+        with refused_at(("model", "bridge"), "use `bridge: linear`"):
             return dict(bridge.lower(b, final["h"], final["c"], width, self.decoder.shape))
-        except TypeRuleError as error:
-            raise LoweringError(
-                (Problem(("model", "bridge"), "S301", error.message, "use `bridge: linear`"),)
-            ) from None
 
     def head(self, b: Builder, x: str) -> str:
-        b.scope = "head"
-        width = b.types[x].width
-        try:
-            return self.model.head.lower(
-                b, x, self.decoder.shape.of_width(width), f"@decoder.{self.model.decoder[0].title}.token"
-            )
-        except (TypeRuleError, KeyError) as error:
-            message = (
-                error.message
-                if isinstance(error, TypeRuleError)
-                else "the head is tied, but the decoder has no token table"
-            )
-            raise LoweringError(
-                (Problem(("model", "head"), "S301", message, "set `tied: false`, or make the widths equal"),)
-            ) from None
+        b.scope, head, shape = "head", self.model.head, self.decoder.shape.of_width(b.types[x].width)
+        place, hint = ("model", "head"), "set `tied: false`, or make the widths equal"
+        table = f"@decoder.{self.model.decoder[0].title}.token"
+        if head.tied and table not in b.types:
+            message = "the head is tied, but the decoder has no token table"
+            raise LoweringError((Problem(place, "S301", message, hint),))
+        with refused_at(place, hint):
+            return head.lower(b, x, shape, table)

@@ -8,9 +8,9 @@ from specc.compiler.architectures.scope import Scope
 from specc.compiler.blocks.context import CallSite, LoweringContext, Shape
 from specc.compiler.blocks.parts import Part
 from specc.compiler.ir.builder import Builder
-from specc.compiler.ir.types import TensorType, TypeRuleError
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import STEP
-from specc.compiler.programs.programs import LoweringError
+from specc.compiler.programs.programs import LoweringError, refused_at
 from specc.compiler.strict import Path, Problem
 
 
@@ -127,11 +127,8 @@ class Side:
         self._check(stage)
         scope.enter("")
         context = scope.shared.with_shared(scope.b, stage, scope.shape, replace(context, embedded=x))
-        try:
+        with refused_at(self.place(stage), "make the widths equal; a stage reads the output of the stage before it"):
             state = scope.add(stage, x, replace(context, values=dict(scope.values)), "y")
-        except TypeRuleError as error:
-            hint = "make the widths equal; a stage reads the output of the stage before it"
-            raise LoweringError((Problem(self.place(stage), "S301", error.message, hint),)) from None
         scope.values[stage.title] = scope.value
         return {f"{self.name}.{stage.title}.{key}": ref for key, ref in state.items()}
 

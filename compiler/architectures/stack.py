@@ -95,7 +95,7 @@ class Stack:
                 if number is not None:
                     x = self._between(b, module, number, x, source(module.circuit.earlier), streams)
             b.scope = self.site.at
-            block = self.blocks.block(i)
+            block = self.blocks.every[i]
             x, new, head_values = BlockCall(self, b, i, streams, context).add(x, source(block.circuit.earlier), run)
             streams = block.circuit.streams_after(streams)
             state |= {f"{run}.{key}": ref for key, ref in new.items()}
@@ -168,7 +168,7 @@ class BlockCall:
 
     @property
     def block(self) -> Block:
-        return self.stack.blocks.block(self.i)
+        return self.stack.blocks.every[self.i]
 
     def add(
         self, x: str, source: Mapping[EarlierValue, str], run: int

@@ -54,7 +54,7 @@ class AdditiveStage(Stage):
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         size = (self.width, b.types[context.memory].width)
-        keys = affine(b, context.memory, "key", size, shape, shape.matrix_init, True)
+        keys = affine(b, context.memory, "key", size, shape, True)
         return {"keys": keys, "values": context.memory}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:

@@ -11,7 +11,13 @@ from specc.compiler.programs.init import Init, constant
 
 
 def affine(
-    b: Builder, x: str, name: str, size: tuple[Dim, Dim], shape: Shape, init: Init, bias: bool | Collection[str]
+    b: Builder,
+    x: str,
+    name: str,
+    size: tuple[Dim, Dim],
+    shape: Shape,
+    bias: bool | Collection[str],
+    init: Init | None = None,
 ) -> str:
     """Adds x W^T, plus a bias if `bias`, and returns the result.
 
@@ -22,10 +28,10 @@ def affine(
             starts at 0. The node of the sum is `name`.biased.
         size: the dims [N, K] of W.
         shape: the shape dims of the model.
-        init: the initialization of W.
         bias: whether to add a bias, or the names of the matrices that have a bias.
+        init: the initialization of W; that of the model's matrices if unset.
     """
-    weight = b.param(name, shape.activation(*size), init)
+    weight = b.param(name, shape.activation(*size), init or shape.matrix_init)
     product = b.add(name, Linear(), (x, weight))
     if name not in bias if isinstance(bias, Collection) else not bias:
         return product

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from specc.compiler.blocks.affine import affine
-from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.norm import norm_op
 from specc.compiler.blocks.parts import WEIGHTLESS, NormWeight, Trait, normalized
 from specc.compiler.blocks.pool import Pool
@@ -164,17 +164,11 @@ class Attention(ScoreAndMask):
         ring = super().ring(shape)
         return ring if ring is None or self.pool is None else (ring[0], max(ring[1], self.pool.block))
 
-    def _rope(self, shape: Shape) -> RopeTable | None:
+    def rope_table(self, shape: Shape) -> RopeTable | None:
         return None if self.rope is None else self.rope.table(self.size(shape.dim), shape.context)
 
-    def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        tables = (self._rope(shape), self.documents)
-        return tuple(table for table in tables if table is not None)
-
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        ring = self.ring(shape)
-        positions = "S" if self.reads_source else shape.cache_length if ring is None else sum(ring)
-        rows = shape.cached(positions, self._groups(shape), self._channels(shape))
+        rows = self.rows(shape, self._groups(shape), self._channels(shape))
         pooled = {} if self.pool is None else self.pool.state(rows, shape.context)
         return {"k": rows, "v": rows, **pooled}
 
@@ -184,24 +178,29 @@ class Attention(ScoreAndMask):
         return super().begin(b, shape, context)
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        q = self._heads(b, x, "q", self.queries(shape), shape)
+        q, state = self._heads(b, x, "q", self.queries(shape), shape), dict[str, str]()
         if self.reads_source:
-            cache = context.cache or self._keys(b, context.memory, shape, context)
+            rows = context.cache or self._keys(b, context.memory, shape, context)
             q = self._gained(b, self._positioned(b, q, "q", context, shape), shape)
-            attended = b.add("y", SdpaSeen(), (q, cache["k"], cache["v"], context.seen))
-            return Lowered(self._out(b, attended, shape, context))
-        keys = self._keys(b, x, shape, context, q)
-        q, k, v = self.scaled(b, self._gained(b, keys["q"], shape), shape), keys["k"], keys["v"]
-        if not shape.causal:
-            attended = b.add("y", SdpaSeen(), (q, k, v, context.seen))
-            return Lowered(self._out(b, self._excluded(b, attended, v), shape, context), head_values=v)
-        read, state = self.cached(b, {"k": k, "v": v}, shape, context)
-        if self.pool is None:
-            attended = self.attend(b, q, read["k"], read["v"], shape, context, self.score_fields(shape))
         else:
-            attended, pooled = self._pooled(b, self.pool, q, read, shape, context)
-            state = {**state, **pooled}
-        return Lowered(self._out(b, self._excluded(b, attended, v), shape, context), state, head_values=v)
+            rows = self._keys(b, x, shape, context, q)
+            q, rows = self._gained(b, rows["q"], shape), {"k": rows["k"], "v": rows["v"]}
+        if self.reads_source or not shape.causal:
+            y = b.add("y", SdpaSeen(), (q, rows["k"], rows["v"], context.seen))
+        else:
+            q = self.scaled(b, q, shape)
+            read, state = self.cached(b, rows, shape, context)
+            if self.pool is None:
+                y = self.attend(b, q, read["k"], read["v"], shape, context, self.score_fields(shape))
+            else:
+                y, pooled = self._pooled(b, self.pool, q, read, shape, context)
+                state |= pooled
+        if self.exclude is not None:
+            y = b.add("y.exclusive", Exclusive(), (y, rows["v"]))
+        y = b.add("y.merged", MergeHeads(), (self.wired("y", lambda: y, self.queries(shape), context),))
+        size = (shape.dim, self.queries(shape) * self._channels(shape))
+        y = affine(b, y, "out", size, shape, self.bias, shape.output_init)
+        return Lowered(y, state, head_values="" if self.reads_source else rows["v"])
 
     def _pooled(
         self, b: Builder, pool: Pool, q: str, rows: Mapping[str, str], shape: Shape, context: LoweringContext
@@ -241,16 +240,10 @@ class Attention(ScoreAndMask):
         gain = b.param("q_gain", shape.activation(self.queries(shape), 1), constant(self.qk_norm.gain))
         return pointwise(b, "q.gain", "q * gain", q=q, gain=gain)
 
-    def _out(self, b: Builder, attended: str, shape: Shape, context: LoweringContext) -> str:
-        attended = self.wired("y", lambda: attended, self.queries(shape), context)
-        merged = b.add("y.merged", MergeHeads(), (attended,))
-        size = (shape.dim, self.queries(shape) * self._channels(shape))
-        return affine(b, merged, "out", size, shape, shape.output_init, self.bias)
-
     def _heads(self, b: Builder, x: str, name: str, heads: int, shape: Shape) -> str:
         features = b.types[x].width if self.reads_source and name != "q" else shape.dim
         size = (heads * self._channels(shape), features)
-        projection = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
+        projection = affine(b, x, name, size, shape, self.bias)
         if self.qk_norm is not None and self.qk_norm.over == "all" and name != "v":
             projection = self.qk_norm.lower(b, projection, name)
         return b.add(f"{name}.heads", SplitHeads(heads), (projection,))
@@ -260,10 +253,6 @@ class Attention(ScoreAndMask):
         if norm is not None and not norm.after_rope:
             x = norm.lower(b, x, name)
         x = self.wired(name, lambda: x, self.queries(shape) if name == "q" else self._groups(shape), context)
-        rope = self._rope(shape)
-        if rope is not None and self.rope is not None:
-            x = b.add(f"{name}.rope", self.rope.op(), (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
+        if (table := self.rope_table(shape)) is not None:
+            x = table.rotate(b, x, f"{name}.rope", context)
         return norm.lower(b, x, name) if norm is not None and norm.after_rope else x
-
-    def _excluded(self, b: Builder, y: str, v: str) -> str:
-        return y if self.exclude is None else b.add("y.exclusive", Exclusive(), (y, v))

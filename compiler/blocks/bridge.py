@@ -29,4 +29,4 @@ class LinearBridge(Bridge):
 
     def lower(self, b: Builder, h: str, c: str, width: int, shape: Shape) -> Mapping[str, str]:
         size = (width, b.types[h].width)
-        return {name: affine(b, ref, name, size, shape, shape.matrix_init, True) for name, ref in (("h", h), ("c", c))}
+        return {name: affine(b, ref, name, size, shape, True) for name, ref in (("h", h), ("c", c))}

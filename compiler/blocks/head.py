@@ -5,13 +5,12 @@ from typing import Annotated
 from pydantic import Field
 
 from specc.compiler.blocks.context import Shape
-from specc.compiler.blocks.parts import Head
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import Init, constant, reading
 from specc.compiler.schedule import SegmentSchedule, last
-from specc.compiler.strict import ExprText, Unit
+from specc.compiler.strict import ExprText, StrictModel, Unit
 
 # A larger cap is useless, as no logit comes near it, and inexact: tanh of arguments that small loses precision
 # to cancellation in some kernels.
@@ -27,8 +26,8 @@ class CapSchedule(SegmentSchedule):
     at: Annotated[tuple[tuple[Unit, Cap | LogitExpression], ...], Field(min_length=1, max_length=16)]
 
 
-class LogitHead(Head):
-    """One matrix to the vocabulary.
+class LogitHead(StrictModel):
+    """The output head: one matrix to the vocabulary.
 
     Attributes:
         tied: whether the matrix is the token table itself (Press and Wolf, 2017).
@@ -44,6 +43,15 @@ class LogitHead(Head):
     init: Init | None = None
 
     def lower(self, b: Builder, x: str, shape: Shape, embedding: str, title: str = "") -> str:
+        """Adds the head and returns the logits, f32[..., V].
+
+        Args:
+            b: the builder of the program.
+            x: the last block's output, [..., D].
+            shape: the shape dims of the model.
+            embedding: the reference of the token table's parameter, [V, D].
+            title: the name of the softcap in kernel names, if it differs from the name of the function.
+        """
         weight = embedding
         if not self.tied:
             weight = b.param("logits", shape.activation(shape.vocab, shape.dim), self.init or shape.matrix_init)

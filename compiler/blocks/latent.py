@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from specc.compiler.blocks.affine import affine
-from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.parts import WEIGHTLESS, NormWeight, Trait, normalized
 from specc.compiler.blocks.rope import RopeSpec, RopeTable
 from specc.compiler.blocks.score_and_mask import ScoreAndMask
@@ -98,44 +98,38 @@ class Latent(ScoreAndMask):
         yield from (problem.under("rope") for problem in self.rope.problems_in(self.rope_dim))
         yield from super().problems_in(shape)
 
-    def _table(self, shape: Shape) -> RopeTable:
+    def rope_table(self, shape: Shape) -> RopeTable:
         return self.rope.table(self.rope_dim, shape.context)
 
-    def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        return tuple(table for table in (self._table(shape), self.documents) if table is not None)
-
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        ring = self.ring(shape)
-        positions = shape.cache_length if ring is None else sum(ring)
-        return {"kv": shape.cached(positions, 1, self.kv_rank + self.rope_dim)}
+        return {"kv": self.rows(shape, 1, self.kv_rank + self.rope_dim)}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         q, q_rope = self._queries(b, x, shape, context)
-        c = self._normed(
-            b, affine(b, x, "kv_down", (self._rank(shape), shape.dim), shape, shape.matrix_init, self.bias), "kv"
-        )
+        c = self._normed(b, affine(b, x, "kv_down", (self._rank(shape), shape.dim), shape, self.bias), "kv")
         size = (self._rotated(shape), shape.dim)
-        k_rope = affine(b, x, "k_rope", size, shape, shape.matrix_init, self.bias)
-        k_rope = self._turned(b, b.add("k_rope.heads", SplitHeads(1), (k_rope,)), "k_rope", shape, context)
+        k_rope = affine(b, x, "k_rope", size, shape, self.bias)
+        k_rope = b.add("k_rope.heads", SplitHeads(1), (k_rope,))
+        k_rope = self.rope_table(shape).rotate(b, k_rope, "k_rope.turned", context)
         lowered = self._absorbed if context.cache else self._naive
         y, state = lowered(b, (q, q_rope), c, k_rope, shape, context)
         y = self.wired("y", lambda: y, self.queries(shape), context)
         size = (shape.dim, self.queries(shape) * self._value_channels(shape))
         merged = b.add("y.merged", MergeHeads(), (y,))
-        return Lowered(affine(b, merged, "out", size, shape, shape.output_init, self.bias), state)
+        return Lowered(affine(b, merged, "out", size, shape, self.bias, shape.output_init), state)
 
     def _queries(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> tuple[str, str]:
         """Adds the queries. Returns the part without positions [B, T, H, N] and the rotated part [B, T, H, R]."""
         heads, features = self.queries(shape), shape.dim
         if self.q_rank is not None:
             features = shape.size("Q_RANK", self.q_rank, "features of the latent of queries", self.title)
-            down = affine(b, x, "q_down", (features, shape.dim), shape, shape.matrix_init, self.bias)
+            down = affine(b, x, "q_down", (features, shape.dim), shape, self.bias)
             x = self._normed(b, down, "q")
         parts = []
         for name, channels in (("q", self._key_channels(shape)), ("q_rope", self._rotated(shape))):
-            part = affine(b, x, name, (heads * channels, features), shape, shape.matrix_init, self.bias)
+            part = affine(b, x, name, (heads * channels, features), shape, self.bias)
             parts.append(b.add(f"{name}.heads", SplitHeads(heads), (part,)))
-        return parts[0], self._turned(b, parts[1], "q_rope", shape, context)
+        return parts[0], self.rope_table(shape).rotate(b, parts[1], "q_rope.turned", context)
 
     def _naive(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
@@ -173,11 +167,6 @@ class Latent(ScoreAndMask):
         for name, channels in (("k", self._key_channels(shape)), ("v", self._value_channels(shape))):
             size = shape.activation(self.queries(shape) * channels, self._rank(shape))
             yield name, b.param(name, size, shape.matrix_init)
-
-    def _turned(self, b: Builder, x: str, name: str, shape: Shape, context: LoweringContext) -> str:
-        table = self._table(shape)
-        cos, sin = context.shared[table.name], context.shared[f"{table.name}:1"]
-        return b.add(f"{name}.turned", self.rope.op(), (x, cos, sin))
 
     def _normed(self, b: Builder, latent: str, name: str) -> str:
         if self.norm is None:

@@ -97,7 +97,7 @@ class Mlp(FeedForward):
         width = shape.size("E", int(self.width(shape.dim)), "features inside the MLP", self.title)
 
         def product(name: str) -> str:
-            return affine(b, x, name, (width, shape.dim), shape, shape.matrix_init, self.bias)
+            return affine(b, x, name, (width, shape.dim), shape, self.bias)
 
         act = self.activated(b, product)
-        return Lowered(affine(b, act, "down", (shape.dim, width), shape, shape.output_init, self.bias))
+        return Lowered(affine(b, act, "down", (shape.dim, width), shape, self.bias, shape.output_init))

@@ -291,9 +291,6 @@ class Wired(Part):
     read: WiringText | None = later(None)
     write: Expressions | None = later(None)
 
-    def __hash__(self) -> int:  # mappings have no hash
-        return hash((type(self), self.title))
-
     @property
     def learned(self) -> Mapping[str, Learned]:
         return self.learn
@@ -341,21 +338,5 @@ class Bridge(StrictModel):
 
         Raises:
             TypeRuleError: if the bridge cannot return `width` features.
-        """
-        raise TypeError(f"{type(self).__name__} must override `lower`")
-
-
-class Head(StrictModel):
-    """Computes logits from the last block's output."""
-
-    def lower(self, b: Builder, x: str, shape: Shape, embedding: str, title: str = "") -> str:
-        """Adds the head and returns the logits, f32[..., V].
-
-        Args:
-            b: the builder of the program.
-            x: the last block's output, [..., D].
-            shape: the shape dims of the model.
-            embedding: the reference of the token table's parameter, [V, D].
-            title: the name of the softcap in kernel names, if it differs from the name of the function.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")

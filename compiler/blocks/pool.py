@@ -76,11 +76,11 @@ class Pool(StrictModel):
     def op(self, fields: ScoreFields, pooled: str) -> SdpaPooled:
         """Returns attention over a whole sequence, for the mask `pooled` of blocks. The inputs of the op are q, k, v,
         the additional ones of `fields`, and the latents."""
-        return SdpaPooled(*_settings(fields), *self._settings, pooled)
+        return SdpaPooled(*fields.of_scores, *self._settings, pooled)
 
     def cached_op(self, fields: ScoreFields, pooled: str, ring: tuple[int, int] | None) -> SdpaPooledCached:
         """Returns attention over a cache. The positions and the state follow v; see `op`."""
-        return SdpaPooledCached(*_settings(fields), *self._settings, pooled, ring)
+        return SdpaPooledCached(*fields.of_scores, *self._settings, pooled, ring)
 
     def write(
         self,
@@ -115,7 +115,3 @@ class Pool(StrictModel):
         """Returns the types of the state, for a cache of single tokens [B, S, G, C]."""
         pooled = rows.with_shape("B", self.rows(context), *rows.shape[2:])
         return {"pooled_k": pooled, "pooled_v": pooled}
-
-
-def _settings(fields: ScoreFields) -> tuple[str, str, float | None, tuple[str, ...], bool]:
-    return fields.score, fields.mask, fields.scale, fields.tables, fields.sinks

@@ -131,10 +131,6 @@ class RopeSpec(StrictModel):
         """The factor that rotated queries and keys are multiplied by."""
         return self.scaling.multiplier if isinstance(self.scaling, Scaling) else 1.0
 
-    def op(self) -> Rope:
-        """Returns the rotation of heads by the angles."""
-        return Rope(self.pairs == "neighbors", self.magnitude != 1)
-
     def angles(self, size: int, context: int) -> RopeAngles:
         """Returns the angles, before scaling, for heads of `size` channels in a model of `context` tokens."""
         dims = self.dims or size
@@ -199,6 +195,12 @@ class RopeTable(Shared):
     angles: RopeAngles | None = None
     formula: str | None = field(default=None, compare=False)  # the name holds every setting
     spec: RopeSpec | None = field(default=None, compare=False)
+
+    def rotate(self, b: Builder, x: str, name: str, context: LoweringContext) -> str:
+        """Adds the rotation of heads [B, T, H, C] by the angles as the node `name`."""
+        assert self.spec is not None
+        op = Rope(self.spec.pairs == "neighbors", self.spec.magnitude != 1)
+        return b.add(name, op, (x, *(context.shared[ref] for ref in self.refs)))
 
     def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
         assert self.angles is not None and self.spec is not None

@@ -8,10 +8,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from specc.compiler.blocks.context import LoweringContext, Shape
+from specc.compiler.blocks.context import LoweringContext, Shape, Shared
 from specc.compiler.blocks.document_mask import Documents
 from specc.compiler.blocks.parts import Layer
 from specc.compiler.blocks.previous import TokenId
+from specc.compiler.blocks.rope import RopeTable
 from specc.compiler.blocks.wiring import Counts, WiringText, failure, number
 from specc.compiler.expr import Const, ExprError, parse, substitute, variables
 from specc.compiler.expr.interval import atoms
@@ -20,13 +21,14 @@ from specc.compiler.expr.score import PLAIN, bound_score, parse_score
 from specc.compiler.expr.values import Read
 from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached
 from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
 from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.programs.init import constant, formula, value_of
-from specc.compiler.schedule import SegmentSchedule, points_of
+from specc.compiler.schedule import SegmentSchedule, points_of, values_of
 from specc.compiler.strict import ExprText, Positive, Problem, Unit, accepted_by, later
 
 MaskText = Annotated[ExprText, accepted_by(parse_mask)]
@@ -164,8 +166,7 @@ class ScoreAndMask(Layer):
         yield from next(filter(None, (tuple(step(shape)) for step in steps)), ())
 
     def _mask_problems(self, shape: Shape) -> Iterator[Problem]:
-        for place, mask in enumerate(self.masks):
-            path = ("mask", "at", place, 1) if isinstance(self.mask, MaskSchedule) else ("mask",)
+        for path, mask in values_of("mask", self.mask):
             yield from failure(partial(self.bound_mask, mask, shape), path, "S276", "write a simpler mask")
 
     def visible_problems(self, shape: Shape) -> Iterator[Problem]:
@@ -224,6 +225,19 @@ class ScoreAndMask(Layer):
     def documents(self) -> Documents | None:
         return None if self.bos is None else Documents(f"documents{self.bos}", ("starts",), mark=self.bos)
 
+    def rope_table(self, shape: Shape) -> RopeTable | None:
+        """Returns the table of the rotary angles; None without rotary positions."""
+        raise TypeError(f"{type(self).__name__} must override `rope_table`")
+
+    def shared(self, shape: Shape) -> tuple[Shared, ...]:
+        return tuple(value for value in (self.rope_table(shape), self.documents) if value is not None)
+
+    def rows(self, shape: Shape, *dims: int) -> TensorType:
+        """Returns the type of a cache with `dims` per position."""
+        ring = self.ring(shape)
+        positions = "S" if self.reads_source else shape.cache_length if ring is None else sum(ring)
+        return shape.cached(positions, *dims)
+
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         begun = {}
         for key, type in self.state(shape).items():
@@ -233,29 +247,21 @@ class ScoreAndMask(Layer):
 
     def cached(
         self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext
-    ) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    ) -> tuple[Mapping[str, str], dict[str, str]]:
         """Writes `rows` [B, T, G, C] to the cache of the same names, in a program that has one.
 
         Returns the rows to attend to, and the new state. Without a cache, returns `rows` and no state.
         """
         if not context.cache:
             return rows, {}
-        if context.table:
-            where = (context.positions, context.table)
-            pages = {
-                name: b.add(f"{name}.cache", PagedWrite(), (context.cache[name], value, *where))
-                for name, value in rows.items()
-            }
-            return pages, pages
         ring = self.ring(shape)
-        read = dict(rows)
-        for name, value in rows.items() if ring is not None else ():
-            read[name] = b.add(f"{name}.ring", RingKeys(), (context.cache[name], value))
-        state = {}
-        for name, value in rows.items():
-            written = (context.cache[name], value, context.positions)
-            state[name] = b.add(f"{name}.cache", CacheWrite(ring), written)
-        return state if ring is None else read, state
+        write = PagedWrite() if context.table else CacheWrite(ring)
+        where = tuple(filter(None, (context.positions, context.table)))
+        pairs = {name: (context.cache[name], value) for name, value in rows.items()}
+        # a ring is read before the new rows replace old ones
+        read = {name: b.add(f"{name}.ring", RingKeys(), pair) for name, pair in pairs.items() if ring is not None}
+        state = {name: b.add(f"{name}.cache", write, (*pair, *where)) for name, pair in pairs.items()}
+        return read or state, state
 
     def attend(
         self, b: Builder, q: str, k: str, v: str, shape: Shape, context: LoweringContext, fields: ScoreFields
@@ -275,7 +281,7 @@ class ScoreAndMask(Layer):
             The name of the result [B, T, H, D].
         """
         further = tuple(self.further(b, fields, shape, context))
-        settings = (fields.score, fields.mask, fields.scale, fields.tables, fields.sinks)
+        settings = fields.of_scores
         if not context.cache:
             return b.add("y", Sdpa(*settings), (q, k, v, *further))
         if context.table:

@@ -1,12 +1,13 @@
 """The token table and the embedding steps that may follow it."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Literal
 
 from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.norm import norm_op
 from specc.compiler.blocks.parts import WEIGHTLESS, Embed, NormWeight, Trait, normalized
-from specc.compiler.expr import ExprError
+from specc.compiler.blocks.wiring import failure
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import pointwise
@@ -56,10 +57,8 @@ class EmbedScale(Embed):
     by: Annotated[float | str, formula("dim")]
 
     def problems_in(self, shape: Shape) -> Iterator[Problem]:
-        try:
-            value_of(self.by, dim=float(shape.dim))
-        except ExprError as error:
-            yield Problem(("by",), "S216", error.message, "change the formula, e.g. to `sqrt(dim)`")
+        value = partial(value_of, self.by, dim=float(shape.dim))
+        yield from failure(value, ("by",), "S216", "change the formula, e.g. to `sqrt(dim)`")
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         value = b.constant(

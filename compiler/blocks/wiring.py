@@ -12,7 +12,7 @@ from specc.compiler.expr.index import condition_holds, formula_value, names_in
 from specc.compiler.expr.parse import column_of
 from specc.compiler.expr.values import ONE, rebuild
 from specc.compiler.expr.wiring import NUMBERS, Wiring, parse_wiring, repeated, replaced
-from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.builder import Builder, first_free
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding, FirstFeatures
@@ -74,7 +74,7 @@ class Learned(StrictModel):
 
     def dims(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the dims of the value of a token. Raises ExprError if a formula has no value for `sizes`."""
-        return tuple(formula_value(count, sizes) if isinstance(count, str) else count for count in self.counts)
+        return tuple(_number(count, sizes) for count in self.counts)
 
     @property
     def counts(self) -> Counts:
@@ -85,14 +85,12 @@ class Learned(StrictModel):
         """Yields a problem if a formula of the shape has no value for `sizes`, or a dim is not positive."""
         for i, count in enumerate(self.counts):
             path = (*at, "shape", *((i,) if isinstance(self.shape, tuple) else ()))
-            try:
-                dim = formula_value(count, sizes) if isinstance(count, str) else count
-            except ExprError as error:
-                yield Problem(path, "S241", error.message, error.hint, offset=error.column)
-                return
-            if dim < 1:
-                yield Problem(path, "S241", f"the shape has a dim of {dim}", "it must be at least 1")
-                return
+
+            def check(count: Count = count) -> None:
+                if (dim := _number(count, sizes)) < 1:
+                    raise ExprError(f"the shape has a dim of {dim}", hint="it must be at least 1")
+
+            yield from failure(check, path, "S241", "")
 
     def declare(self, b: Builder, name: str, shape: Shape, value: str = "") -> str:
         """Adds the learned value `name`, a path such as `mix.stream`, and returns its reference.
@@ -124,6 +122,10 @@ class Learned(StrictModel):
         return ref
 
 
+def _number(count: Count, sizes: Mapping[str, int]) -> int:
+    return formula_value(count, sizes) if isinstance(count, str) else count
+
+
 def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]], prefix: str, shape: Shape) -> str:
     """Adds an expression as the node `name` and returns its value. A lone variable adds no node.
 
@@ -138,7 +140,8 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
     if isinstance(expr, Var):
         return values[expr.name][0]
     if (part := repeated(expr)) is not None:  # computed once
-        shared = add(b, _free(b, f"{name}.shared"), part, values, prefix, shape)
+        node = first_free(f"{name}.shared", lambda option: b.path(option) not in b.types)
+        shared = add(b, node, part, values, prefix, shape)
         known = sum(variable.startswith(SHARED) for variable in values)
         variable, label = f"{SHARED}{known}", f"shared{known + 1 if known else ''}"
         rest = replaced(expr, part, Var(variable))
@@ -149,8 +152,8 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
         if variable in values:
             ref, label = values[variable]
             whole = label.replace(".", "_")  # a learned value may have the name of another value
-            options = (label.rpartition(".")[2], whole, *(f"{whole}{i}" for i in range(2, len(values) + 2)))
-            label = next(option for option in options if option not in operands)
+            short = label.rpartition(".")[2]
+            label = short if short not in operands else first_free(whole, lambda option: option not in operands)
             operands[label], renamed[variable] = ref, Var(label)
 
     def numbered(part: Expr) -> Expr:
@@ -164,12 +167,6 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
     return b.add(name, Pointwise((text,), tuple(operands)), tuple(operands.values()))
 
 
-def _free(b: Builder, name: str) -> str:
-    """Returns a node name that is free in the builder's scope: `name`, or `name` with a number."""
-    options = (name, *(f"{name}{i}" for i in range(2, len(b.types) + 3)))
-    return next(option for option in options if b.path(option) not in b.types)
-
-
 def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[str, Mapping[str, str]]:
     """Returns the text of a number or formula of the spec for use in an expression, and the operands of the text by
     name.
@@ -181,8 +178,7 @@ def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[s
     if not isinstance(formula, str) or "layer" not in variables(parse(formula)):
         return repr(b.constant(name, value_of(formula, layers=layers), text)), {}
     bound = value_of(formula, layer=float(shape.layer), layers=layers), str(text)
-    names = (name, *(f"{name}{i}" for i in range(2, len(b.scalars) + 3)))
-    free = next(option for option in names if b.scalars.get(option, bound) == bound)
+    free = first_free(name, lambda option: b.scalars.get(option, bound) == bound)
     return free, {free: b.scalar(free, *bound)}
 
 

@@ -1,7 +1,8 @@
 """The builder of graphs, which infers the type of each node that it adds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 
 from specc.compiler.ir.graph import Graph, Named, Node, node_of
 from specc.compiler.ir.op import Op
@@ -110,6 +111,11 @@ class Builder:
         return Graph(
             self.name, tuple(self.inputs), params, tuple(self.nodes), tuple(outputs.items()), tuple(self.scalars)
         )
+
+
+def first_free(name: str, free: Callable[[str], object], separator: str = "") -> str:
+    """Returns `name`, or `name` with the first number from 2, that is `free`."""
+    return next(filter(free, chain((name,), (f"{name}{separator}{i}" for i in count(2)))))
 
 
 def _same_name(path: str) -> TypeRuleError:

@@ -168,6 +168,11 @@ class ScoreFields(Op):
     sinks: bool = False
 
     @property
+    def of_scores(self) -> tuple[str, str, float | None, tuple[str, ...], bool]:
+        """The fields, which ops of other caches share."""
+        return self.score, self.mask, self.scale, self.tables, self.sinks
+
+    @property
     def documents(self) -> bool:
         """Whether the mask reads documents."""
         return "document" in self.mask

@@ -1,12 +1,13 @@
 """The result of lowering a spec: programs, functions and fused groups over one parameter table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from specc.compiler.expr import KEEPS, Keep
 from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped
-from specc.compiler.ir.types import COMPUTE, Dim, TensorType
+from specc.compiler.ir.types import COMPUTE, Dim, TensorType, TypeRuleError
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.programs.init import Init
 from specc.compiler.strict import Path, Problem
@@ -18,6 +19,24 @@ class LoweringError(Exception):
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
         self.problems = problems
+
+
+@contextmanager
+def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()) -> Iterator[None]:
+    """Reports a TypeRuleError as a problem of the part of the spec at `path`.
+
+    Args:
+        path: the spec path.
+        hint: what to do.
+        related: (note, path) pairs that are shown with it.
+
+    Raises:
+        LoweringError: if the body raises TypeRuleError.
+    """
+    try:
+        yield
+    except TypeRuleError as error:
+        raise LoweringError((Problem(path, "S301", error.message, hint, related),)) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specc.compiler.ir.builder import Builder
+from specc.compiler.ir.builder import Builder, first_free
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ir.types import Size, TensorType
 from specc.compiler.programs.init import Init
@@ -134,9 +134,11 @@ class Tables:
     def _define(self, b: Builder) -> None:
         """Adds the constants of a graph. If a name already has a different value, a number is appended to the name."""
         for name, constant in b.constants.items():
-            options = (name, *(f"{name}_{i}" for i in range(2, len(self.constants) + 3)))
-            free = next(option for option in options if self.constants.get(option, constant) == constant)
-            self.constants[free] = constant
+
+            def free(option: str, constant: tuple[float, str] = constant) -> bool:
+                return self.constants.get(option, constant) == constant
+
+            self.constants[first_free(name, free, "_")] = constant
 
     def _add(self, path: str, type: TensorType, init: object) -> None:
         assert isinstance(init, Init)

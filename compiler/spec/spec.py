@@ -9,12 +9,11 @@ from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.schedule import Schedule, points_of
+from specc.compiler.schedule import Schedule, values_of
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
 from specc.compiler.strict import (
     Name,
     NodeName,
-    Path,
     Pattern,
     Positive,
     PositiveFloat,
@@ -257,11 +256,10 @@ class Spec(StrictModel):
         least = self.model.unscored + 1
         if least == 1:
             return
-        for i, (_, tokens) in enumerate(points_of(self.train.context) if self.train.context is not None else ()):
+        for path, tokens in values_of("context", self.train.context):
             if tokens < least:
-                path: Path = ("train", "context", *(("at", i, 1) if isinstance(self.train.context, Schedule) else ()))
                 message = f"rows of {tokens} tokens are shorter than the prefix of {least}"
-                yield Problem(path, "S279", message, f"use at least {least} tokens")
+                yield Problem(("train", *path), "S279", message, f"use at least {least} tokens")
         if self.eval.longest and self.eval.longest < least:
             message = f"a window of {self.eval.longest} tokens is shorter than the prefix of {least}"
             yield Problem(("eval", "window"), "S279", message, f"use at least {least} tokens")

@@ -19,6 +19,7 @@ from specc.compiler.schedule import (
     formula_at,
     last,
     points_of,
+    values_of,
 )
 from specc.compiler.spec import adapt, data, optimizers
 from specc.compiler.spec.adapt.adaptation import Adaptation
@@ -304,11 +305,10 @@ class TrainSpec(StrictModel):
                 message = "the batch of a model that translates lines cannot have a schedule"
                 yield Problem(("batch",), "S251", message, "write one number of rows")
             return
-        for i, (_, tokens) in enumerate(points_of(self.context) if self.context is not None else ()):
+        for path, tokens in values_of("context", self.context):
             if tokens > window or window % tokens:
-                place = ("at", i, 1) if isinstance(self.context, SizeSchedule) else ()
                 message = f"a window of {window} tokens cannot be cut into rows of {tokens}"
-                yield Problem(("context", *place), "S251", message, f"use a divisor of {window}, the model's context")
+                yield Problem(path, "S251", message, f"use a divisor of {window}, the model's context")
 
     def problems_of_a_step(self, window: int) -> Iterator[Problem]:
         """Yields a problem for each step size that one process cannot divide into whole micro-batches.
@@ -319,18 +319,14 @@ class TrainSpec(StrictModel):
             return
         name = "batch" if self.batch is not None else "tokens_per_step"
         at_once = self.at_once() if self.batch is not None else self.at_once() * window
-        for i, (_, size) in enumerate(points_of(self.step_size)):
-            if size % at_once == 0:
-                continue
-            near = max(size // at_once, 1) * at_once
-            unit, passes = ("rows", "") if self.batch is not None else ("tokens", f"{self.at_once()} x {window} = ")
-            yield Problem(
-                (name, *(("at", i, 1) if isinstance(self.step_size, SizeSchedule) else ())),
-                "S217",
-                f"a step of {size:,} {unit} is not a whole number of micro-batches of {passes}{at_once:,}",
-                f"use {near:,} or {near + at_once:,}, or another micro_batch",
-                related=(("a micro-batch", ("micro_batch",)),) if "micro_batch" in self.model_fields_set else (),
-            )
+        unit, passes = ("rows", "") if self.batch is not None else ("tokens", f"{self.at_once()} x {window} = ")
+        related = (("a micro-batch", ("micro_batch",)),) if "micro_batch" in self.model_fields_set else ()
+        for path, size in values_of(name, self.step_size):
+            if size % at_once:
+                near = max(size // at_once, 1) * at_once
+                message = f"a step of {size:,} {unit} is not a whole number of micro-batches of {passes}{at_once:,}"
+                hint = f"use {near:,} or {near + at_once:,}, or another micro_batch"
+                yield Problem(path, "S217", message, hint, related)
 
     def problems(self) -> Iterator[Problem]:
         """Yields the problems of the step size, the run length and the schedule."""

@@ -84,7 +84,7 @@ def _latent(config: Config) -> Data:
 def config(model: Decoder) -> Data:
     """Converts a model to the fields of a config."""
     latent, experts = layer_of(model, Latent), first_moe(model)
-    kinds = [{type(layer) for layer in model.blocks.block(i).layers} for i in range(model.blocks.count)]
+    kinds = [{type(layer) for layer in model.blocks.every[i].layers} for i in range(model.blocks.count)]
     dense = [i for i, kind in enumerate(kinds) if Moe not in kind]
     fields = sizes(model) | feed_forward(model, Moe)
     fields |= {"moe_intermediate_size": fields["intermediate_size"], "first_k_dense_replace": len(dense)}

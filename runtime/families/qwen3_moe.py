@@ -61,7 +61,7 @@ def _dense(config: Config, count: int) -> list[int]:
 def config(model: Decoder) -> Data:
     """Converts a model to the fields of a config."""
     experts, every = first_moe(model), range(model.blocks.count)
-    kinds = [{type(layer) for layer in model.blocks.block(i).layers} for i in every]
+    kinds = [{type(layer) for layer in model.blocks.every[i].layers} for i in every]
     dense = [i for i in every if Moe not in kinds[i]]
     fields = sizes(model) | heads(model) | feed_forward(model, Moe)
     fields |= {"moe_intermediate_size": fields["intermediate_size"], "mlp_only_layers": dense}

@@ -114,7 +114,7 @@ def window_of(mask: Any) -> int | None:
 
 def layer_of(model: Decoder, kind: type[L], index: int = 0) -> L:
     """Returns the first layer of a kind in a block. Raises NotOfFamily if there is none."""
-    for layer in model.blocks.block(index).layers:
+    for layer in model.blocks.every[index].layers:
         if isinstance(layer, kind):
             return layer
     raise NotOfFamily(f"block {index} has no layer of kind {kind.__name__.lower()}")

@@ -64,7 +64,7 @@ def test_a_file_is_rewritten_with_its_comments(tmp_path: Path) -> None:
     assert names["blocks.3.skip.scale"] == names["blocks.0.mix.stream"] == names["blocks.2.attention.residual"] == (8,)
     assert "blocks.2.skip.scale" not in names and "blocks.3.skip.share" in names
     assert [name for name in names if name.endswith("value_scale")] == ["blocks.5.attention.value_scale"]
-    attention = [spec.model.blocks.block(i).layers[0].write for i in (3, 4)]  # type: ignore[attr-defined]
+    attention = [spec.model.blocks.every[i].layers[0].write for i in (3, 4)]  # type: ignore[attr-defined]
     assert attention == ["x + residual * y", None]
 
 

@@ -34,7 +34,7 @@ def test_an_item_behind_the_last_is_appended() -> None:
     first = [f"{changes}.0.where=layer == 1", f"{changes}.0.mlp.hidden=64", f"{changes}.0.mlp.ratio="]
     spec, _ = load(BASE, [*first, f"{changes}.+={{where: layer >= 2, mlp: {{act: gelu(x)}}}}"])
     assert [change.where for change in spec.model.blocks.changes] == ["layer == 1", "layer >= 2"]
-    assert spec.model.blocks.block(1).layers[1].hidden == 64 and spec.model.blocks.block(2).layers[1].act == "gelu(x)"
+    assert spec.model.blocks.every[1].layers[1].hidden == 64 and spec.model.blocks.every[2].layers[1].act == "gelu(x)"
     (error,) = errors_of(f"{changes}.1.where=layer == 1")
     assert error.code == "S014" and "it has 0 items" in error.hint and "`+` appends" in error.hint
 
