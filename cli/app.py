@@ -266,7 +266,7 @@ def _problem(error: Exception) -> Any:
     if isinstance(error, OSError) and error.errno in FULL:
         return DiskProblem(f"standard output cannot be written: {error.strerror}")
     if isinstance(error, ModuleNotFoundError) and type(error).__name__ == "PackageNotFoundError":
-        message = f"{error.name} is not an installed package, so that its version, which it records, is unknown"
+        message = f"{error.name} is not installed, so the version that its files state is unknown"
         return MissingPackage(message, "in the folder of its pyproject.toml: pip install -e .")
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
         message = str(error)

@@ -28,7 +28,7 @@ def uncached(programs: Programs) -> Programs:
     shift = next((node for node in score.nodes if isinstance(node.op, Shift)), None)
     loss = next((node for node in score.nodes if isinstance(node.op, CrossEntropy)), None)
     if shift is None or loss is None or any(isinstance(node.op, Fused) for node in score.nodes):
-        raise ValueError(f"the program score of {programs.name} is not cut into what it reads and what it writes")
+        raise ValueError(f"the program score of {programs.name} cannot be split into encoder and decoder")
     logits = loss.inputs[0]
     read, write = _halves(score, shift)
     inside = {ref for node in write for ref in node.outputs}

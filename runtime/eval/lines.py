@@ -137,8 +137,8 @@ class _Lines:
 
 
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
-    """Yields the sets of lines that `options.data` names. The default are the sets of the run, or else of the run's
-    task."""
+    """Yields the sets of lines that `options.data` names. By default, yields the sets of the run, or else of the task
+    of the run."""
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
     data = options.data or opened.data or task.name

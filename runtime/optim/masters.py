@@ -81,7 +81,8 @@ class Masters:
         self._lay_out(dtypes, sharded, unclipped)
 
     def release(self) -> None:
-        """Releases the f32 values of masters in bf16. Until then, optimizers can create state like them."""
+        """Releases the f32 values of masters in bf16. Until then, optimizers can create state of the same shapes and
+        dtypes."""
         for name, nan in self._released.items():
             self.tensors[name].data = nan
 

@@ -124,7 +124,9 @@ def allocate_bits(
     choices = {name: options for name in base if len(options := _widths(name, base[name], allocate, cost)) > 1}
     if not choices:
         message = f"allocate: no parameter of {allocate.match!r} supports several of the bits {list(allocate.bits)}"
-        raise QuantizeError(message, "widen quant.allocate.match, or give them a scheme with a width")
+        raise QuantizeError(
+            message, "widen quant.allocate.match, or give the parameters a scheme with a number of bits"
+        )
     names = list(choices)
     sized = [[(estimate(name, scheme), nats) for scheme, nats in choices[name]] for name in names]
 

@@ -41,7 +41,7 @@ def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_form_that_a_model_does_not_have() -> None:
-    with pytest.raises(ValueError, match="is not cut into what it reads and what it writes"):
+    with pytest.raises(ValueError, match="cannot be split into encoder and decoder"):
         pipeline.after(TEXT, "cpu", "uncached")
     assert pipeline.deployed(TEXT, "cpu") is None
 

@@ -150,7 +150,7 @@ class SoftmaxLossCuda(Kernel):
     def rejects(self, site: Site) -> str | None:
         dtype, width, op = site.inputs[0].dtype, width_of(site), loss_of(site)
         if dtype not in ELEMENTS:
-            return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean is too small a number"
+            return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean underflows"
         if width <= WHOLE:
             return f"is for rows of more than {WHOLE} columns, which do not fit into registers; these have {width}"
         if width * BYTES[dtype] % VECTOR:

@@ -171,7 +171,7 @@ class SoftmaxLossTriton(Kernel):
     def rejects(self, site: Site) -> str | None:
         dtype = site.inputs[0].dtype
         if dtype not in LOGITS:
-            return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean is too small a number"
+            return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean underflows"
         try:
             triton_text(reread(loss_of(site).f)), triton_text(derive(reread(loss_of(site).f), "z"))
         except ExprError as error:

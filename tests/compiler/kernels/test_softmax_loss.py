@@ -82,7 +82,7 @@ def test_every_target_has_one_kernel_for_it() -> None:
 def test_refusals_say_why() -> None:
     reason = "on sm90, Torch would read the logits three times and keep them in f32"
     assert SOFTMAX_LOSS_TORCH.rejects(loss_site(1000)) == reason
-    reason = "reads logits in bf16 or f32; in f16 the gradient of a mean is too small a number"
+    reason = "reads logits in bf16 or f32; in f16 the gradient of a mean underflows"
     assert SOFTMAX_LOSS_TRITON.rejects(loss_site(1000, dtype="f16")) == reason
     nested = "silu(" * 12 + "z" + ")" * 12
     reason = f"cannot print {nested}: the expression prints as more than 20000 characters"

@@ -103,7 +103,7 @@ def test_a_source_is_read_once_and_keys_of_it_are_made_again() -> None:
 
 
 def test_a_model_of_text_is_not_cut() -> None:
-    with pytest.raises(ValueError, match="is not cut into what it reads and what it writes"):
+    with pytest.raises(ValueError, match="cannot be split into encoder and decoder"):
         uncached(lower(load(SPEC)[0], "cpu"))
 
 
