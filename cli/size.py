@@ -6,11 +6,11 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import json_option, model_argument
+from specc.cli.options import Compiling, json_option, model_argument
 from specc.cli.output import find_over_budget, say
 
 
-@click.command("size")
+@click.command("size", cls=Compiling)
 @model_argument
 @click.option("--budget", type=click.IntRange(min=1), help="Budget in bytes. By default, that of the spec.")
 @click.option(
