@@ -41,6 +41,18 @@ def test_comments_remain_except_those_of_changed_values(tmp_path: Path, monkeypa
     assert comments == [text for text in re.findall(r"#.*", path.read_text())[1:] if "multiple of 128" not in text]
 
 
+def test_an_editor_finds_the_schema_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["init", "first", "--from", str(ROOT / "specs/gpt_mini.yaml")]) == 0
+    assert Path("specs/first.yaml").read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+    assert app.run(["schema", "--check"]) == 0
+    Path("specs/schema.json").write_text("{}")  # an existing one is not replaced
+    assert app.run(["init", "second", "--from", "first"]) == 0
+    assert Path("specs/schema.json").read_text() == "{}"
+
+
 def test_a_spec_without_a_small_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +81,7 @@ def test_init_keeps_comments_and_refuses_to_overwrite(here: Path, specc: Shell) 
         "gpt_mlp35_base.yaml",
         "mine.yaml",
         "mine2.yaml",
+        "schema.json",
         "tiny.yaml",
     ]
 
