@@ -9,7 +9,7 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import device_option, json_option, set_option, spec_argument
+from specc.cli.options import device_option, json_option, picture_option, set_option, spec_argument
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, given_arguments, joined_world, launched
 
@@ -60,12 +60,7 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     help="Tokens of a text at the end of `decode`. Repeatable. By default, 128, 512, 2048 and 8192, each at most "
     "the model's context; on a CPU, 128 and 512.",
 )
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE.png",
-    help="Write a roofline picture. Needs matplotlib.",
-)
+@picture_option("Write a roofline picture.")
 @json_option
 def command(
     spec: Path,

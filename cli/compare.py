@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from specc.cli.options import device_option, json_option, tokenizers_option
+from specc.cli.options import device_option, json_option, picture_option, tokenizers_option
 from specc.cli.output import Stages, say
 
 if TYPE_CHECKING:
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 @click.command("compare")
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUNS...")
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE.png",
-    help="Write the curves of the loss over tokens and over seconds. Needs matplotlib.",
-)
+@picture_option("Write the curves of the loss over tokens and over seconds.")
 @click.option(
     "--calibration",
     is_flag=True,

@@ -1,12 +1,14 @@
 """Arguments, options and classes that several commands share, and the specs and targets that they select."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rich_click as click
 
 folder = click.Path(path_type=Path)
+F = TypeVar("F", bound=Callable[..., Any])
 SPECS = Path("specs")
 
 
@@ -71,6 +73,12 @@ model_argument = click.argument("model", type=folder, metavar="RUN|ARTIFACT", ca
 tokenizers_option = click.option(
     "--tokenizers", multiple=True, type=folder, help="Folder to search for the file of the tokenizer. Repeatable."
 )
+
+
+def picture_option(text: str) -> Callable[[F], F]:
+    """Returns the option `--picture`; `text` says what the picture shows."""
+    path = click.Path(dir_okay=False, writable=True, path_type=Path)
+    return click.option("--picture", type=path, metavar="FILE.png", help=f"{text} Needs matplotlib.")
 
 
 def tokenizer_of(name: str, search: tuple[Path, ...]) -> tuple[Any, tuple[Path, ...]]:

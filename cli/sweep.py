@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich_click as click
 
-from specc.cli.options import folder, json_option, stated
+from specc.cli.options import folder, json_option, picture_option, stated, tokenizers_option
 from specc.cli.output import say
 
 if TYPE_CHECKING:
@@ -37,15 +37,8 @@ if TYPE_CHECKING:
 @click.option(
     "--max-seconds", type=click.FloatRange(min=0), default=math.inf, help="Start no run after this number of seconds."
 )
-@click.option(
-    "--picture",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE.png",
-    help="Write a picture of the results. Needs matplotlib.",
-)
-@click.option(
-    "--tokenizers", multiple=True, type=folder, help="Folder to search for the file of the tokenizer. Repeatable."
-)
+@picture_option("Write a picture of the results.")
+@tokenizers_option
 @json_option
 def command(
     file: Path,

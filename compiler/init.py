@@ -7,10 +7,15 @@ from specc.compiler.errors import SpeccError
 from specc.compiler.generated_folder import replace_file
 from specc.compiler.small import small_version
 from specc.compiler.spec.check import load
+from specc.compiler.spec.json_schema import schema_text
+
+MODELINE = "$schema=schema.json"  # by which editors find the schema beside a spec
 
 
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     """Writes a copy of `origin`, including comments, to `target` under another model name.
+
+    Also writes the schema that the copy names for editors, if it is not beside `target` yet.
 
     Args:
         origin: the spec to copy.
@@ -36,3 +41,6 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     renamed = small_version(renamed, origin.stem) if small else renamed
     target.parent.mkdir(parents=True, exist_ok=True)
     replace_file(target, renamed)
+    schema = target.with_name("schema.json")
+    if MODELINE in renamed and not schema.exists():
+        replace_file(schema, schema_text())

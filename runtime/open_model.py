@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from platformdirs import user_cache_path
@@ -300,6 +300,20 @@ def spec_at(path: Path) -> Spec:
 def token_cache() -> Path:
     """Returns the default folder of tokenized text."""
     return user_cache_path("specc") / "tokens"
+
+
+class DataChoice(Protocol):
+    """Options of a command that reads the data of a run."""
+
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def cache(self) -> Path | None: ...
+
+
+def data_of(run: Run, options: DataChoice) -> tuple[str, Path]:
+    """Returns the data and the folder of tokenized text: those of `options`, else those of the run and the user."""
+    return options.data or run.data, options.cache or token_cache()
 
 
 @dataclass(frozen=True, slots=True)

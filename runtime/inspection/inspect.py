@@ -25,7 +25,7 @@ from specc.runtime.inspection.ranks import RankUse, is_matrix, rank_uses
 from specc.runtime.inspection.sensitivity import Sensitivity, schemes_at, sensitivities
 from specc.runtime.inspection.units import UnitActivity, Units
 from specc.runtime.log import Say
-from specc.runtime.open_model import OpenedModel, as_trained, opened_run, realize, token_cache
+from specc.runtime.open_model import OpenedModel, as_trained, data_of, opened_run, realize
 from specc.runtime.quantize.quantizer import Quantizer, Statistics
 from specc.runtime.quantize.schemes import base_schemes
 from specc.runtime.storage.run_directory import Run
@@ -214,7 +214,7 @@ class _Work:
         """Yields pairs of rows: of the validation split for text, of the training data for lines."""
         spec, options = self.run.spec, self.options
         if not self.is_text:
-            data = source_of(spec)(spec, self.opened.search).open(self._data, self._cache, self.stack)
+            data = source_of(spec)(spec, self.opened.search).open(*data_of(self.run, self.options), self.stack)
             yield from data.calibration(options.sequences, 2)
             return
         settings = Calibrate(sequences=options.sequences, batch=min(2, options.sequences))
@@ -257,7 +257,8 @@ class _Work:
         hessians = capture_hessians(unfused, windows(), opened.device, counted("calibrate"))
         gradients = capture_gradients(unfused, windows(), opened.device, counted("gradients"))
         quantizer = Quantizer(self.on_device, Statistics(hessians, gradients))
-        settings = EvaluateOptions(self._data, max_tokens=self.options.max_tokens, cache=self._cache, compiled=False)
+        data, cache = data_of(self.run, self.options)
+        settings = EvaluateOptions(data, max_tokens=self.options.max_tokens, cache=cache, compiled=False)
         measure = partial(evaluate_text, opened, settings)
         rows: list[Sensitivity] = []
         for row in sensitivities(opened.model, quantizer, pairs, measure, refused):
@@ -269,14 +270,7 @@ class _Work:
         return replace(result, sensitivity=tuple(rows), scored=scored)
 
     def _stream(self, split: str) -> TokenStream:
-        stream = open_stream(self._data, split, self.opened.tokenizer, self._cache)  # type: ignore[arg-type]
+        data, cache = data_of(self.run, self.options)
+        stream = open_stream(data, split, self.opened.tokenizer, cache)  # type: ignore[arg-type]
         self.stack.callback(stream.close)
         return stream
-
-    @property
-    def _data(self) -> str:
-        return self.options.data or self.run.data
-
-    @property
-    def _cache(self) -> Path:
-        return self.options.cache or token_cache()

@@ -31,7 +31,7 @@ from specc.runtime.errors import QuantizeError, cannot_write
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
-from specc.runtime.open_model import OpenedModel, Say, as_trained, opened_run, realize, realize_stored, token_cache
+from specc.runtime.open_model import OpenedModel, Say, as_trained, data_of, opened_run, realize, realize_stored
 from specc.runtime.quantize.promotion import promoted
 from specc.runtime.quantize.quantizer import IntegerInputs, Progress
 from specc.runtime.quantize.report import InputRow, Row, clipped_line, input_report, report
@@ -133,7 +133,8 @@ class _Quantization:
         return realize(self.run.spec, target, self.options.device, self.weights, fuse=False).model
 
     def _windows(self) -> Windows:
-        stream = open_stream(self._data, "train", self.opened.tokenizer, self._cache)
+        data, cache = data_of(self.run, self.options)
+        stream = open_stream(data, "train", self.opened.tokenizer, cache)
         self.stack.callback(stream.close)
         spec = self.run.spec
         return calibration_windows(stream, self.quant.calibrate, spec.model.window, spec.train.seed)
@@ -145,7 +146,7 @@ class _Quantization:
             rows = ({"ids": ids, "targets": targets} for ids, targets in text.windows(calibrate.batch))
         else:
             ready = source_of(self.run.spec)(self.run.spec, self.opened.search)
-            data = ready.open(self._data, self._cache, self.stack)
+            data = ready.open(*data_of(self.run, self.options), self.stack)
             rows = data.calibration(calibrate.sequences, calibrate.batch)
         batches = ({name: ids.to(self.opened.device) for name, ids in batch.items()} for batch in rows)
         programs = lower(self.run.spec, self.opened.loaded.target.name)
@@ -173,14 +174,6 @@ class _Quantization:
         if trained:
             self.say("inputs keep the scales of the training, and weights are rounded as in the training")
         return trained
-
-    @property
-    def _data(self) -> str:
-        return self.options.data or self.run.data
-
-    @property
-    def _cache(self) -> Path:
-        return self.options.cache or token_cache()
 
 
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:

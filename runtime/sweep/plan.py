@@ -117,14 +117,14 @@ class _Override:
     def flag(self) -> str:
         return f"{FLAG} {self.text.partition('=')[0].strip()}" if "=" in self.text else FLAG
 
-    def moved(self, found: Diagnostic, sweep: Source) -> Diagnostic:
+    def moved(self, problem: Diagnostic, sweep: Source) -> Diagnostic:
         """Returns a diagnostic about this override at its place in the sweep file."""
-        offset = found.mark.column - 1
+        offset = problem.mark.column - 1
         if self.value is None:
             place = sweep.inside(self.path, offset)
         else:
             place = sweep.key(self.path) if offset < self.text.index("=") else sweep.place(self.value)
-        return replace(found, file=place.file, mark=place.mark, related=())
+        return replace(problem, file=place.file, mark=place.mark, related=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
     keys, labels = list(file.grid), _labels(file.grid)
     entries = file.settings or (Setting(name=Path(file.spec).stem if not file.grid else "-"),)
     for number, entry in enumerate(entries):
-        own = tuple(_Override(text, ("settings", number, "set", i)) for i, text in enumerate(entry.set))
+        stated = tuple(_Override(text, ("settings", number, "set", i)) for i, text in enumerate(entry.set))
         for point in product(*(range(len(file.grid[key])) for key in keys)):
             values = {key: file.grid[key][i] for key, i in zip(keys, point, strict=True)}
             over = tuple(
@@ -202,7 +202,7 @@ def _settings(file: SweepFile) -> Iterator[_Setting]:
             )
             words = [entry.name] if file.settings or not file.grid else []
             words += [f"{labels[key]}={_shown(value)}" for key, value in values.items()]
-            yield _Setting(", ".join(words), (*shared, *own, *over), entry.seeds or file.seeds, values)
+            yield _Setting(", ".join(words), (*shared, *stated, *over), entry.seeds or file.seeds, values)
 
 
 def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
@@ -329,15 +329,15 @@ class _Plan:
         """Raises SpecError if there are problems."""
         if not self._problems:
             return
-        found = []
+        diagnostics = []
         for problem, settings in self._problems.items():
             more = f" and {len(settings) - SHOWN} more" if len(settings) > SHOWN else ""
             names = ", ".join(quote(name) for name in settings[:SHOWN]) + more
             where = f"the setting{'s' if len(settings) > 1 else ''} {names}"
             where = "every setting" if len(settings) == self._count > 1 else where
             message = f"{problem.message} (in {where})"
-            found.append(replace(problem, message=message) if settings else problem)
-        raise SpecError(found, self._texts)
+            diagnostics.append(replace(problem, message=message) if settings else problem)
+        raise SpecError(diagnostics, self._texts)
 
     def _note(
         self,
@@ -373,8 +373,8 @@ class _Plan:
             self._known[alike] = setting.name
         else:
             message = f"the settings {quote(first)} and {quote(setting.name)} have the same spec"
-            own = [over for over in setting.overrides if over.path[:1] != ("set",)]
-            path = (own[-1].value or own[-1].path) if own else ()
+            unshared = [over for over in setting.overrides if over.path[:1] != ("set",)]
+            path = (unshared[-1].value or unshared[-1].path) if unshared else ()
             self._problems[Diagnostic("S501", message, "remove one of them", *self._at(path))] = []
 
     def _at(self, path: DataPath) -> tuple[str, Any]:

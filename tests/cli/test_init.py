@@ -1,9 +1,11 @@
-"""`specc init --small`: any committed spec as one that trains on a CPU within a minute."""
+"""`specc init` copies a spec; with `--small`, as one that trains on a CPU within a minute."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from cli_shell import ROOT, Shell, bad
 from log_lines import read_log
 from run_samples import write_text
 
@@ -11,7 +13,6 @@ from specc.cli import app
 from specc.compiler import pipeline
 from specc.compiler.spec.check import load
 
-ROOT = Path(__file__).parents[2]
 SPECS = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
 
 
@@ -40,6 +41,18 @@ def test_comments_remain_except_those_of_changed_values(tmp_path: Path, monkeypa
     assert comments == [text for text in re.findall(r"#.*", path.read_text())[1:] if "multiple of 128" not in text]
 
 
+def test_an_editor_finds_the_schema_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert app.run(["init", "first", "--from", str(ROOT / "specs/gpt_mini.yaml")]) == 0
+    assert Path("specs/first.yaml").read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+    assert app.run(["schema", "--check"]) == 0
+    Path("specs/schema.json").write_text("{}")  # an existing one is not replaced
+    assert app.run(["init", "second", "--from", "first"]) == 0
+    assert Path("specs/schema.json").read_text() == "{}"
+
+
 def test_a_spec_without_a_small_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,3 +63,33 @@ def test_a_spec_without_a_small_version_is_refused(
     message = capsys.readouterr().err
     assert "wide has no small version: a stride of 200 tokens skips some tokens; the context is 128" in message
     assert not Path("specs").exists()
+
+
+def test_init_keeps_comments_and_refuses_to_overwrite(here: Path, specc: Shell) -> None:
+    shutil.copy(ROOT / "specs/gpt_mlp35_base.yaml", "specs/gpt_mlp35_base.yaml")
+    before = Path("specs/gpt_mlp35_base.yaml").read_text()
+    for name, origin in (("mine", "gpt_mlp35_base"), ("mine2", "specs/gpt_mlp35_base.yaml")):
+        assert specc("init", name, "--from", origin) == 0
+        assert specc.out == f"wrote specs/{name}.yaml; next: specc plan specs/{name}.yaml\n"
+        assert Path(f"specs/{name}.yaml").read_text() == before.replace("name: gpt_mlp35_base\n", f"name: {name}\n")
+    assert specc("init", "mine", "--from", "gpt_mini") == 2
+    assert specc("init", "mine", "--from", "gpt_mlp35_base") == 2
+    assert "specs/mine.yaml exists already" in specc.err
+    assert specc("init", "a/b", "--from", "gpt_mlp35_base") == 2
+    assert "'a/b' is not a model name" in specc.err
+    assert sorted(path.name for path in Path("specs").iterdir()) == [
+        "gpt_mlp35_base.yaml",
+        "mine.yaml",
+        "mine2.yaml",
+        "schema.json",
+        "tiny.yaml",
+    ]
+
+
+def test_init_of_a_spec_whose_name_is_elsewhere(here: Path, specc: Shell) -> None:
+    assert specc("init", "mine", "--from", "tiny") == 2
+    assert "has no line `name: ...` at the left margin" in specc.err
+    bad(here)
+    assert specc("init", "mine", "--from", "bad.yaml") == 2
+    assert "S210" in specc.err
+    assert not Path("specs/mine.yaml").exists()

@@ -190,7 +190,7 @@ def test_a_sweep_can_be_compared(swept: tuple[Path, Path, Any], capsys: pytest.C
     )
     assert facts["pairs"][0]["test"]["p"] <= 1 and "gelu(x)" in str(facts["pairs"][0]["spec"])
     assert any("too_fast-seed1 is left out" in note for note in facts["notes"])
-    assert [len(found) for found in facts["calibration"].values()] == [2, 2]
+    assert [len(results) for results in facts["calibration"].values()] == [2, 2]
     assert set(facts["texts"]) == {"base", "gelu"}
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,21 @@ def done_today(test: str, trials: Trials) -> bool:
         and all(result["trials"].get(name, 0) >= number for name, number in trials.items())
         for result in results()
     )
+
+
+def rounds_left(cache: pytest.Cache, test: str, rounds: Sequence[str]) -> Iterator[str]:
+    """Yields the rounds of a long test that have not passed today, and notes each one when the next is asked for.
+
+    A `make soak` that was stopped goes on with the round that it stopped in. `rounds` are the names of the rounds.
+    """
+    key, today = f"specc/{test}", time.strftime("%Y-%m-%d", time.gmtime())
+    noted = cache.get(key, {})
+    passed = noted["rounds"] if noted.get("date") == today and "SPECC_SOAK_AGAIN" not in os.environ else []
+    for name in rounds:
+        if name not in passed:
+            yield name
+            passed = [*passed, name]
+            cache.set(key, {"date": today, "rounds": passed})
 
 
 def record(promise: str, test: str, trials: Trials, seconds: float, passed: bool) -> str:

@@ -5,12 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from failing_writers import WRITERS
 from run_samples import HELPERS, make_run, small_spec, write_text
-from tiers import Trials, tiers
+from tiers import Trials, rounds_left, tiers
 
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 
@@ -53,9 +54,15 @@ def attempts(disk: Path, old: Path, folder: Path, writer: str, first: int, strid
 
 
 @tiers("C25", writers=(2, 6), failing_calls_of_each=(12, 500))
-def test_each_failing_call_is_a_clean_failure(trials: Trials, disk: Path, old: Path, tmp_path: Path) -> None:
+def test_each_failing_call_is_a_clean_failure(
+    trials: Trials, disk: Path, old: Path, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
     """Once, and from then on; no space left, or an error of the device."""
-    writers = QUICK if trials["writers"] == 2 else tuple(WRITERS)
+    writers: Iterable[str] = QUICK
+    if trials["writers"] > len(QUICK):
+        names = {f"{writer}, {trials['failing_calls_of_each']}": writer for writer in WRITERS}
+        left = rounds_left(pytestconfig.cache, "C25", [*names])  # type: ignore[arg-type]
+        writers = (names[name] for name in left)
     for writer in writers:
         total = int(str(attempts(disk, old, tmp_path / f"{writer}_count", writer, 10**9, 1)["calls"]))
         assert total > 3

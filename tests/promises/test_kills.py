@@ -11,26 +11,26 @@ from pathlib import Path
 
 import pytest
 from started_runs import arguments, ended, started
-from tiers import Trials, soak
+from tiers import Trials, rounds_left, soak
 
 from specc.cli.app import run
 from specc.runtime.storage import checkpoint
 
+ROUND = 100  # kills after which a soak that is stopped need not repeat them
 TESTS = Path(__file__).parents[1]
 
 
 @soak("C24", kills=2_000)
-def test_kills_of_training_quantizing_and_exporting(trials: Trials) -> None:
-    """A half of the kills hit training, a quarter quantizing, a quarter exporting."""
-    environment = {**os.environ, "SPECC_KILLS": str(trials["kills"]), "SPECC_KILL_SEED": str(int(time.time()))}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--timeout", "0", "-q"]
-    done = subprocess.run(
-        [*command, str(TESTS / "runtime" / "storage" / "test_killed.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+def test_kills_of_training_quantizing_and_exporting(trials: Trials, pytestconfig: pytest.Config) -> None:
+    """A half of the kills hit training, a quarter quantizing, a quarter exporting. A round has 100."""
+    kills = trials["kills"]
+    sizes = {f"{first} of {kills}": min(ROUND, kills - first) for first in range(0, kills, ROUND)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "0", "-q"]
+    for name in rounds_left(pytestconfig.cache, "C24", [*sizes]):  # type: ignore[arg-type]
+        environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
+        test = str(TESTS / "runtime" / "storage" / "test_killed.py")
+        done = subprocess.run([*command, test], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-4000:]
 
 
 @soak("C29", killed_ranks=20, hung_ranks=10)
