@@ -152,5 +152,5 @@ def test_without_an_installation_there_is_one_clear_line(
     monkeypatch.setattr(importlib.metadata, "version", missing)
     for arguments in (["--version"], ["build"]):
         assert specc(*arguments) == 3
-        assert specc.err.startswith("error: E002 specc is not an installed package") and "pip install -e ." in specc.err
+        assert specc.err.startswith("error: E002 specc is not installed") and "pip install -e ." in specc.err
         assert "Traceback" not in specc.err
