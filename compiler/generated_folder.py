@@ -191,7 +191,7 @@ def _require_same_source(folder: Path, files: Files) -> None:
         return
     if (source := _source(folder.name, files[MANIFEST])) != previous:
         hint = f"give {source} another `name`, or build with --force to replace the files"
-        raise OtherSource(f"{folder} was built from {previous}, and {source} has the same name", hint)
+        raise OtherSource(f"{folder} was built from {previous}, and {source} has the same `name`", hint)
 
 
 def _source(name: str, manifest: str) -> str:

@@ -68,7 +68,7 @@ class Scope:
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
-        """Returns the value that a part reads, before the norm; empty if there is none."""
+        """Returns the input of a part, to which its norm is not yet applied. Empty if the part has no input."""
         self.enter(part.title)
         text = part.wirings.get("read")
         if not isinstance(text, str):

@@ -45,7 +45,12 @@ class Pool(StrictModel):
         masks of attention. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "the mask of blocks reads documents, but the mask of attention does not"
-            yield Problem(("mask",), "S289", message, "add the condition to both, or to none")
+            yield Problem(
+                ("mask",),
+                "S289",
+                message,
+                "add the condition on documents to both masks, or remove it from the mask of blocks",
+            )
         if self.block > context:
             message = f"a block has {self.block} tokens, and the context {context}"
             yield Problem(("block",), "S289", message, f"use at most {context}")

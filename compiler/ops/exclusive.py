@@ -24,7 +24,7 @@ class Exclusive(Op):
         heads, groups = y.shape[-2], v.shape[-2]
         assert isinstance(heads, int) and isinstance(groups, int)
         if heads % groups or y.with_shape(*y.shape[:-2], groups, y.width) != v:
-            raise TypeRuleError(f"removes values {v} from outputs {y}", (0, 1))
+            raise TypeRuleError(f"cannot remove values {v} from outputs {y}: the shapes do not fit", (0, 1))
         return (y,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

@@ -177,7 +177,7 @@ def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *l
         raise TypeRuleError(f"needs angles [T, R] for the tokens of {x}, not {cos} and {sin}", (0, 1, 2))
     assert isinstance(channels, int) and isinstance(pairs, int)
     if 2 * pairs > channels:
-        raise TypeRuleError(f"cannot rotate {2 * pairs} dims of heads of {channels}", (0, 1))
+        raise TypeRuleError(f"cannot rotate {2 * pairs} channels: a head has {channels}", (0, 1))
     shapes: dict[str, tuple[Dim, ...]] = {"weight": (channels,), "gain": (heads, 1)}
     for i, (name, type) in enumerate(zip(op.learned, learned, strict=True), 3):
         if type.shape != shapes[name]:

@@ -148,7 +148,7 @@ class Rope(Op):
         x, cos, _ = inputs
         assert isinstance(x.width, int) and isinstance(cos.width, int)
         if 2 * cos.width > x.width:
-            raise TypeRuleError(f"cannot rotate {2 * cos.width} dims of heads of {x.width}", (0, 1))
+            raise TypeRuleError(f"cannot rotate {2 * cos.width} channels: a head has {x.width}", (0, 1))
         return (x,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:

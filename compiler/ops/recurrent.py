@@ -50,9 +50,9 @@ def updated(sums: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 class Lstm(Op):
     """Runs x [B, T, D] through one LSTM or, with `directions` 2, one forward and one backward in time.
 
-    Inputs are x, the initial h and c [B, directions H], then the weights of each direction: input [4H, D], hidden [4H,
-    H] and `biases` vectors [4H]. Outputs are y [B, T, directions H] and the last h and c. The features of the
-    directions are concatenated.
+    Inputs are x, then the initial h and c [B, directions * H], then for each direction: the input weights [4H, D], the
+    hidden weights [4H, H], and the bias vectors [4H], whose number is `biases`. Outputs are y [B, T, directions H]
+    and the last h and c. The features of the directions are concatenated.
     """
 
     name: ClassVar[str] = "lstm"

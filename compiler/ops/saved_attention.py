@@ -75,7 +75,8 @@ class SavedAttentionGrad(Op):
     `forward`.
 
     Let p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)). Then dv = p^T dy, dq = ds k / sqrt(C), and dk =
-    ds^T q / sqrt(C). The gradients of query heads that share a key head are added.
+    ds^T q / sqrt(C). If several query heads share a key head, dk and dv are
+    summed over them.
     """
 
     matrix: ClassVar[bool] = True

@@ -82,7 +82,9 @@ def _unable(target: Target) -> Iterator[Problem]:
     """Yields the problem of a GPU without products of 8-bit floats."""
     if "gpu" in target.features and "fp8_mma" not in target.features:
         message = f"{target.name} ({target.title}) has no products of 8-bit floats"
-        yield Problem(_path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later have them")
+        yield Problem(
+            _path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later multiply floats of 8 bits"
+        )
 
 
 def _calling(node: Node, copies: Mapping[str, str]) -> Node:

@@ -124,7 +124,7 @@ def _moved(option: SaveChoice) -> int:
 
 
 def group_pattern(programs: Programs, group: Group, node: str) -> str:
-    """Returns the path pattern of a node of a group, over all places that run the group."""
+    """Returns one path pattern that matches a node of a group in every place that runs the group."""
     return place_pattern(programs, programs.callers[group.name], node)
 
 

@@ -85,8 +85,8 @@ class Init(StrictModel):
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
         """Returns the name of the field that is set, and the value of that field for a parameter of this shape.
 
-        For `fan_in` and `fan_out`, a vector counts as a matrix of one row, and the matrices [experts, rows, columns] of
-        experts as one of them. Raises ExprError if the formula has no value.
+        `fan_in` and `fan_out` treat a vector as a matrix of one row. For experts [experts, rows, columns], they are
+        those of the matrix of one expert. Raises ExprError if the formula has no value.
         """
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (1, prod(shape))
         names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}

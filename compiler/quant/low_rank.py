@@ -27,7 +27,7 @@ def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
 
 
 def bits(rows: int, columns: int, rank: int) -> int:
-    """Returns the size of a correction in bits with packed codes, including scales."""
+    """Returns the number of bits of a correction: its packed codes and its scales."""
     return rank * (2 * rows + 4 * columns + 16 + 16 * -(-columns // GROUP))
 
 

@@ -463,7 +463,7 @@ class Body:
 
 
 def constants_of(plan: Plan) -> Mapping[str, str]:
-    """Returns the names of constants that formulas of the spec define, by their digits."""
+    """Maps the digits of each constant that a formula of the spec defines to the name of the constant."""
     return {repr(value): name for name, value, _ in plan.programs.constants}
 
 

@@ -170,7 +170,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
     largest = float(torch.stack(differences).max())  # NaN if one is
     agreement = Agreement(BATCHES, largest, abs(nats - expected) / max(tokens, 1) / math.log(2))
     if not (largest <= TOLERANCE and agreement.bits <= TOLERANCE):
-        raise IntegrityError(f"{export.spec.name}: the exported program is not the model: {agreement.line()}")
+        raise IntegrityError(f"{export.spec.name}: the outputs of the exported program differ: {agreement.line()}")
     say(agreement.line())
     return agreement
 

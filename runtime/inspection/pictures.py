@@ -62,7 +62,10 @@ def draw(result: Inspection, folder: Path) -> Iterator[Path]:
 
 
 def role_of(name: str) -> tuple[str, int | None]:
-    """Returns the name of a parameter with `*` for its block, and the index of the block; None without one."""
+    """Returns the name of a parameter with `*` in place of the index of its block, and that index.
+
+    For a parameter outside blocks, the name is unchanged and the index is None.
+    """
     match = _INDEX.search(name)
     if match is None:
         return name, None

@@ -68,7 +68,7 @@ def text_model(module: Any) -> GeneratedText:
 
 
 def paged_model(module: Any) -> GeneratedPages:
-    """Casts a module that was generated from a text spec with a cache in pages."""
+    """Casts to GeneratedPages a module that was generated from a text spec and whose cache is in pages."""
     return cast(GeneratedPages, module)
 
 

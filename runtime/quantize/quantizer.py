@@ -33,7 +33,7 @@ class IntegerInputs:
     """The inputs of int8 products.
 
     Attributes:
-        sources: the products.
+        sources: the int8 products that read these inputs.
         ranges: the measured range of each input, by weight.
         trained: the scales f32 [1] or [K] that the run trained with, by the first weight that reads the input; empty
             if calibration chooses the scales.

@@ -80,7 +80,9 @@ def export_submission(
             raise ExportError(f"{file} exists", "name another folder with --out, or replace it with --force")
     if _without_rules(canonical(artifact.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
-            raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
+            raise RunFailure(
+                f"{path} ended before its last phase; a submission needs the weights after it", run.resume_command
+            )
         raise RunFailure(f"{source} was written for another spec than the present spec of the run", again)
     text = _code(run, targets, search, codec)
     with _removed_on_failure(out, weights):

@@ -108,7 +108,10 @@ class SweepRecord(StrictModel):
             raise IntegrityError(f"{directory / RECORD}: is damaged: {error}") from None
 
     def changes(self, new: "SweepRecord") -> Iterator[str]:
-        """Yields what a changed sweep file changes of the work of this record, and where. Additions are not changes."""
+        """Compares this record with `new`, the record of the edited sweep file. Yields one text per difference.
+
+        Additions are not differences.
+        """
         for name in ("data", "target"):
             if getattr(self, name) != getattr(new, name):
                 yield f"{name} is {getattr(new, name)}, and was {getattr(self, name)}"

@@ -244,7 +244,7 @@ def test_a_copy_of_a_spec_does_not_replace_what_the_spec_built(here: Path, specc
     before = stamps(here / "generated")
     shutil.copy("specs/tiny.yaml", "specs/copy.yaml")
     assert specc("build", "specs/copy.yaml") == 2
-    assert "generated/tiny was built from specs/tiny.yaml, and specs/copy.yaml has the same name" in specc.err
+    assert "generated/tiny was built from specs/tiny.yaml, and specs/copy.yaml has the same `name`" in specc.err
     assert stamps(here / "generated") == before
     assert specc("build", "specs/copy.yaml", "--force") == 0
     assert json.loads(Path("generated/tiny/manifest.json").read_text())["source"] == "specs/copy.yaml"

@@ -117,7 +117,8 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self, samples: Samples, batch: int, passes: int, device: torch.device, rank: int = 0, world: int = 1
     ) -> None:
         if batch < 1 or passes < 1 or not 0 <= rank < world:
-            raise ValueError(f"{batch=} and {passes=} must be positive, and 0 <= {rank=} < {world=}")
+            given = f"{batch=}, {passes=}, {rank=}, {world=}"
+            raise ValueError(f"batch and passes must be at least 1, and rank from 0 to world - 1; got {given}")
         super().__init__(1)
         self._samples, self._batch, self._passes = samples, batch, passes
         self._rank, self._world, self._device = rank, world, device

@@ -320,7 +320,7 @@ def module_of(sample: Sample) -> ModuleType:
         lines.append(
             render(file, OpContext(f"spelled_{next(MODULES)}"), "", "")
             if exists(file)
-            else render(f"torch/{support}.py.jinja", None, "", "")
+            else render(f"torch/{support}.py.jinja", None, "", "", ("torch", "Tensor", "nn", "F"))
         )
     text = sample.op.torch(names, types)
     lines += ["class M(nn.Module):", f"    def forward(self, {', '.join(names)}):", f"        return {text}"]

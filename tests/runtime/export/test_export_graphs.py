@@ -186,7 +186,7 @@ def test_a_graph_of_another_model_is_noticed_and_the_old_file_stays(
         return exported, least
 
     monkeypatch.setattr(program, "_graph", spoiled)
-    with pytest.raises(IntegrityError, match="the exported program is not the model"):
+    with pytest.raises(IntegrityError, match="the outputs of the exported program differ"):
         export(run, format, out, force=True)
     assert out.read_bytes() == b"the old file" and [path.name for path in tmp_path.glob("*x*")] == ["x"]
 
