@@ -23,6 +23,8 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 
+SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending factor of its path
+
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
     """Returns the variables of a pointwise member that are products of the group. Such products are stored only if the
@@ -105,7 +107,7 @@ class Derivation:
         """Returns the gradient with its pending scalar factor multiplied in."""
         if not grad.by:
             return grad.value
-        return self.b.add(f"{name}.scaled", Pointwise(("d * grad",), ("grad", "d")), (grad.value, grad.by))
+        return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
         """Returns a rule's result with the scalar factor `by` of its incoming gradient still pending."""

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.graph import Graph, Node, rename
-from specc.compiler.passes.backward import spelled
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.passes.backward import SCALED, spelled
 from specc.compiler.passes.merge import merge
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.plan.plan import Plan
@@ -15,6 +16,7 @@ from specc.compiler.render.body import Body
 from specc.compiler.render.function import LOCALS, Function, Speller, docstring
 
 NO_NAMES: Mapping[str, str] = {}
+ADD_SHARE = TorchCall("add_share", tuple(map(Input, range(4))))  # the sum, a chunk's part, its rows and all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class GroupContext:
     """A fused group as an autograd.Function, without a backward if no gradient flows through it.
 
     `saved` are the values that the forward saves. `restored` are the names of the saved values in the backward; empty
-    if the backward only passes them on.
+    if the backward only passes them on. `calls` are the support functions that the forward calls besides those of the
+    group's nodes.
     """
 
     name: str
@@ -31,6 +34,7 @@ class GroupContext:
     backward: Function | None
     saved: str
     restored: str
+    calls: tuple[TorchCall, ...] = ()
 
 
 def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
@@ -62,25 +66,27 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
     outputs = dict(rest.outputs)
     inside = [*forward.lines]
     (label, _), *_ = group.forward.outputs
-    gradients = dict(group.backward.outputs)
     types = dict(group.forward.inputs)
+    summed = [name for name, _ in group.backward.outputs if name.removeprefix("d_") not in rows]
+    derived = _unscaled(group.backward, summed)
+    gradients = dict(derived.outputs)
     saved, ending = [], ""
     if gradients:
         results = ((label, forward.text(outputs.get(label, label))) for label in group.saved)
-        backward = _body(plan, group.backward, reserved=reserved, names={"d": "share"})
+        backward = _body(plan, derived, reserved=reserved, names={"d": "share"})
         lines += [f"count, results = {rows[0]}.shape[0], 0.0"]
         total = f"results = results + share * {operand(forward.text(outputs[label]))}"
         inside = [f"share = {rows[0]}.shape[0] / count", *inside, total, *_bound(results), *backward.lines]
         for gradient, value in gradients.items():
             of = gradient.removeprefix("d_")
-            if of in rows:
+            if gradient not in summed:
                 lines.append(f"{gradient}_parts = []")
                 inside.append(f"{gradient}_parts.append({backward.text(value)})")
                 saved.append(f"torch.cat({gradient}_parts)")
                 continue
             wide = types[of].dtype in ("f32", "f64")
             lines.append(f"{gradient} = torch.zeros_like({of}{'' if wide else ', dtype=torch.float32'})")
-            inside.append(f"{gradient} += {backward.text(value)}")
+            inside.append(ADD_SHARE.text((gradient, backward.text(value), f"{rows[0]}.shape[0]", "count")))
             saved.append(gradient if wide else f"{gradient}.type_as({of})")
         ending = "results"
     else:
@@ -103,7 +109,16 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
         Function("backward", "", ("ctx", "d: Tensor"), (), ", ".join(learned), many) if gradients else None,
         ", ".join(saved),
         ", ".join(gradients),
+        (ADD_SHARE,) if summed else (),
     )
+
+
+def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
+    """Returns the backward of a loss, with some of its gradients before their last step, the product with `d`."""
+    last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
+    assert all(node.op == SCALED for node in last.values())
+    outputs = tuple((name, last[name].inputs[0] if name in last else ref) for name, ref in graph.outputs)
+    return replace(graph, nodes=tuple(node for node in graph.nodes if node not in last.values()), outputs=outputs)
 
 
 def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:

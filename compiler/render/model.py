@@ -79,7 +79,8 @@ def model_context(plan: Plan) -> ModelContext:
         for module, name in called.items()
     ]
     called_ones: dict[str, tuple[str, Any] | None] = {}
-    for call in (call for graph in _rendered_graphs(plan) for call in _supports(graph)):
+    of_nodes = (call for graph in _rendered_graphs(plan) for call in _supports(graph))
+    for call in (*of_nodes, *(call for group in groups for call in group.calls)):
         if called_ones.setdefault(call.support, call.generated) != call.generated:
             raise ValueError(f"two functions are named {call.support}")
     package = f"specc_{plan.name}"

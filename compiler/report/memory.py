@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specc.compiler.expr import Expr, derive, reread, variables
 from specc.compiler.expr.values import Binary, Call, Var, children
 from specc.compiler.ir.graph import Graph, Node, node_of
-from specc.compiler.ir.types import BYTES
+from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.passes.select_kernels import group_pattern
@@ -99,14 +99,20 @@ def _saved(graph: Graph, sizes: Sizes, programs: Programs, compiled: bool) -> Ma
 
 
 def kept_bytes(group: Group, sizes: Sizes) -> int:
-    """Returns the bytes that a group computes for its backward. With chunks, these are its gradients and the values of
-    one chunk."""
+    """Returns the bytes that a group computes for its backward. With chunks, these are its gradients, of which those of
+    weights are sums in f32, and the values of one chunk."""
     computed = set(group.saved) - {name for name, _ in group.forward.inputs}
-    size = sum(type.bytes(sizes) for name, type in group.backward.inputs if name in computed)
+    values = (type for name, type in group.backward.inputs if name in computed)
+    size = sum(type.bytes(sizes) // (group.chunks if _has_rows(type) else 1) for type in values)
     if group.chunks == 1:
         return size
-    gradients = (group.backward.types[ref] for _, ref in group.backward.outputs)
-    return size // group.chunks + sum(type.bytes(sizes) for type in gradients)
+    gradients = [group.backward.types[ref] for _, ref in group.backward.outputs]
+    wide = (0 if _has_rows(type) else MASTER * type.count(sizes) for type in gradients)
+    return size + sum(max(type.bytes(sizes), sums) for type, sums in zip(gradients, wide, strict=True))
+
+
+def _has_rows(type: TensorType) -> bool:
+    return bool(type.shape) and isinstance(type.shape[0], str)
 
 
 def aliases(graph: Graph, sizes: Sizes) -> Mapping[str, str]:

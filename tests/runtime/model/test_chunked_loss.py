@@ -1,11 +1,15 @@
 """Head and loss in chunks of rows: loss, gradients and scores are those of the whole, and logits are never whole."""
 
+import sys
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from run_samples import small_spec
+from torch.profiler import ProfilerActivity, profile
 
 from specc.compiler import pipeline
 from specc.compiler.build import model_files
@@ -14,6 +18,7 @@ from specc.compiler.programs.programs import LoweringError
 from specc.compiler.report.step import step_of
 from specc.runtime.model.load import instantiate
 
+HEADS = "model.blocks.layers.0.head_dim=32"  # of a size that kernels of a GPU have
 MEMBERS = "logits, softcap, loss"
 TERMS = (
     "train.losses=[{kind: next_token, weight: 0.5}, {kind: z, weight: 0.01}, "
@@ -68,6 +73,51 @@ def test_results_are_those_of_the_whole(chunks: int, rows: int, case: str, tmp_p
         torch.testing.assert_close(measured[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
+def head_of(target: str, chunks: int | None, folder: Path) -> Any:
+    """The fused head of a model; without a GPU, its kernel is the plain one of the CPU."""
+    overrides = (f"targets=[{target}]", "model.vocab=4100", HEADS)
+    modules = []
+    for name in (target, "cpu"):
+        spec = chunked("plain", chunks, *overrides, f"targets=[{name}]")
+        modules.append(sys.modules[type(instantiate(spec, name, folder / name).model).__module__])
+    head: Any = modules[0].FusedHead
+    vars(modules[0])["softmax_loss_tanh"] = vars(modules[1])["softmax_loss_tanh"]
+    return head.apply
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that a run on the CPU allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize(("target", "dtype"), [("cpu", torch.float64), ("sm80", torch.bfloat16)])
+def test_compiled_code_keeps_one_part_of_a_gradient(target: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Inductor adds a chunk's gradient of the weight to the sum before it computes that of the next chunk."""
+    generator = torch.Generator().manual_seed(1)
+    x, token = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (128, 4100))
+    targets = torch.randint(4100, (128,), generator=generator)
+    whole, parts = (head_of(target, chunks, tmp_path / str(chunks)) for chunks in (None, 7))
+    torch._dynamo.reset()
+    compiled = torch.compile(parts, fullgraph=True)
+
+    def step(apply: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        inputs = [value.to(dtype).requires_grad_() for value in (x, token)]
+        loss = apply(*inputs, targets)
+        return loss, *torch.autograd.grad(3 * loss, inputs)
+
+    wanted = step(whole, torch.float64)
+    for apply in (parts, compiled):
+        for value, exact in zip(step(apply, dtype), wanted, strict=True):
+            assert (value - exact).norm() <= (1e-2 if dtype == torch.bfloat16 else 1e-12) * exact.norm()
+    size, wide = token.itemsize, max(token.itemsize, 4)
+    converted = wide if wide > size else 0  # kernels of the CPU convert a part before they add it
+    limit = 2 * size + wide + converted + size  # the padded weight, a part and the sum; the last for logits of a chunk
+    assert peak_bytes(lambda: step(compiled, dtype)) < limit * token.numel()
+
+
 def test_no_tensor_has_the_logits_of_all_rows(tmp_path: Path) -> None:
     """Neither in training nor in scoring; the whole has one."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,12 +155,17 @@ def test_the_witness_finds_the_groups_in_train_and_score(tmp_path: Path) -> None
         assert check_types(loaded.programs, program, traced, loaded.model, 2, 8) > 10
 
 
-def test_memory_of_the_plan_has_the_logits_of_one_chunk() -> None:
-    specs = [chunked("plain", chunks) for chunks in (None, 4)]
-    whole, parts = (step_of(spec, pipeline.plan(spec, "cpu", "specs/s.yaml")).saved["head"] for spec in specs)
-    rows = 4 * 32
-    assert whole == 4 * (rows * 320 + 320 * 32)  # the gradient of the logits, and the padded weight
-    assert parts == whole // 4 + 4 * (rows * 32 + 257 * 32)
+def saved_bytes(spec: Any, target: str) -> int:
+    return step_of(spec, pipeline.plan(spec, target, "specs/s.yaml")).memory.groups["head"]
+
+
+@pytest.mark.parametrize(("target", "size"), [("cpu", 4), ("sm80", 2)])
+def test_memory_of_the_plan_has_the_logits_of_one_chunk(target: str, size: int) -> None:
+    specs = [chunked("plain", chunks, f"targets=[{target}]", HEADS) for chunks in (None, 4)]
+    whole, parts = (saved_bytes(spec, target) for spec in specs)
+    rows, padded = 4 * 32, 320 * 32
+    assert whole == size * (rows * 320 + padded)  # the gradient of the logits, and the padded weight
+    assert parts == size * (rows // 4 * 320 + padded + rows * 32) + 4 * 257 * 32  # the gradient of the weight is f32
 
 
 def test_only_the_loss_has_chunks() -> None:
@@ -137,7 +192,7 @@ def test_on_a_gpu_compiled_and_eager(case: str, tmp_path: Path) -> None:
     """In bf16, with rows of logits that registers do not hold: nearly the whole's results, in less memory."""
     measured = []
     for chunks in (None, 7):
-        spec = chunked(case, chunks, "targets=[sm80]", "model.vocab=20001", "model.blocks.layers.0.head_dim=32")
+        spec = chunked(case, chunks, "targets=[sm80]", "model.vocab=20001", HEADS)
         loaded = instantiate(spec, "sm80", tmp_path / str(chunks))
         model = filled(loaded).cuda().bfloat16()
         ids, targets = torch.randint(20001, (2, 64, 32), generator=torch.Generator().manual_seed(1)).cuda()
