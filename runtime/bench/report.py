@@ -7,7 +7,7 @@ from typing import Any
 
 from specc.runtime.bench import report_pairs, report_text
 from specc.runtime.bench.ceilings import Ceilings
-from specc.runtime.bench.decode import Decoding
+from specc.runtime.bench.decode_lines import Decoding
 from specc.runtime.bench.decode_text import TextDecoding
 from specc.runtime.bench.kernels import Row
 from specc.runtime.bench.profile import ORDER, Profile

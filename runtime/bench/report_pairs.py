@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specc.runtime.bench.decode import Decoding
+from specc.runtime.bench.decode_lines import Decoding
 from specc.runtime.bench.products import OURS, ROWS, THEIRS, ProductRow
 from specc.runtime.bench.table import Table
 

@@ -14,10 +14,10 @@ import torch
 from specc.compiler.build import Built, compile_loaded
 from specc.compiler.plan.lock import Lock, Machine
 from specc.compiler.spec.spec import Spec
-from specc.runtime.bench import ceilings, decode, decode_text, optimizer, step, table
+from specc.runtime.bench import ceilings, decode_lines, decode_text, optimizer, step, table
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.compiling import Compiler
-from specc.runtime.bench.decode import Decoding
+from specc.runtime.bench.decode_lines import Decoding
 from specc.runtime.bench.decode_text import TextDecoding
 from specc.runtime.bench.environment import Setup, device_for, machine_of
 from specc.runtime.bench.groups import group_rows, require_place
@@ -204,7 +204,7 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
     if "decode" in parts:
         place = replace(setup, folder=folder / "decode")
         if setup.spec.model.reads == "lines":
-            report.decoding = decode.measure(place, options.weights)
+            report.decoding = decode_lines.measure(place, options.weights)
         else:
             sizes = options.batches, options.contexts
             report.decoding = decode_text.measure(place, report.ceilings, options.weights, *sizes)
