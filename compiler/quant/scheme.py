@@ -1,7 +1,7 @@
 """The interface of quantization schemes: the arrays stored for a parameter, and the conversions in both directions.
 
 A new scheme is a subclass of `Scheme` in a new module of this folder. docs/extending.md has the steps.
-runtime/quantize/schemes.py decides which parameter has which scheme.
+runtime/quantize/assignment.py decides which parameter has which scheme.
 """
 
 import math

@@ -29,7 +29,7 @@ from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import translator
 from specc.runtime.model.load import Loaded, initialize, instantiate
 from specc.runtime.open_model import final_weights, read_verified, realize, realize_stored
-from specc.runtime.quantize.schemes import base_schemes
+from specc.runtime.quantize.assignment import base_schemes
 from specc.runtime.storage.quantized_run import ARTIFACT, quantized_artifact
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.sources.source import OpenData, source_of

@@ -26,8 +26,8 @@ from specc.runtime.inspection.sensitivity import Sensitivity, schemes_at, sensit
 from specc.runtime.inspection.units import UnitActivity, Units
 from specc.runtime.log import Say
 from specc.runtime.open_model import OpenedModel, as_trained, data_of, opened_run, realize
+from specc.runtime.quantize.assignment import base_schemes
 from specc.runtime.quantize.quantizer import Quantizer, Statistics
-from specc.runtime.quantize.schemes import base_schemes
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.sources.source import source_of
 

@@ -32,10 +32,10 @@ from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
 from specc.runtime.open_model import OpenedModel, Say, as_trained, data_of, opened_run, realize, realize_stored
+from specc.runtime.quantize.assignment import Allocation, base_schemes, resolved
 from specc.runtime.quantize.promotion import promoted
 from specc.runtime.quantize.quantizer import IntegerInputs, Progress
 from specc.runtime.quantize.report import InputRow, Row, clipped_line, input_report, report
-from specc.runtime.quantize.schemes import Allocation, base_schemes, resolved
 from specc.runtime.quantize.weights import QuantizedWeights, TrainedModel, Windows, quantize_weights
 from specc.runtime.quantize.written_artifact import artifact_contents, write_quantized
 from specc.runtime.quantize.written_text import WrittenText

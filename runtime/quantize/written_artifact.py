@@ -10,7 +10,7 @@ from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.artifact.table import described
-from specc.runtime.quantize.schemes import resolved
+from specc.runtime.quantize.assignment import resolved
 from specc.runtime.storage.data_digests import DataDigests
 
 

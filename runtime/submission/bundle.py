@@ -25,7 +25,7 @@ from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import initial_values, replace_fuse
 from specc.runtime.optim.optimizers import rule_of
-from specc.runtime.quantize.schemes import base_schemes, resolved
+from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
 PACKAGE = "parts"

@@ -22,8 +22,8 @@ from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.model.load import Loaded, device_of, instantiate, unavailable
 from specc.runtime.open_model import realize_stored
+from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer, Statistics
-from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, rms_of, sizes_of
 from specc.runtime.verify.random_inputs import int8_operands
 from specc.runtime.verify.verify import STEPPED, Check, batch_of, sample_tokens, traces

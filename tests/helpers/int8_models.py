@@ -15,8 +15,8 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.open_model import realize, realize_stored
+from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer
-from specc.runtime.quantize.schemes import base_schemes, resolved
 
 CHARS = "(7-3*z)59s2n1x4c8+kojhy60ita"
 QUANT: dict[str, Any] = {

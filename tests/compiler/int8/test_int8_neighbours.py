@@ -11,7 +11,7 @@ from tiny_models import ATTENTION, spec_data, spec_of
 from specc.compiler import pipeline
 from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.open_model import realize, realize_stored
-from specc.runtime.quantize.schemes import resolved
+from specc.runtime.quantize.assignment import resolved
 from specc.runtime.verify import deployed as checks
 from specc.runtime.verify.deployed import verify_deployed
 from specc.runtime.verify.verify import batch_of

@@ -15,8 +15,8 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes
 from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.artifact.table import described
+from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.quantize.quantizer import Quantizer
-from specc.runtime.quantize.schemes import base_schemes, resolved
 
 POLY = load(Path(__file__).parents[3] / "specs/poly_attn.yaml")[0]
 WHOLE = {**{name: spec_of(data_of(model)) for name, model in MODELS.items()}, "poly_attn": POLY}

@@ -26,8 +26,8 @@ from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
 from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize import pipeline
+from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
-from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import quantized_artifact
 from specc.runtime.storage.run_directory import Run, RunDirectoryError, locked
