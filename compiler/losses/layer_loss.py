@@ -1,4 +1,4 @@
-"""The term of the loss for losses that layers of the model compute, such as the balance of experts.
+"""A loss that a layer states, such as the balance of experts: the term of the kind `auxiliary`.
 
 A layer lists the names of its losses in `Part.losses` (compiler/blocks/parts.py), and returns their values in
 `Lowered.losses`.
