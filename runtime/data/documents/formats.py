@@ -7,7 +7,7 @@ from typing import Literal
 from specc.runtime.data.documents import files
 from specc.runtime.data.documents.files import COMPRESSIONS, READ_ERRORS, bounded, open_file
 from specc.runtime.data.documents.jsonl import json_lines
-from specc.runtime.data.documents.tables import arrow_rows, parquet_rows
+from specc.runtime.data.documents.parquet_and_arrow import arrow_rows, parquet_rows
 from specc.runtime.data.documents.text import is_blank, is_separator, separated
 from specc.runtime.data.errors import DataError, DataIntegrityError
 
