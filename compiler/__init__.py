@@ -11,7 +11,7 @@ LAYERS = (
     "generated_folder",
     "text",
     "expr",
-    "schedule",
+    "changing_values",
     "ir",
     "ops",
     "quant",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specc.compiler.changing_values import Schedule
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import Parameter
-from specc.compiler.schedule import Schedule
 from specc.compiler.spec.start import StartSpec
 from specc.runtime.errors import IntegrityError
 from specc.runtime.storage import checkpoint

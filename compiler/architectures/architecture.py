@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Literal, Self
 
+from specc.compiler.changing_values import settled
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import Programs
-from specc.compiler.schedule import settled
 from specc.compiler.strict import Path, StrictModel, values_in
 
 Form = Literal["text", "lines"]  # one token stream, or pairs of source and target lines

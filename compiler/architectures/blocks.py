@@ -16,11 +16,11 @@ from specc.compiler.blocks.context import Shape, Shared
 from specc.compiler.blocks.model_values import ModelValue
 from specc.compiler.blocks.parts import Layer, Trait
 from specc.compiler.blocks.wiring import Expressions, Learned, condition, failure
+from specc.compiler.changing_values import Schedule
 from specc.compiler.expr import ExprError, Var
 from specc.compiler.expr.index import condition_holds, formula_value
 from specc.compiler.expr.wiring import INDEX, OUTPUT, VALUE, Wiring
 from specc.compiler.ir.types import TensorType
-from specc.compiler.schedule import Schedule
 from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, later, values_in
 
 TAKEN = ("blocks", "embed", "head", "norm")  # names of other parts of a model

@@ -20,6 +20,7 @@ from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.parts import Embed
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.blocks.wiring import number_problem
+from specc.compiler.changing_values import SegmentSchedule, change_shares, points_of
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph, retyped
 from specc.compiler.ir.types import TensorType
@@ -31,7 +32,6 @@ from specc.compiler.ops.shape import Last
 from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by, refused_at
 from specc.compiler.programs.tables import Tables
-from specc.compiler.schedule import SegmentSchedule, change_shares, points_of
 from specc.compiler.strict import NonNegative, Path, Problem, StrictModel, Unit, accepted_by, later
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from specc.compiler.architectures.time_loop import run
 from specc.compiler.blocks.context import LoweringContext, Shape
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.parts import Bridge, Layer, Part, Stage
+from specc.compiler.changing_values import Schedule
 from specc.compiler.characters import PAD, START, Vocabulary
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph
@@ -26,7 +27,6 @@ from specc.compiler.ops.shape import Last
 from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import LoweringError, Programs, refused_at
 from specc.compiler.programs.tables import Tables
-from specc.compiler.schedule import Schedule
 from specc.compiler.strict import Path, Problem, values_in
 
 if TYPE_CHECKING:

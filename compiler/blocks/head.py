@@ -5,11 +5,11 @@ from typing import Annotated
 from pydantic import Field
 
 from specc.compiler.blocks.context import Shape
+from specc.compiler.changing_values import SegmentSchedule, last
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import Init, constant, reading
-from specc.compiler.schedule import SegmentSchedule, last
 from specc.compiler.strict import ExprText, StrictModel, Unit
 
 # A larger cap is useless, as no logit comes near it, and inexact: tanh of arguments that small loses precision

@@ -14,6 +14,7 @@ from specc.compiler.blocks.parts import Layer
 from specc.compiler.blocks.previous import TokenId
 from specc.compiler.blocks.rope import RopeTable
 from specc.compiler.blocks.wiring import Counts, WiringText, failure, number
+from specc.compiler.changing_values import SegmentSchedule, points_of, values_of
 from specc.compiler.expr import Const, ExprError, parse, substitute, variables
 from specc.compiler.expr.interval import atoms
 from specc.compiler.expr.mask import CAUSAL, NUMBERS, POSITIONS, bound_mask, parse_mask, sees_later, window_of
@@ -28,7 +29,6 @@ from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.programs.init import constant, formula, value_of
-from specc.compiler.schedule import SegmentSchedule, points_of, values_of
 from specc.compiler.strict import ExprText, Positive, Problem, Unit, accepted_by, later
 
 MaskText = Annotated[ExprText, accepted_by(parse_mask)]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from specc.compiler.changing_values import points_of
 from specc.compiler.int8.editor import Editor, Source, Unfit, covering
 from specc.compiler.int8.fake_quantized_lstm import cells_apart
 from specc.compiler.int8.products import factors_of, integer_products, places_of, rewritten
@@ -12,7 +13,6 @@ from specc.compiler.ops.region import Call, Scan
 from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import Allocation, allocation, keeping
 from specc.compiler.programs.programs import LoweringError, Phase, Programs
-from specc.compiler.schedule import points_of
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Problem

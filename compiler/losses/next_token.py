@@ -2,8 +2,8 @@
 
 from typing import Literal
 
+from specc.compiler.changing_values import Weight
 from specc.compiler.losses.term import LossTerm
-from specc.compiler.schedule import Weight
 
 
 class NextToken(LossTerm):

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from specc.compiler.changing_values import Weight
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.loss import CrossEntropy
-from specc.compiler.schedule import Weight
 from specc.compiler.strict import StrictModel
 
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from specc.compiler.changing_values import Schedule
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
@@ -12,7 +13,6 @@ from specc.compiler.programs.cost import cached_numbers, flops_per_token, used_p
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
 from specc.compiler.report.storage import Storage, storage_of
-from specc.compiler.schedule import Schedule
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import values_in
 

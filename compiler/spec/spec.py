@@ -8,8 +8,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, create_model
 from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.catalog import models
+from specc.compiler.changing_values import Schedule, values_of
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.schedule import Schedule, values_of
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
 from specc.compiler.strict import (
     Name,

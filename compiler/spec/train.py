@@ -8,9 +8,7 @@ from pydantic import BeforeValidator, Field
 from specc.compiler import losses
 from specc.compiler.architectures.architecture import Form
 from specc.compiler.catalog import models
-from specc.compiler.losses.next_token import NextToken
-from specc.compiler.losses.term import LossTerm
-from specc.compiler.schedule import (
+from specc.compiler.changing_values import (
     ForcingSchedule,
     Schedule,
     Sizes,
@@ -21,6 +19,8 @@ from specc.compiler.schedule import (
     points_of,
     values_of,
 )
+from specc.compiler.losses.next_token import NextToken
+from specc.compiler.losses.term import LossTerm
 from specc.compiler.spec import adapt, data, optimizers
 from specc.compiler.spec.adapt.adaptation import Adaptation
 from specc.compiler.spec.data.kind import DataKind

@@ -10,8 +10,8 @@ from statistics import median
 import torch
 
 from specc.compiler import pipeline
+from specc.compiler.changing_values import last
 from specc.compiler.programs.cost import flops_per_token
-from specc.compiler.schedule import last
 from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.profile import Profile, profile
 from specc.runtime.bench.timing import Measured, wait

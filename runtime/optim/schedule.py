@@ -1,13 +1,13 @@
 """The learning rate's multiplier and other scheduled numbers, as pure functions of steps and seconds.
 
-compiler/schedule.py defines the schedules and formulas of a spec.
+compiler/changing_values.py defines the schedules and formulas of a spec.
 `step` is the number of updates so far, so the first update has step 0.
 """
 
 import math
 from dataclasses import dataclass
 
-from specc.compiler.schedule import Schedule, rate_at
+from specc.compiler.changing_values import Schedule, rate_at
 from specc.compiler.spec.train import TrainSpec
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from specc.compiler.schedule import Schedule
+from specc.compiler.changing_values import Schedule
 from specc.runtime.metrics.expert_load import imbalance
 from specc.runtime.report.charts import Series, cells, curves
 from specc.runtime.run_facts import RunFacts

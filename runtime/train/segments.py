@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from specc.compiler.changing_values import points_of
 from specc.compiler.programs.programs import Phase
-from specc.compiler.schedule import points_of
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.train.sources.micro_batches import micro_batches
 

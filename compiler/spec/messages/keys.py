@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic.fields import FieldInfo
 
+from specc.compiler.changing_values import Schedule
 from specc.compiler.errors import Diagnostic, one_of, quote
 from specc.compiler.expr import ExprError
-from specc.compiler.schedule import Schedule
 from specc.compiler.spec.messages.expected import Model, dotted, item_of, models_in, nearest, tags_of, wanted
 from specc.compiler.spec.messages.values import TYPES, FieldError, wrong_type, wrong_value
 from specc.compiler.strict import Path, StrictModel, keys_of, tag_of

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from specc.compiler.schedule import UnitRate
+from specc.compiler.changing_values import UnitRate
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 from specc.compiler.strict import Problem, later
 

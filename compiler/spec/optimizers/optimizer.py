@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from specc.compiler.schedule import Rate
+from specc.compiler.changing_values import Rate
 from specc.compiler.strict import Pattern, Positive, Problem, StrictModel, later
 
 Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean, which would never change with 1

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specc.compiler.changing_values import Schedule
 from specc.compiler.characters import START
 from specc.compiler.programs.programs import Phase
-from specc.compiler.schedule import Schedule
 from specc.runtime.data.lines.loader import PairLoader
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.decode.lines import decoder_inputs

@@ -1,6 +1,6 @@
 """The number of micro-batches per step."""
 
-from specc.compiler.schedule import last
+from specc.compiler.changing_values import last
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.errors import RuntimeFailure
 

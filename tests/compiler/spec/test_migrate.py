@@ -13,8 +13,8 @@ from tiny_models import ATTENTION, MLP, TRAIN
 from specc.cli.app import specc
 from specc.compiler import pipeline
 from specc.compiler.build import canonical, spec_of
+from specc.compiler.changing_values import rate_at
 from specc.compiler.errors import SpecError
-from specc.compiler.schedule import rate_at
 from specc.compiler.spec.check import load
 from specc.compiler.spec.migrate import condition_of, migrated_text, upgraded
 from specc.runtime.storage.run_directory import Run

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from specc.compiler.schedule import RateSchedule, UnitSchedule
+from specc.compiler.changing_values import RateSchedule, UnitSchedule
 from specc.compiler.spec.train import ScheduleSpec, TrainSpec
 from specc.runtime.optim.schedule import Moment, moment, value_at
 

@@ -9,7 +9,7 @@ import torch
 from pair_toy import TOKENS, WIDTH, PairToy, pair_spec, pair_trainer, pairs
 from torch import Tensor, nn
 
-from specc.compiler.schedule import ForcingSchedule
+from specc.compiler.changing_values import ForcingSchedule
 from specc.runtime.optim.schedule import Moment
 from specc.runtime.storage import checkpoint
 from specc.runtime.train.sources.feed import shifted

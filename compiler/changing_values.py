@@ -1,4 +1,4 @@
-"""The schedules and formulas of a spec: fields whose value changes during a run.
+"""Fields of a spec whose value changes during a run: numbers given as points or as a formula of time.
 
 runtime/optim/schedule.py computes their values at a step of a run.
 """
