@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from specc.compiler.changing_values import RateSchedule, UnitSchedule
-from specc.compiler.spec.train import ScheduleSpec, TrainSpec
+from specc.compiler.spec.learning_rate import ScheduleSpec
+from specc.compiler.spec.train import TrainSpec
 from specc.runtime.optim.schedule import Moment, moment, value_at
 
 COMMON = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}

@@ -20,7 +20,8 @@ from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Programs
 from specc.compiler.quant.scheme import Seen
-from specc.compiler.spec.train import QatSpec, ScheduleSpec
+from specc.compiler.spec.learning_rate import ScheduleSpec
+from specc.compiler.spec.train import QatSpec
 from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.model.load import instantiate
 from specc.runtime.optim.masters import Masters

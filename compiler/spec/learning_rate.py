@@ -1,0 +1,95 @@
+"""The learning rate over a run: warm-up, warm-down and its shape.
+
+runtime/optim/schedule.py computes the learning rate of a step.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from specc.compiler.changing_values import UnitFormula, formula_at
+from specc.compiler.strict import NonNegative, Problem, StrictModel, Unit, later
+
+# Named shapes of the warm-down, as formulas. A new name is also a choice of `ScheduleSpec.shape`.
+SHAPES = {"cosine": "0.5 * (1 + cos(pi * t))"}
+
+
+class ScheduleSpec(StrictModel):
+    """The multiplier of the learning rate over a run.
+
+    The multiplier rises from 0 to 1 (warm-up), stays 1, then falls (warm-down). Each span is set in steps or as a
+    fraction of the run. A fraction refers to seconds if the run is limited by `budget_seconds`, and to steps otherwise.
+    If a shape is set without a span, the warm-down is all of the run after the warm-up.
+
+    Attributes:
+        warmup_steps: the steps of the warm-up.
+        warmdown_steps: the last steps of the run, over which the multiplier falls.
+        warmup_fraction: the warm-up as a fraction of the run.
+        warmdown_fraction: the warm-down as a fraction of the run.
+        shape: the multiplier in the warm-down: `linear`, `cosine`, or a formula in `t`, the share of the warm-down that
+            is complete, such as `(1 - t) ** 2`.
+        floor: the least multiplier in the warm-down.
+    """
+
+    warmup_steps: NonNegative = 0
+    warmdown_steps: NonNegative = 0
+    warmup_fraction: Unit = 0.0
+    warmdown_fraction: Unit = 0.0
+    shape: Literal["linear", "cosine"] | UnitFormula = later("linear")
+    floor: Unit = 0.0
+
+    @property
+    def falls(self) -> bool:
+        """True if the warm-down is all of the run after the warm-up."""
+        return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
+
+    def of(self, steps: int) -> tuple[int, int]:
+        """Returns the number of warm-up steps and of warm-down steps in a run of `steps` steps."""
+        # 0.29 * 100 is slightly less than 29 in floating point
+        parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
+        up, down = (
+            max(least, part) for least, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
+        )
+        return up, max(steps - up, 0) if self.falls else down
+
+    def down(self, left: float) -> float:
+        """Returns the multiplier in the warm-down when the share `left` of it remains."""
+        if self.shape == "linear":
+            return max(left, self.floor)
+        return max(formula_at(SHAPES.get(self.shape, self.shape), 1 - max(left, 0.0)), self.floor)
+
+    def below(self, limit: float) -> float:
+        """Returns the largest remaining share of the warm-down at which the multiplier is at most `limit`.
+
+        The shape falls throughout; see `problems`.
+        """
+        low, high = 0.0, 1.0
+        if self.shape == "linear":
+            return limit
+        for _ in range(60):  # bisection to the last bit
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.down(middle) <= limit else (low, middle)
+        return low
+
+    def lowest(self, steps: int | None, last: int = 1) -> float:
+        """Returns the multiplier of the update that is number `last` from the end; 1 is the last update.
+
+        Args:
+            steps: the steps of the run; None if the run is limited by seconds. The result is then the lowest multiplier
+                of the schedule.
+            last: the number of remaining updates, including this one.
+        """
+        span = self.warmdown_fraction or self.warmdown_steps or self.falls if steps is None else self.of(steps)[1]
+        if not span:
+            return 1.0
+        return self.down(0.0 if steps is None else min(1.0, last / span))
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields a problem if warm-up or warm-down is set both in steps and as a fraction, or if the shape rises."""
+        for name in ("warmup", "warmdown"):
+            if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
+                message = f"{name} is set in steps and as a fraction"
+                yield Problem((f"{name}_fraction",), "S229", message, "remove one of the two")
+        values = [self.down(1 - i / 100) for i in range(101)]
+        if (rise := next((i for i in range(100) if values[i + 1] > values[i] + 1e-12), None)) is not None:
+            message = f"the shape rises at t = {rise / 100:g}, from {values[rise]:.4g} to {values[rise + 1]:.4g}"
+            yield Problem(("shape",), "S263", message, "write a formula that falls from 1 as t goes from 0 to 1")
