@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache, reduce
 from operator import mul
 
-from .primitives import PRIMITIVES
+from .positional import function_named
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, children
 
 Factor = tuple[Expr, Fraction]  # base, exponent; the base is not a product or number, and a quotient only by a sum
@@ -226,7 +226,7 @@ def nonnegative(expr: Expr) -> bool:
     match expr:
         case Const(value):
             return value >= 0
-        case Call(function, _) if PRIMITIVES[function].sign:
+        case Call(function, _) if function_named(function).sign:
             return True
         case Call("where", (_, a, b)) | Call("min", (a, b)):
             return nonnegative(a) and nonnegative(b)
@@ -246,7 +246,7 @@ def positive(expr: Expr) -> bool:
         case Const(value):
             return value > 0
         case Call(function, _):
-            return PRIMITIVES[function].sign == "> 0"
+            return function_named(function).sign == "> 0"
         case Binary("+", a, b):
             return nonnegative(expr) and (positive(a) or positive(b))
     return False

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from .primitives import POSITIONAL, PRIMITIVES, bucket_bounds
+from .positional import whole_function
+from .primitives import PRIMITIVES
 from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, plain
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def apply(name: str, *values: float) -> float:
     Raises ExprError if the result is undefined or not finite.
     """
     try:
-        known = PRIMITIVES.get(name) or POSITIONAL.get(name)
+        known = PRIMITIVES.get(name) or whole_function(name)
         result = (known.value if known is not None else OPERATORS[name])(*values)
     except (ArithmeticError, ValueError):
         result = math.nan
@@ -103,12 +104,8 @@ def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
                 elements = tensor(values[table])  # indices may be out of range where a mask hides the result
                 at = (visit(index).long() for index in indices)
                 return elements[tuple(i.clamp(0, size - 1) for i, size in zip(at, elements.shape, strict=True))]
-            case Call("bucket", (d, *limits)):
-                distance = visit(d)
-                ends = bucket_bounds(*(int(number(limit)) for limit in limits))
-                return torch.bucketize(
-                    distance, torch.tensor(ends, dtype=distance.dtype, device=distance.device), right=True
-                )
+            case Call(name, (first, *constants)) if whole := whole_function(name):
+                return whole.torch(visit(first), *map(number, constants))
             case Call(name, (first, *rest)):
                 primitive = PRIMITIVES[name]
                 module, _, attribute = primitive.torch.partition(".")

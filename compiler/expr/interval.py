@@ -14,7 +14,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from .algebra import addends, const, product_of
-from .primitives import bucket_bounds
+from .positional import POSITIONAL, WholeFunction, whole_function
+from .primitives import PRIMITIVES
 from .simplify import simplify
 from .values import (
     ALWAYS,
@@ -149,9 +150,8 @@ def _atom_bounds(expr: Expr) -> Interval:
                 Call("where", (same, Binary("%", end, divisor), w)) for end, w in zip((low, high), wrapped, strict=True)
             )
             return next(parts), next(parts)
-        case Call("bucket", (d, count, distance)):
-            low, high = _bounds(d)
-            return Call("bucket", (low, count, distance)), Call("bucket", (high, count, distance))
+        case Call(name, (first, *constants)) if function := whole_function(name):
+            return function.bounds(*_bounds(first), *constants)
         case Binary("*", a, b):
             ends = [x * y for x in _bounds(a) for y in _bounds(b)]
             return _smallest(*ends), _largest(*ends)
@@ -264,12 +264,6 @@ def _balanced(op: str, difference: Expr) -> Expr:
     return Compare(op, *(simplify(_total(side)) for side in sides))
 
 
-NUMBERS: Mapping[str, Any] = {
-    "where": lambda condition, a, b: a if condition else b,
-    "bucket": lambda d, count, distance: sum(d >= bound for bound in bucket_bounds(count, distance)),
-}
-
-
 @lru_cache(maxsize=1 << 10)
 def python_function(expr: Expr, names: tuple[str, ...]) -> Callable[..., int]:
     """Returns a Python function of whole numbers, with arguments `names`, that computes an expression or condition.
@@ -278,7 +272,9 @@ def python_function(expr: Expr, names: tuple[str, ...]) -> Callable[..., int]:
     """
     if unknown := set(variables(expr)) - set(names):
         raise ExprError(f"{min(unknown)} has no value")
-    function: Callable[..., int] = eval(f"lambda {', '.join(names)}: {expr}", dict(NUMBERS))
+    functions = {name: entry.value for name, entry in POSITIONAL.items() if isinstance(entry, WholeFunction)}
+    known: dict[str, Any] = {"where": PRIMITIVES["where"].value, **functions}
+    function: Callable[..., int] = eval(f"lambda {', '.join(names)}: {expr}", known)
     return function
 
 

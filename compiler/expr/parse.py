@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import NoReturn
 
 from .evaluate import apply
-from .primitives import POSITIONAL, PRIMITIVES
+from .positional import POSITIONAL, Positional, whole_function
+from .primitives import PRIMITIVES, Function, Primitive
 from .values import Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var
 
 LONGEST = 500  # maximum length in characters
@@ -42,7 +43,8 @@ ELSEWHERE = {
 class Positions:
     """The additional forms of an expression over token positions.
 
-    Such an expression may contain arithmetic of whole numbers (//, % and `bucket`) and elements of tables.
+    Such an expression may contain arithmetic of whole numbers (// and %), functions of positional.py, and elements of
+    tables.
 
     Attributes:
         whole: the variables that are whole numbers.
@@ -183,7 +185,7 @@ class _Reader:
     ) -> None:
         self.deepest, self.largest_exponent = deepest, largest_exponent
         self.variables, self.positions = variables, positions
-        self.functions = PRIMITIVES if positions is None else {**PRIMITIVES, **POSITIONAL}
+        self.functions: Mapping[str, Function] = PRIMITIVES if positions is None else {**PRIMITIVES, **POSITIONAL}
 
     def read(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:
         if depth > self.deepest:
@@ -237,23 +239,25 @@ class _Reader:
     def call(
         self, name: str, args: list[ast.expr], keywords: list[ast.keyword], node: ast.expr, depth: int
     ) -> tuple[Expr, float | None]:
-        primitive = self.functions.get(name)
-        if primitive is None:
+        function = self.functions.get(name)
+        if function is None:
             known = f"choose from {', '.join(sorted(self.functions))}"
             hint = ELSEWHERE.get(name) or suggest(name, self.functions) or known
             fail(f"unknown function {name}", node, hint)
-        example = f"write {primitive.example}"
+        example = f"write {function.example}"
         if keywords:
             fail(f"{name} takes no named arguments", keywords[0].value, example)
-        if len(args) != primitive.arity:
-            fail(f"{name} takes {primitive.arity} arguments, not {len(args)}", node, example)
+        if len(args) != function.arity:
+            fail(f"{name} takes {function.arity} arguments, not {len(args)}", node, example)
         first = self.condition(args[0], depth + 1) if name == "where" else self.read(args[0], depth + 1)
         read = (first, *(self.read(arg, depth + 1) for arg in args[1:]))
-        if primitive.derivative and any(value is None for _, value in read[1:]):
-            hint = f"write {primitive.definition}" if primitive.definition else example
+        constants = not isinstance(function, Primitive) or function.derivative
+        if constants and any(value is None for _, value in read[1:]):
+            definition = function.definition if isinstance(function, Primitive) else ""
+            hint = f"write {definition}" if definition else example
             fail(f"the arguments of {name} after the first must be constants", args[1], hint)
-        if name in POSITIONAL:
-            self.check_positional(name, tuple(arg for arg, _ in read), args)
+        if isinstance(function, Positional):
+            self.check_positional(function, tuple(arg for arg, _ in read), args)
             return Call(name, tuple(arg for arg, _ in read)), None
         return Call(name, tuple(arg for arg, _ in read)), fold(name, tuple(value for _, value in read), node)
 
@@ -270,7 +274,7 @@ class _Reader:
                 return self.is_whole(a) and self.is_whole(b)
             case Call("abs", (a,)):
                 return self.is_whole(a)
-        return isinstance(expr, Call) and expr.function == "bucket"
+        return isinstance(expr, Call) and whole_function(expr.function) is not None
 
     def whole(self, node: ast.expr, depth: int) -> Expr:
         """Returns an expression whose values are whole numbers."""
@@ -302,16 +306,12 @@ class _Reader:
             )
         return Read(name, tuple(self.whole(part, depth + 1) for part in parts))
 
-    def check_positional(self, name: str, args: tuple[Expr, ...], nodes: list[ast.expr]) -> None:
-        if name == "document":
-            fail("document(...) is not a number", nodes[0], "compare it: document(i) == document(j)")
+    def check_positional(self, function: Positional, args: tuple[Expr, ...], nodes: list[ast.expr]) -> None:
+        if (refusal := function.check(args)) is not None:
+            place, message, hint = refusal
+            fail(message, nodes[place], hint)
         if not self.is_whole(args[0]):
-            fail(f"{args[0]} is not a whole number", nodes[0], f"write {POSITIONAL[name].example}")
-        if name == "bucket":
-            count, distance = (part.value if isinstance(part, Const) else 0.0 for part in args[1:])
-            if not (count.is_integer() and distance.is_integer() and count >= 2 and distance > count // 2):
-                hint = "give at least 2 buckets and a distance above half their number, as in bucket(i - j, 32, 128)"
-                fail(f"bucket has no {args[1]} buckets up to {args[2]}", nodes[1], hint)
+            fail(f"{args[0]} is not a whole number", nodes[0], f"write {function.example}")
 
     def truth(self, node: ast.expr, depth: int) -> Expr:
         """Returns a condition."""

@@ -1,20 +1,40 @@
-"""The functions of the pointwise language. Each is one entry of PRIMITIVES. A new function needs no other change."""
+"""The functions of the pointwise language. Each is one entry of PRIMITIVES. A new function needs no other change.
+
+The functions of positions and heads, which only masks and scores of attention may call, are in positional.py.
+"""
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Primitive:
+class Function:
+    """The name of a function and the number of its arguments.
+
+    Attributes:
+        example: a call with the right number of arguments, which error messages show.
+    """
+
+    example: str
+
+    @property
+    def name(self) -> str:
+        return self.example.partition("(")[0]
+
+    @property
+    def arity(self) -> int:
+        return self.example.count(",") + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive(Function):
     """A function of the language.
 
     `derivative`, `definition`, `triton`, `cuda` and `cute` may be expressions of the language over `x`, the first
     argument, and `s`, the second. If a function has a `derivative`, its arguments after the first are constants.
 
     Attributes:
-        example: a call with the right number of arguments, which error messages show.
         cost: the approximate number of instructions per element.
         value: the function on floats. It raises ArithmeticError or ValueError where it is undefined.
         derivative: the derivative by `x`, with Torch's subgradient at a kink. Empty for min, max and where, which
@@ -31,7 +51,6 @@ class Primitive:
             functions that it calls.
     """
 
-    example: str
     cost: int
     value: Callable[..., float]
     derivative: str
@@ -44,14 +63,6 @@ class Primitive:
     cuda: str = ""
     cute: str = ""
     cuda_helpers: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.example.partition("(")[0]
-
-    @property
-    def arity(self) -> int:
-        return self.example.count(",") + 1
 
 
 def _sigmoid(x: float) -> float:
@@ -172,38 +183,3 @@ __device__ inline float quick_erf(float s) {
         ),
     )
 }  # fmt: skip
-
-
-def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
-    """Returns the smallest distance of each bucket of `bucket` after the first, in exact arithmetic.
-
-    Each bucket of the first half holds one distance. In the second half, bucket `exact + k` starts at the smallest d
-    with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5, Raffel et al., 2020).
-    """
-    exact = buckets // 2
-    bounds, rest = list(range(1, exact + 1)), buckets - exact
-    for k in range(1, rest):
-        low, high = bounds[-1], distance  # d ** rest * exact ** k >= distance ** k * exact ** rest holds for `distance`
-        while low < high:
-            middle = (low + high) // 2
-            if middle**rest * exact**k >= distance**k * exact**rest:
-                high = middle
-            else:
-                low = middle + 1
-        bounds.append(low)
-    return tuple(bounds)
-
-
-def _bucket(d: float, buckets: float, distance: float) -> float:
-    return float(bisect_right(bucket_bounds(int(buckets), int(distance)), d))
-
-
-# Functions of expressions over positions of tokens, in attention.
-POSITIONAL = {
-    primitive.name: primitive
-    for primitive in (
-        Primitive("bucket(i - j, 32, 128)", 8, _bucket, "0", "torch.bucketize"),
-        Primitive("slope(h)", 4, lambda h: h, "", ""),
-        Primitive("document(i)", 0, lambda i: i, "", ""),
-    )
-}

@@ -9,6 +9,7 @@ from .interval import example, python_function
 from .mask import LANGUAGE as MASKS
 from .mask import NUMBERS, POSITIONS, Sizes, numbers_of, with_documents, with_numbers
 from .parse import Positions, parse, reread, written_reads
+from .positional import POSITIONAL, HeadFunction
 from .python_lines import operand
 from .simplify import simplify
 from .spell import torch_text
@@ -37,20 +38,6 @@ def parse_score(text: str, tables: Mapping[str, int]) -> Expr:
     if "s" not in variables(expr):
         raise ExprError("a score must read s, the scaled product", hint="for example s - slope(h) * (i - j)")
     return expr
-
-
-def slope(h: Expr, heads: int) -> Expr:
-    """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
-
-    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). For any other number of
-    heads, let n be the largest power of 2 below it. The slopes are those of n heads, followed by every second slope of
-    2 n heads.
-    """
-    n = 1 << (heads.bit_length() - 1)
-    first = Call("exp2", (Const(-8 / n) * (h + 1),))
-    if n == heads:
-        return first
-    return Call("where", (Compare("<", h, Const(n)), first, Call("exp2", (Const(-4 / n) * (2 * h - (2 * n - 1)),))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +89,7 @@ class Score:
             heads: the number of query heads.
         """
         value, reads = _separated(reread(text, language(dict.fromkeys(tables, 0))))
-        value = simplify(_with_slopes(value, heads))
+        value = simplify(_expanded(value, heads))
         slopes = tuple(derive(value, read.variable) for read in reads)
         return Score(value, reads, derive(value, "s"), slopes)
 
@@ -131,11 +118,14 @@ def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
     return visit(expr), tuple(reads.values())
 
 
-def _with_slopes(expr: Expr, heads: int) -> Expr:
-    expr = rebuild(expr, lambda part: _with_slopes(part, heads))
+def _expanded(expr: Expr, heads: int, known: bool = False) -> Expr:
+    """Replaces the functions of heads by their formulas. If `known`, replaces only those of heads that are numbers."""
+    expr = rebuild(expr, lambda part: _expanded(part, heads, known))
     match expr:
-        case Call("slope", (h,)):
-            return slope(h, heads)
+        case Call(name, (first, *constants)) if isinstance(function := POSITIONAL.get(name), HeadFunction):
+            if known and variables(first):
+                return expr
+            return function.expand(first, heads, *constants)
     return expr
 
 
@@ -169,7 +159,7 @@ def bound_score(
     tables = dict(shapes)
     dims = {name: len(shape) for name, shape in tables.items()}
     written = language(dims)
-    value = simplify(with_numbers(parse_score(text, dims), numbers))
+    value = simplify(_expanded(with_numbers(parse_score(text, dims), numbers), heads, known=True))
     if derive(value, "s") == Const(0):
         raise ExprError("the score does not depend on s", hint="for example s - slope(h) * (i - j)")
     condition = reread(mask, MASKS)

@@ -3,14 +3,15 @@
 import re
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from math import log2, sqrt
+from math import sqrt
 from typing import ClassVar
 
 from .algebra import Factors, product_of, rational, split
 from .evaluate import number
 from .interval import FAR, bounds, negation
 from .parse import parse
-from .primitives import PRIMITIVES, bucket_bounds
+from .positional import POSITIONAL, whole_function
+from .primitives import PRIMITIVES
 from .values import (
     ATOM,
     CHOICE,
@@ -111,11 +112,7 @@ class _Target(Printer):
     that are whole numbers.
     """
 
-    # Whole numbers: min(floor(scale * log2(d) + offset), last) of a distance d of at least 1, a choice between two
-    # numbers, and a condition as the number 0 or 1. Empty in a language without positions of tokens.
-    floored_logarithm: ClassVar[str] = ""
-    choice: ClassVar[str] = ""
-    flag: ClassVar[str] = ""
+    language: ClassVar[str]
 
     def __init__(self, names: Mapping[str, str], whole: bool = False) -> None:
         super().__init__()
@@ -130,32 +127,11 @@ class _Target(Printer):
         match expr:
             case Neg(Binary("*" | "/" as op, a, b)):
                 return self.write(Binary(op, -a, b))  # -2 * x instead of -(2 * x)
-            case Binary("//" | "%", _, _) | Call("bucket", _) if not self.whole:
+            case Binary("//" | "%", _, _) if not self.whole:
                 return self.inner.write(expr)
-            case Call("bucket", (d, *limits)):
-                return self.bucket(d, *(int(number(limit)) for limit in limits)), ATOM
+            case Call(name, args) if function := whole_function(name):
+                return (function.text(self, self.language, *args), ATOM) if self.whole else self.inner.write(expr)
         return super().write(expr)
-
-    def bucket(self, d: Expr, count: int, distance: int) -> str:
-        """Prints the bucket of a distance: the distance itself below `exact`, and otherwise the floor of a logarithm.
-
-        The offset of the logarithm is chosen such that rounding in fp32 changes no bucket. If there is no such offset,
-        the bucket is a sum of comparisons.
-        """
-        if not self.choice:
-            raise ExprError("positions of tokens are not part of this language")
-        exact, ends = count // 2, bucket_bounds(count, distance)
-        rest = count - exact
-        scale = rest / log2(distance / exact)
-        slack = 1e-6 * (4 * scale + rest)
-        steps = list(enumerate(ends[exact:], 1))
-        least = max((k - scale * log2(end) for k, end in steps), default=0.0) + slack
-        most = min((k - scale * log2(end - 1) for k, end in steps if end > exact), default=1.0) - slack
-        if least > most:
-            return f"({' + '.join(self.flag.format(f'({self.side(d)} >= {end})') for end in ends)})"
-        d_text, offset = self.text(d, ATOM), (least + most) / 2
-        far = self.floored_logarithm.format(d=d_text, scale=scale, offset=offset, last=rest - 1)
-        return self.choice.format(f"{self.side(d)} < {exact}", self.text(d), f"{exact} + {far}")
 
     def constant(self, value: float) -> str:
         return plain(value) if self.whole else repr(value)
@@ -173,9 +149,7 @@ class _Target(Printer):
 
 
 class _Torch(_Target):
-    floored_logarithm = "({scale!r} * torch.log2({d}.clamp(min=1).float()) + {offset!r}).long().clamp(max={last})"
-    choice = "torch.where({}, {}, {})"
-    flag = "{}.long()"
+    language = "torch"
 
     def side(self, expr: Expr) -> str:
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
@@ -204,8 +178,6 @@ class _Torch(_Target):
 
 class _Kernel(_Target):
     """Common base for Triton and CUDA C++, which have fewer functions and print powers as products."""
-
-    language: ClassVar[str]  # the field of a Primitive
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         primitive = PRIMITIVES[function]
@@ -245,11 +217,6 @@ class _Kernel(_Target):
 
 class _Triton(_Kernel):
     language = "triton"
-    floored_logarithm = (
-        "tl.minimum(({scale!r} * tl.log2(tl.maximum({d}, 1).to(tl.float32)) + {offset!r}).to(tl.int32), {last})"
-    )
-    choice = "tl.where({}, {}, {})"
-    flag = "{}.to(tl.int32)"
 
     def __init__(
         self,
@@ -300,12 +267,6 @@ class _Cute(_Triton):
     """Operators of the CuTe DSL: // rounds down, as in Python, and % has the sign of its left operand, as in C++."""
 
     language = "cute"
-    floored_logarithm = (
-        "smaller(({scale!r} * cute.math.log2(larger({d}, 1).to(cutlass.Float32)) + {offset!r})"
-        ".to(cutlass.Int32), {last})"
-    )
-    choice = "cute.where({}, {}, {})"
-    flag = "{}.to(cutlass.Int32)"
 
     def of_whole(self) -> "_Target":
         return _Cute(self.positions, True, ordered=True)
@@ -325,7 +286,9 @@ class _Cute(_Triton):
             case (("min" | "max"), (a, b)) if not variables(a):
                 args = (b, a)
             case "where", (condition, a, b) if not variables(a) and not variables(b):
-                return self.choice.format(self.text(condition), self.full(condition, a), self.text(b)), ATOM
+                return PRIMITIVES["where"].cute.format(
+                    self.text(condition), self.full(condition, a), self.text(b)
+                ), ATOM
         return super().call(function, args)
 
     def full(self, like: Expr, value: Expr) -> str:
@@ -352,6 +315,8 @@ class _Cuda(_Kernel):
     language = "cuda"
 
     def write(self, expr: Expr) -> tuple[str, int]:
+        if isinstance(expr, Call) and expr.function in POSITIONAL:
+            raise ExprError("positions of tokens are not part of this language")
         if isinstance(expr, Neg) and not (isinstance(expr.a, Binary) and expr.a.op in "*/"):
             return "-" + self.text(expr.a, POWER), UNARY  # --x would be a decrement
         return super().write(expr)

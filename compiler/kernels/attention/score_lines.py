@@ -11,6 +11,7 @@ from functools import reduce
 
 from specc.compiler.expr.interval import bounds, over_tile
 from specc.compiler.expr.mask import Mask
+from specc.compiler.expr.positional import whole_function
 from specc.compiler.expr.score import Score, TableRead
 from specc.compiler.expr.simplify import simplify
 from specc.compiler.expr.spell import triton_text
@@ -314,7 +315,9 @@ def _floating(expr: Expr) -> Expr:
     A per-head factor times (i - j) becomes two products: one per query of a tile, and one per key.
     """
     match expr:
-        case Binary("//" | "%", _, _) | Call("bucket", _):
+        case Binary("//" | "%", _, _):
+            return expr
+        case Call(name, _) if whole_function(name):
             return expr
         case Binary("/", a, Const(value)):
             return _floating(a) * Const(1 / value)

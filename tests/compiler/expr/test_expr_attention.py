@@ -23,8 +23,8 @@ from specc.compiler.expr.interval import (
 )
 from specc.compiler.expr.mask import LANGUAGE, Mask, bound_mask, parse_mask, sees_itself, window_of
 from specc.compiler.expr.parse import parse
-from specc.compiler.expr.primitives import bucket_bounds
-from specc.compiler.expr.score import PLAIN, Score, bound_score, parse_score, slope
+from specc.compiler.expr.positional import bucket_bounds, slope
+from specc.compiler.expr.score import PLAIN, Score, bound_score, parse_score
 from specc.compiler.expr.values import Const, Expr, Read, Var
 from specc.compiler.kernels.attention.score_lines import by_distance
 

@@ -1,0 +1,187 @@
+"""The functions of attention masks and scores: of positions and of heads. Each is one entry of POSITIONAL.
+
+A new function that returns whole numbers is a `WholeFunction`, and a new function of heads is a `HeadFunction`. Neither
+needs another change.
+
+Two functions have no complete entry. `slope` depends on the number of heads, so that it has no value, bounds or text
+of its own: a formula replaces it once this number is known. `document` has only a name here, because the number of a
+document is never computed. A mask may only compare two of them, which parse.py and mask.py treat as one condition.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log2
+from typing import TYPE_CHECKING
+
+from .primitives import PRIMITIVES, Function, Primitive
+from .values import ATOM, Call, Compare, Const, Expr, Printer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Refusal = tuple[int, str, str]  # the place of an argument, the message, and the hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Positional(Function):
+    """A function of masks and scores. Its first argument is a whole number, and all others are constants.
+
+    Attributes:
+        check: returns why the function does not accept its arguments, or None if it does.
+        sign: the sign of the values, as in `Primitive`.
+    """
+
+    check: Callable[[tuple[Expr, ...]], Refusal | None] = lambda args: None
+    sign: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeFunction(Positional):
+    """A function whose values are whole numbers. Masks, scores and indices of tables may call it.
+
+    Attributes:
+        value: the function on numbers.
+        bounds: the least and the greatest value, as expressions, for a first argument between two expressions:
+            `bounds(low, high, *constants)`.
+        torch: the values for a tensor of first arguments: `torch(tensor, *constants)`.
+        text: the source text of a call in `torch`, `triton` or `cute`: `text(printer, language, *args)`. The printer
+            writes the arguments and any other expression. The text needs no parentheses.
+    """
+
+    value: Callable[..., int]
+    bounds: Callable[..., tuple[Expr, Expr]]
+    torch: "Callable[..., Tensor]"
+    text: Callable[..., str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFunction(Positional):
+    """A function that depends on the number of heads. Only scores may call it.
+
+    Attributes:
+        expand: the formula that replaces a call: `expand(first, heads, *constants)`, for the first argument and the
+            number of heads.
+    """
+
+    expand: Callable[..., Expr]
+
+
+@lru_cache(maxsize=256)
+def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
+    """Returns the smallest distance of each bucket of `bucket` after the first, in exact arithmetic.
+
+    Each bucket of the first half holds one distance. In the second half, bucket `exact + k` starts at the smallest d
+    with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5, Raffel et al., 2020).
+    """
+    exact = buckets // 2
+    bounds, rest = list(range(1, exact + 1)), buckets - exact
+    for k in range(1, rest):
+        low, high = bounds[-1], distance  # d ** rest * exact ** k >= distance ** k * exact ** rest holds for `distance`
+        while low < high:
+            middle = (low + high) // 2
+            if middle**rest * exact**k >= distance**k * exact**rest:
+                high = middle
+            else:
+                low = middle + 1
+        bounds.append(low)
+    return tuple(bounds)
+
+
+def _refused_buckets(args: tuple[Expr, ...]) -> Refusal | None:
+    count, distance = (part.value if isinstance(part, Const) else 0.0 for part in args[1:])
+    if count.is_integer() and distance.is_integer() and count >= 2 and distance > count // 2:
+        return None
+    hint = "give at least 2 buckets and a distance above half their number, as in bucket(i - j, 32, 128)"
+    return 1, f"bucket has no {args[1]} buckets up to {args[2]}", hint
+
+
+def _torch_bucket(distances: "Tensor", count: float, distance: float) -> "Tensor":
+    import torch
+
+    ends = bucket_bounds(int(count), int(distance))
+    return torch.bucketize(distances, torch.tensor(ends, dtype=distances.dtype, device=distances.device), right=True)
+
+
+# min(floor(scale * log2(d) + offset), last) of a distance d of at least 1, a choice between two numbers, and a
+# condition as the number 0 or 1, in each language.
+FLOORED_LOGARITHM = {
+    "torch": "({scale!r} * torch.log2({d}.clamp(min=1).float()) + {offset!r}).long().clamp(max={last})",
+    "triton": (
+        "tl.minimum(({scale!r} * tl.log2(tl.maximum({d}, 1).to(tl.float32)) + {offset!r}).to(tl.int32), {last})"
+    ),
+    "cute": (
+        "smaller(({scale!r} * cute.math.log2(larger({d}, 1).to(cutlass.Float32)) + {offset!r})"
+        ".to(cutlass.Int32), {last})"
+    ),
+}
+CHOICE = {"torch": "torch.where({}, {}, {})", "triton": "tl.where({}, {}, {})", "cute": "cute.where({}, {}, {})"}
+FLAG = {"torch": "{}.long()", "triton": "{}.to(tl.int32)", "cute": "{}.to(cutlass.Int32)"}
+
+
+def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> str:
+    """Prints the bucket of a distance: the distance itself below `exact`, and otherwise the floor of a logarithm.
+
+    The offset of the logarithm is chosen such that rounding in fp32 changes no bucket. If there is no such offset, the
+    bucket is a sum of comparisons.
+    """
+    count, distance = (int(limit.value) for limit in limits)
+    exact, ends = count // 2, bucket_bounds(count, distance)
+    rest = count - exact
+    scale = rest / log2(distance / exact)
+    slack = 1e-6 * (4 * scale + rest)
+    steps = list(enumerate(ends[exact:], 1))
+    least = max((k - scale * log2(end) for k, end in steps), default=0.0) + slack
+    most = min((k - scale * log2(end - 1) for k, end in steps if end > exact), default=1.0) - slack
+    if least > most:
+        return f"({' + '.join(FLAG[language].format(f'({printer.side(d)} >= {end})') for end in ends)})"
+    d_text, offset = printer.text(d, ATOM), (least + most) / 2
+    far = FLOORED_LOGARITHM[language].format(d=d_text, scale=scale, offset=offset, last=rest - 1)
+    return CHOICE[language].format(f"{printer.side(d)} < {exact}", printer.text(d), f"{exact} + {far}")
+
+
+def slope(h: Expr, heads: int) -> Expr:
+    """Returns the slope of head `h` of `heads` (ALiBi, Press et al., 2022).
+
+    If the number of heads n is a power of 2, the slope of head h is 2 ** (-8 (h + 1) / n). For any other number of
+    heads, let n be the largest power of 2 below it. The slopes are those of n heads, followed by every second slope of
+    2 n heads.
+    """
+    n = 1 << (heads.bit_length() - 1)
+    first = Call("exp2", (Const(-8 / n) * (h + 1),))
+    if n == heads:
+        return first
+    return Call("where", (Compare("<", h, Const(n)), first, Call("exp2", (Const(-4 / n) * (2 * h - (2 * n - 1)),))))
+
+
+POSITIONAL: dict[str, Positional] = {
+    function.name: function
+    for function in (
+        WholeFunction(
+            "bucket(i - j, 32, 128)",
+            check=_refused_buckets,
+            sign=">= 0",
+            value=lambda d, count, distance: bisect_right(bucket_bounds(int(count), int(distance)), d),
+            bounds=lambda low, high, *limits: (Call("bucket", (low, *limits)), Call("bucket", (high, *limits))),
+            torch=_torch_bucket,
+            text=_bucket_text,
+        ),
+        HeadFunction("slope(h)", sign="> 0", expand=slope),
+        Positional(
+            "document(i)",
+            check=lambda args: (0, "document(...) is not a number", "compare it: document(i) == document(j)"),
+        ),
+    )
+}
+
+
+def function_named(name: str) -> Primitive | Positional:
+    """Returns a function of the language."""
+    return PRIMITIVES.get(name) or POSITIONAL[name]
+
+
+def whole_function(name: str) -> WholeFunction | None:
+    """Returns the function of this name if its values are whole numbers, else None."""
+    function = POSITIONAL.get(name)
+    return function if isinstance(function, WholeFunction) else None
