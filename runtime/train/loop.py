@@ -1,4 +1,7 @@
-"""The training loop: steps, validation, checkpoints, a log, and an orderly end after any failure."""
+"""The loop over the steps of a run: when to validate, save and log, and an orderly end after any failure.
+
+trainer.py computes each step, and train.py prepares the run.
+"""
 
 import platform
 import signal

@@ -1,4 +1,7 @@
-"""Trains a spec in a run directory: creates or resumes the run, loads model and data, and runs the loop."""
+"""The entry point `train`: from a spec and its options to a run in a directory.
+
+It creates or resumes the run, and loads model and data. loop.py repeats the steps, and trainer.py computes one.
+"""
 
 import os
 import platform
@@ -22,13 +25,11 @@ from specc.compiler.targets import TARGETS
 from specc.runtime.calibration.input_ranges import input_scales
 from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.distributed.world import World
-from specc.runtime.errors import IntegrityError
-from specc.runtime.log import Reporter, RunLog, Say, Silence, logged, open_progress, unfailing
+from specc.runtime.log import Reporter, RunLog, Say, Silence, open_progress, unfailing
 from specc.runtime.machine import device_name, peak_memory
 from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded, device_asked_for, initialize, instantiate
 from specc.runtime.storage import checkpoint
-from specc.runtime.storage.committed import sweep
 from specc.runtime.storage.run_directory import (
     Run,
     RunDirectoryError,
@@ -36,7 +37,6 @@ from specc.runtime.storage.run_directory import (
     is_run,
     lasting,
     locked,
-    newest_run,
     require_free,
 )
 from specc.runtime.storage.start_record import StartRecord
@@ -44,6 +44,7 @@ from specc.runtime.support.native import compile_ahead
 from specc.runtime.trackers.open import open_trackers, require_trackers
 from specc.runtime.trackers.tracker import TrackedRun
 from specc.runtime.train.loop import Limits, Loop, TrainResult
+from specc.runtime.train.resume import restore_newest, run_to_resume
 from specc.runtime.train.sources.source import OpenData, source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
 from specc.runtime.weights.start import start_from
@@ -121,7 +122,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     leads = world.rank == 0
     world.first(lambda: require_trackers(options.track))
     say = say if leads else lambda line: None
-    resumed = world.first(lambda: _to_resume(options))
+    resumed = world.first(lambda: run_to_resume(options.run, spec.name)) if options.resume is not None else None
     if resumed is None and options.run is not None:
         world.first(lambda: require_free(options.run))  # type: ignore[arg-type]
     begun = Run.open(resumed) if resumed is not None else None
@@ -152,7 +153,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         message = f"{directory}: the weights in {start.path} are not those that the run began with"
         raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
     if begun is not None:
-        _resume(begun, run, trainer, say)
+        restore_newest(begun, run, trainer, say)
     elif leads:  # only after all checks, so that a failed start can be repeated in the same directory
         run.create(source.files)
     reporter = Reporter(Silence(), lambda step, done: None, say)
@@ -173,14 +174,6 @@ def _start(run: Run, resumes: bool) -> StartSpec | None:
     if start is None or (resumes and checkpoint.all_in(run.checkpoints)):
         return None
     return start.model_copy(update={"path": run.start.path if run.start is not None else lasting(start.path)})
-
-
-def _to_resume(options: TrainOptions) -> Path | None:
-    """Returns the directory of the run to resume, or None if there is none."""
-    if options.resume is None:
-        return None
-    directory = options.run or newest_run(options.spec.name)
-    return directory if directory is not None and is_run(directory) else None
 
 
 def _remove_unused(directory: Path, existed: bool) -> None:
@@ -235,43 +228,3 @@ def _input_scales(run: Run, loaded: Loaded, schemes: Allocation, opened: OpenDat
     leaders = {source.weight: source.leader for source in sources}
     measure = partial(input_scales, programs, sources, schemes, rows)
     return InputScales(loaded.model, leaders, measure, world) if sources else None
-
-
-def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
-    """Restores the newest sound checkpoint of a run.
-
-    Args:
-        begun: the run as recorded in its directory.
-        run: the same run with the current location of its data.
-        trainer: receives the state of the checkpoint.
-        say: called with lines of text for the user.
-
-    Raises:
-        IntegrityError: if the run has had checkpoints and none of them is sound.
-        RunDirectoryError: if the data moved and nothing can confirm that they are the same.
-    """
-    moved = run.data != lasting(begun.data)
-
-    def newest() -> Path | None:
-        sweep(run.checkpoints)
-        path = checkpoint.latest(run.checkpoints, say)
-        if path is None and (checkpoint.all_in(run.checkpoints) or logged(run.log, "checkpoint")):
-            message = f"{run.directory}: every checkpoint of the run is damaged or missing"
-            raise IntegrityError(message, "restore its folder checkpoints/ from a copy, or train in another directory")
-        return path
-
-    path = trainer.world.first(newest)
-    if path is None:
-        if moved and begun.data_digests is None:  # nothing can confirm that they are the same
-            message = f"{run.directory} is another run: the data: {begun.data} there, {run.data} now"
-            raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
-        return
-    trainer.restore(checkpoint.load(path))
-    if moved:
-        say(f"the data of the run are at {run.data} now")
-        if trainer.world.rank == 0:
-            run.record()
-    say(f"resuming after step {trainer.step} from {path}")
-    before, now = checkpoint.read_state(path).threads, torch.get_num_threads()
-    if before != now:
-        say(f"the run used {before} threads and now has {now}: sums are rounded in another order than before")

@@ -1,4 +1,7 @@
-"""Trains one model: accumulates gradients over micro-batches, applies updates, saves and restores the state."""
+"""One step of training, and its state: gradients over micro-batches, the update, saving and restoring.
+
+loop.py decides when to call which of them.
+"""
 
 import math
 from collections import deque

@@ -1,0 +1,61 @@
+"""Resuming: the run to continue, and the checkpoint to continue from."""
+
+from pathlib import Path
+
+import torch
+
+from specc.runtime.errors import IntegrityError
+from specc.runtime.log import Say, logged
+from specc.runtime.storage import checkpoint
+from specc.runtime.storage.committed import sweep
+from specc.runtime.storage.run_directory import Run, RunDirectoryError, is_run, lasting, newest_run
+from specc.runtime.train.trainer import Trainer
+
+
+def run_to_resume(directory: Path | None, name: str) -> Path | None:
+    """Returns the directory of the run to resume, or None if there is none.
+
+    `directory` is the directory that was asked for. If it is None, the newest run of the spec `name` is resumed.
+    """
+    directory = directory or newest_run(name)
+    return directory if directory is not None and is_run(directory) else None
+
+
+def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
+    """Restores the newest sound checkpoint of a run.
+
+    Args:
+        begun: the run as recorded in its directory.
+        run: the same run with the current location of its data.
+        trainer: receives the state of the checkpoint.
+        say: called with lines of text for the user.
+
+    Raises:
+        IntegrityError: if the run has had checkpoints and none of them is sound.
+        RunDirectoryError: if the data moved and nothing can confirm that they are the same.
+    """
+    moved = run.data != lasting(begun.data)
+
+    def newest() -> Path | None:
+        sweep(run.checkpoints)
+        path = checkpoint.latest(run.checkpoints, say)
+        if path is None and (checkpoint.all_in(run.checkpoints) or logged(run.log, "checkpoint")):
+            message = f"{run.directory}: every checkpoint of the run is damaged or missing"
+            raise IntegrityError(message, "restore its folder checkpoints/ from a copy, or train in another directory")
+        return path
+
+    path = trainer.world.first(newest)
+    if path is None:
+        if moved and begun.data_digests is None:  # nothing can confirm that they are the same
+            message = f"{run.directory} is another run: the data: {begun.data} there, {run.data} now"
+            raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
+        return
+    trainer.restore(checkpoint.load(path))
+    if moved:
+        say(f"the data of the run are at {run.data} now")
+        if trainer.world.rank == 0:
+            run.record()
+    say(f"resuming after step {trainer.step} from {path}")
+    before, now = checkpoint.read_state(path).threads, torch.get_num_threads()
+    if before != now:
+        say(f"the run used {before} threads and now has {now}: sums are rounded in another order than before")
