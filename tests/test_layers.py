@@ -89,6 +89,14 @@ def test_the_layers_are_what_there_is(half: str) -> None:
     assert sorted(layers(half)) == sorted(there)
 
 
+@pytest.mark.parametrize("half", ["compiler", "runtime"])
+def test_the_architecture_page_lists_the_layers_in_order(half: str) -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page.partition(f"| `{half}`, lowest first | |\n|---|---|\n")[2].partition("\n\n")[0]
+    cells = (line.split(" | ")[0] for line in table.splitlines())
+    assert [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] == list(layers(half))
+
+
 def test_imports_point_down() -> None:
     for module, imported in ((module, imported) for module, all_of in edges().items() for imported in all_of):
         half, _, room = module.removeprefix("specc.").partition(".")
