@@ -2,6 +2,10 @@
 
 A code keeps its meaning. The letters are S for specs, F for findings, G for generated code, U for use, E for the
 environment, R for runs, I for integrity, P for signals and B for bugs.
+
+The examples of a code are cases of tests/errors/*.md: a change of a valid spec, or a command, and the exact message.
+docs/generate.py copies the shortest one of each code into docs/reference/errors.md, from which compiler/report/
+error_pages.py prints `specc explain CODE`.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Key-value caches in pages: texts of different lengths, each with a table of its pages, and attention over them.
+"""The paged key-value cache, for texts of different lengths: a table of pages of each text, writing, and attention.
 
 A program over pages reads the same number K of tokens of each of R texts, one text after the other: values are
 [B, T, ...] with B = 1 and T = R K, so that ops on single tokens are the same as in other programs.
