@@ -69,11 +69,6 @@ class Shape:
         """Returns this shape with the sizes of attention that formulas may read."""
         return replace(self, attention=tuple(sizes.items()))
 
-    def cached(self, positions: Dim, *dims: int) -> TensorType:
-        """Returns the type of a cache of `positions` per text, [B, positions, *dims], or of its pages,
-        [P, page, *dims]."""
-        return TensorType(("P", self.page, *dims) if self.page else ("B", positions, *dims), COMPUTE)
-
     def activation(self, *dims: int | str) -> TensorType:
         return TensorType(dims, COMPUTE)
 

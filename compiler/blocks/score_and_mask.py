@@ -1,4 +1,4 @@
-"""Base of layers that attend to earlier tokens by a score and a mask: expressions, their proofs, and the cache."""
+"""Base of layers that attend to earlier tokens by a score and a mask: expressions, proofs, and the key-value cache."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from specc.compiler.expr.score import PLAIN, bound_score, parse_score
 from specc.compiler.expr.values import Read
 from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.ir.builder import Builder
-from specc.compiler.ir.types import TensorType
+from specc.compiler.ir.types import COMPUTE, TensorType
 from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached
 from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
 from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
@@ -233,10 +233,11 @@ class ScoreAndMask(Layer):
         return tuple(value for value in (self.rope_table(shape), self.documents) if value is not None)
 
     def rows(self, shape: Shape, *dims: int) -> TensorType:
-        """Returns the type of a cache with `dims` per position."""
+        """Returns the type of a cache with `dims` per position, [B, positions, *dims], or of its pages,
+        [P, page, *dims]."""
         ring = self.ring(shape)
         positions = "S" if self.reads_source else shape.cache_length if ring is None else sum(ring)
-        return shape.cached(positions, *dims)
+        return TensorType(("P", shape.page, *dims) if shape.page else ("B", positions, *dims), COMPUTE)
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         begun = {}
