@@ -219,6 +219,12 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
     return rebuild(condition, lambda part: with_documents(part, same))
 
 
+def in_some_documents(condition: Expr) -> Expr:
+    """Returns the condition that a mask may hold for two positions, in the same document or in different ones."""
+    cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
+    return cases[0] if len(cases) == 1 else Logic("or", cases)
+
+
 @dataclass(frozen=True, slots=True)
 class Mask:
     """A causal mask.
@@ -289,7 +295,7 @@ def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
     `first` is as small as possible, and then `window`. Returns None if first + window exceeds three quarters of
     `context`.
     """
-    condition = with_documents(reread(text, LANGUAGE), ALWAYS)
+    condition = in_some_documents(reread(text, LANGUAGE))
     numbers = {int(part.value) for part in atoms(condition) if isinstance(part, Const) and 0 < part.value < context}
     for first in sorted({0, *numbers, *(number + 1 for number in numbers)}):
         try:

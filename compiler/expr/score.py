@@ -7,13 +7,13 @@ from functools import lru_cache
 from .derive import derive
 from .interval import example, python_function
 from .mask import LANGUAGE as MASKS
-from .mask import NUMBERS, POSITIONS, Sizes, numbers_of, with_documents, with_numbers
+from .mask import NUMBERS, POSITIONS, Sizes, in_some_documents, numbers_of, with_numbers
 from .parse import Positions, parse, reread, written_reads
 from .positional import POSITIONAL, HeadFunction
 from .python_lines import operand
 from .simplify import simplify
 from .spell import torch_text
-from .values import ALWAYS, Call, Compare, Const, Expr, ExprError, Logic, Read, Var, rebuild, substitute, variables
+from .values import Call, Compare, Const, Expr, ExprError, Logic, Read, Var, rebuild, substitute, variables
 
 PLAIN = "s"
 
@@ -193,7 +193,7 @@ def _check_index(
         ExprError: with such a pair, and the column.
     """
     outside = Logic("or", (Compare("<", index, Const(0)), Compare(">=", index, Const(size))))
-    condition = Logic("and", (with_documents(mask, ALWAYS), outside))
+    condition = Logic("and", (in_some_documents(mask), outside))
     pair = example(condition, context, heads)
     if pair is not None:
         value = python_function(index, POSITIONS)(*pair)

@@ -108,6 +108,12 @@ def test_masks_of_all_earlier_keys_are_the_causal_mask(text: str) -> None:
     )
 
 
+def test_an_index_is_within_its_table_in_the_same_document_and_in_others() -> None:
+    mask = bound_mask("j <= i and (i - j < 8 or document(i) != document(j))", 2, 64)
+    with pytest.raises(ExprError, match="and the index is 8 at i = 8, j = 0"):
+        bound_score("s + bias[i - j]", (("bias", (8,)),), mask, 2, 64)
+
+
 def test_a_search_without_a_result_says_so() -> None:
     with pytest.raises(Undecided, match="no proof within 50 boxes"):
         example(parse_mask("i * i * i == j * j * j + 7 and j > i"), 1 << 20, work=50)
@@ -134,6 +140,10 @@ def test_windows() -> None:
     assert window_of("j <= i and i // 64 == j // 64", 4, 32768) == (0, 64)
     assert window_of("j <= i and i - j < 512", 4, 512) is None
     assert window_of("j <= i and (i - j) % 4 == 0", 4, 4096) is None
+    assert window_of("j <= i and document(i) == document(j)", 4, 4096) is None
+    assert window_of("j <= i and document(i) != document(j)", 4, 4096) is None
+    assert window_of("j <= i and (i - j < 8 or not document(i) == document(j))", 4, 4096) is None
+    assert window_of("j <= i and i - j < 8 and not document(i) == document(j)", 4, 4096) == (0, 8)
     assert largest_distance(parse_mask("i < j"), 100) == -1
     assert largest_distance(parse_mask("i < j and j < i"), 100) is None
 
