@@ -8,7 +8,7 @@ from .name import name_of
 from .parse import parse, reread
 from .primitives import PRIMITIVES
 from .simplify import simplify
-from .spell import cuda_functions, cuda_text, cute_text, decided, torch_text, triton_text
+from .spell import cuda_functions, cuda_text, cute_text, decided, score_text, torch_text, triton_text
 from .values import Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, substitute, variables
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "parse",
     "plan_backward",
     "reread",
+    "score_text",
     "simplify",
     "substitute",
     "torch_text",

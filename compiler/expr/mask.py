@@ -74,7 +74,7 @@ def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Size
             raise ExprError(message, hint=f"add the condition j <= i: `{CAUSAL} and ...`")
         return str(condition)
     hidden = Logic("and", (Compare("<=", Var("j"), Var("i")), negation(condition)))
-    return CAUSAL if _example(hidden, heads, context) is None else str(condition)
+    return CAUSAL if find_pair(hidden, heads, context) is None else str(condition)
 
 
 def of_tokens(condition: Expr, block: int) -> Expr:
@@ -122,13 +122,13 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
     visible = False
     for same in dict.fromkeys((ALWAYS, NEVER)):
         of_block = of_tokens(with_documents(condition, same), block)
-        pair = _example(Logic("and", (of_block, LATER)), heads, context)
+        pair = find_pair(Logic("and", (of_block, LATER)), heads, context)
         if pair is not None:
             i, j, h = pair
             where = f" in head {h}" if "h" in variables(condition) else ""
             message = f"the mask of blocks is not causal: the query at i = {i} attends to the block of token {j}{where}"
             raise ExprError(message, hint="add the condition that the block is whole: `j + block <= i + 1 and ...`")
-        visible = visible or _example(of_block, heads, context) is not None
+        visible = visible or find_pair(of_block, heads, context) is not None
     if not visible:
         message = "no query attends to a pooled block"
         raise ExprError(message, hint="narrow the mask of single tokens: `mask: j <= i and i // 64 - j // 64 < 4`")
@@ -163,7 +163,7 @@ def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const],
         ExprError: with a pair of positions, and the column of the alternative of an `or` that holds for it.
     """
     prefix = numbers["prefix"]
-    pair = _example(Logic("and", (condition, LATER, Compare(">=", Var("j"), prefix))), heads, context)
+    pair = find_pair(Logic("and", (condition, LATER, Compare(">=", Var("j"), prefix))), heads, context)
     if pair is not None:
         i, j, h = pair
         where = f" in head {h}" if "h" in variables(condition) else ""
@@ -184,7 +184,7 @@ def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const],
 @lru_cache(maxsize=256)
 def sees_later(text: str, heads: int) -> bool:
     """Returns whether a canonical mask lets a query attend to a later key, in a prefix."""
-    return text != CAUSAL and _example(Logic("and", (reread(text, LANGUAGE), LATER)), heads, NEAREST) is not None
+    return text != CAUSAL and find_pair(Logic("and", (reread(text, LANGUAGE), LATER)), heads, NEAREST) is not None
 
 
 @lru_cache(maxsize=256)
@@ -198,7 +198,7 @@ def sees_itself(text: str) -> bool:
         return False
 
 
-def _example(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
+def find_pair(condition: Expr, heads: int, context: int) -> tuple[int, int, int] | None:
     """Returns i, j and h for which a condition holds, for some documents; None if there are none."""
     for same in (ALWAYS, NEVER):
         decided = with_documents(condition, same)

@@ -5,15 +5,30 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .derive import derive
-from .interval import example, python_function
+from .interval import Undecided, example, negation, python_function
 from .mask import LANGUAGE as MASKS
-from .mask import NUMBERS, POSITIONS, Sizes, in_some_documents, numbers_of, with_numbers
+from .mask import NUMBERS, POSITIONS, Sizes, find_pair, in_some_documents, numbers_of, with_numbers
 from .parse import Positions, parse, reread, written_reads
 from .positional import POSITIONAL, HeadFunction
 from .python_lines import operand
 from .simplify import simplify
 from .spell import torch_text
-from .values import Call, Compare, Const, Expr, ExprError, Logic, Read, Var, rebuild, substitute, variables
+from .values import (
+    Binary,
+    Call,
+    Compare,
+    Const,
+    Expr,
+    ExprError,
+    Logic,
+    Neg,
+    Read,
+    Var,
+    children,
+    rebuild,
+    substitute,
+    variables,
+)
 
 PLAIN = "s"
 
@@ -171,7 +186,91 @@ def bound_score(
         where = columns.get((read.table, read.indices), (0,) * len(read.indices))
         for place, (index, size) in enumerate(zip(read.indices, tables[read.table], strict=True)):
             _check_index(read.table, place, index, size, condition, heads, context, where[place])
-    return str(value)
+    return str(_defined(value, in_some_documents(condition), heads, context))
+
+
+PARTIAL = ("sqrt", "log", "exp", "exp2")  # functions that are undefined or infinite for some numbers
+UNDEFINED = {"sqrt": "<", "log": "<="}  # for these numbers, compared with 0
+
+
+def _defined(score: Expr, mask: Expr, heads: int, context: int) -> Expr:
+    """Makes a score finite for pairs that the mask hides, and leaves it unchanged for other pairs.
+
+    A hidden pair adds 0 times the derivative of its score to gradients, and the product with an infinite derivative is
+    NaN. In arguments of PARTIAL functions, denominators and powers, numbers of positions are therefore limited to at
+    least 1 or 0, if they are so for all pairs that are not hidden: with the mask `j <= i`, log(i - j + 1) becomes
+    log(max(i - j + 1, 1)).
+
+    Args:
+        score: the score, or a part of it.
+        mask: the condition under which the part is computed.
+        heads: the number of query heads.
+        context: the number of tokens of a sequence.
+
+    Raises:
+        ExprError: if the logarithm or the root of positions, or the quotient by them, is undefined for a pair that is
+            not hidden.
+    """
+
+    def never(condition: Expr) -> bool:
+        try:
+            return find_pair(condition, heads, context) is None
+        except Undecided:
+            return False
+
+    def limited(part: Expr) -> Expr:
+        if isinstance(part, Read) or not {"i", "j"} & set(variables(part)):
+            return part
+        if not _of_positions(part):
+            return rebuild(part, limited)
+        for least in (Const(1), Const(0)):
+            below = Compare("<", part, least)
+            if never(Logic("and", (mask, below))):
+                return part if never(below) else Call("max", (part, least))
+        return part
+
+    def refuse(part: Expr, undefined: Compare) -> None:
+        if not _of_positions(undefined.a):
+            return
+        try:
+            pair = find_pair(Logic("and", (mask, undefined)), heads, context)
+        except Undecided:
+            return
+        if pair is not None:
+            at = ", ".join(f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name != "h")
+            message = f"`{part}` has no value at {at}, where the query attends to the key"
+            raise ExprError(message, hint=f"limit it: max({undefined.a}, 1)")
+
+    def visit(part: Expr) -> Expr:
+        return _defined(part, mask, heads, context)
+
+    match score:
+        case Call("where", (Compare(_, left, right) as test, a, b)) if _of_positions(left) and _of_positions(right):
+            branches = zip((test, negation(test)), (a, b), strict=True)
+            parts = (_defined(part, Logic("and", (mask, holds)), heads, context) for holds, part in branches)
+            return Call("where", (test, *parts))
+        case Call(function, (argument,)) if function in PARTIAL:
+            if function in UNDEFINED:
+                refuse(score, Compare(UNDEFINED[function], argument, Const(0)))
+            return Call(function, (limited(visit(argument)),))
+        case Binary("/", a, b):
+            refuse(score, Compare("==", b, Const(0)))
+            return Binary("/", visit(a), limited(visit(b)))
+        case Binary("**", a, Const(power)) if power < 0 or not power.is_integer():
+            return Binary("**", limited(visit(a)), Const(power))
+    return rebuild(score, visit)
+
+
+def _of_positions(expr: Expr) -> bool:
+    """Returns whether an expression is a whole number of positions and heads."""
+    match expr:
+        case Const(value):
+            return value.is_integer()
+        case Var(name):
+            return name in POSITIONS
+        case Neg() | Binary("+" | "-" | "*" | "//" | "%") | Call("min" | "max" | "abs" | "bucket"):
+            return all(map(_of_positions, children(expr)))
+    return False
 
 
 def _check_index(

@@ -30,7 +30,22 @@ from .algebra import (
 )
 from .evaluate import apply, number
 from .piecewise import FLIPPED, decided, has_zero_arm, implied, logistic_argument, may_be_infinite, single_where
-from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, rebuild, variables
+from .values import (
+    ZERO,
+    Binary,
+    Call,
+    Compare,
+    Const,
+    Expr,
+    ExprError,
+    Logic,
+    Neg,
+    Read,
+    Var,
+    is_number,
+    rebuild,
+    variables,
+)
 
 PASSES = 20  # known expressions need a few passes; the bound stops rules that would alternate
 
@@ -225,7 +240,7 @@ def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
 
 def call(name: str, args: tuple[Expr, ...]) -> Expr:
     """Builds a call of any function but where, with simplified arguments."""
-    if not any(map(variables, args)):
+    if all(map(is_number, args)):
         return _constant(name, *map(number, args))
     first = args[0]
     if name == "leaky_relu":
@@ -257,9 +272,9 @@ def call(name: str, args: tuple[Expr, ...]) -> Expr:
 def compare(op: str, a: Expr, b: Expr) -> Compare:
     """Builds a condition with the constant on the right. If a single term is compared with 0, the coefficient is
     removed: u > 0."""
-    if variables(b) and not variables(a):
+    if is_number(a) and not is_number(b):
         op, a, b = FLIPPED[op], b, a
-    if variables(a):
+    if not is_number(a):
         terms = addends(add((a, product((Const(-1), b)))))
         if all(not factors for _, factors in terms):
             return Compare(op, Const(float(sum(coefficient for coefficient, _ in terms))), ZERO)
@@ -275,7 +290,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     Resolves constant conditions and equal arms, and recognizes relu and leaky_relu.
     """
     assert isinstance(condition, Compare)
-    if not variables(condition):
+    if is_number(condition):
         return a if number(condition) else b
     a, b = assume(a, condition, True), assume(b, condition, False)
     if key(a) == key(b):

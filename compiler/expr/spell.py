@@ -31,6 +31,7 @@ from .values import (
     Logic,
     Neg,
     Printer,
+    Var,
     plain,
     rebuild,
     substitute,
@@ -49,6 +50,12 @@ def torch_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool =
     condition or a whole number.
     """
     return _Torch(names or {}, whole).text(decided(expr))
+
+
+def score_text(expr: Expr, names: Mapping[str, str]) -> str:
+    """Returns the text of `torch_text` for a score or its derivative, whose variables i, j and h are tensors of whole
+    numbers."""
+    return _TorchScore(names, False).text(decided(expr))
 
 
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
@@ -163,17 +170,27 @@ class _Torch(_Target):
         # numbers returns a tensor of the default dtype.
         match function, args:
             case (("min" | "max"), (a, b)) if not variables(b):
-                texts[1] = self.full(a, texts[1])
+                texts[1] = self.full(a, b)
             case (("min" | "max"), (a, b)) if not variables(a):
-                texts[0] = self.full(b, texts[0])
+                texts[0] = self.full(b, a)
             case "where", (condition, a, b) if not variables(a) and not variables(b):
-                texts[1] = self.full(condition, texts[1])
+                texts[1] = self.full(condition, a)
         texts += [f"{name}={value!r}" for name, value in PRIMITIVES[function].torch_keywords.items()]
         return f"{PRIMITIVES[function].torch}({', '.join(texts)})", ATOM
 
-    def full(self, like: Expr, text: str) -> str:
+    def full(self, like: Expr, value: Expr) -> str:
         """Returns the text of a tensor that holds one number, in the dtype of the first variable of `like`."""
-        return f"torch.full_like({self.variable(variables(like)[0])[0]}, {text})"
+        return f"torch.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)})"
+
+
+class _TorchScore(_Torch):
+    def full(self, like: Expr, value: Expr) -> str:
+        if number(value).is_integer() or not (names := variables(like)) or names[0] not in ("i", "j", "h"):
+            return super().full(like, value)
+        wide = next((name for name in names if name not in ("i", "j", "h")), "")
+        if wide:
+            return super().full(Var(wide), value)
+        return f"torch.full_like({names[0]}, {self.text(value)}, dtype=torch.get_default_dtype())"
 
 
 class _Kernel(_Target):

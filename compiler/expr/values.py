@@ -220,6 +220,11 @@ def variables(expr: Expr) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in children(expr) for name in variables(part)))
 
 
+def is_number(expr: Expr) -> bool:
+    """Returns whether an expression has neither variables nor elements of tables."""
+    return not isinstance(expr, (Var, Read)) and all(map(is_number, children(expr)))
+
+
 def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
     """Replaces all variables named in `values` simultaneously."""
     if isinstance(expr, Var):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import ClassVar
 
-from specc.compiler.expr import reread, torch_text, torch_value, variables
+from specc.compiler.expr import reread, score_text, torch_text, torch_value, variables
 from specc.compiler.expr.mask import CAUSAL, LANGUAGE, Mask, sees_itself
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.expr.score import PLAIN, Score
@@ -146,7 +146,7 @@ class AttendContext:
     @property
     def functional(self) -> bool:
         """Whether the lines call torch.nn.functional."""
-        return any("F." in line for line in self.eager)
+        return any("F." in line for line in (*self.score, *self.eager))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +295,7 @@ class ScoredBase(ScoreFields, Attention):
             visible=_signature("visible", ("i", "j", "h", *self.visible_reads)),
             mask=_statement("return", self.visible_text(mask)),
             scored=_signature("scored", ("s", "i", "j", "h", *self.tables)) if scored else "",
-            score=_statement("return", torch_text(score.value, score.elements())),
+            score=_statement("return", score_text(score.value, score.elements())),
             **self._places(scored, mask, tables),  # type: ignore[arg-type]
         )
         return TorchCall(function, tuple(map(Input, range(self.arity))), generated=(self.template, context))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.expr import torch_text
+from specc.compiler.expr import score_text, torch_text
 from specc.compiler.expr.mask import sees_itself
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.kernels.attention.attention import REPEATS, unequal
@@ -60,6 +60,11 @@ class FlexContext:
     call: tuple[str, ...]
     fake: str
 
+    @property
+    def functional(self) -> bool:
+        """Whether the lines of the score call torch.nn.functional."""
+        return any("F." in line for line in self.score)
+
 
 @dataclass(frozen=True, slots=True)
 class FlexKernel(Kernel):
@@ -99,7 +104,7 @@ class FlexKernel(Kernel):
             visible=_signature("visible", ("i", "j", "h", *(("start",) if op.documents else ()))),
             mask=fitted(f"return {torch_text(mask.condition, whole=True)}", 106),
             scored="" if score.plain else _signature("scored", ("s", "i", "j", "h", *map(table_name, op.tables))),
-            score=fitted(f"return {torch_text(score.value, elements)}", 106),
+            score=fitted(f"return {score_text(score.value, elements)}", 106),
             seen=f"visible(i, j, h{', start[row, i]' if op.documents else ''})",
             scores=f"scored({', '.join(('s', 'i', 'j', 'h', *map(table_name, op.tables)))})",
             attend=listed(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.expr import Const, torch_text, variables
+from specc.compiler.expr import Const, score_text, torch_text, variables
 from specc.compiler.expr.python_lines import fitted, operand
 from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient, unequal
 from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
@@ -68,6 +68,11 @@ class ScoredContext:
     op: GeneratedFunction
     lines: tuple[str, ...]
 
+    @property
+    def functional(self) -> bool:
+        """Whether the lines call torch.nn.functional."""
+        return any("F." in line for line in self.lines)
+
 
 class ScoredTorch(CpuKernel):
     """Computes all scores of a sequence at once."""
@@ -107,7 +112,7 @@ def _scores(site: Site) -> Iterator[str]:
     start = {"start": "start[:, None, :, None]"}
     yield f"seen = {torch_text(mask.condition, start, whole=True)}"
     yield f"s = q @ k.mT {_scale(site)}"
-    value = "s" if score.plain else f"({torch_text(score.value, score.elements())})"
+    value = "s" if score.plain else f"({score_text(score.value, score.elements())})"
     yield f"score = {value}.masked_fill(~seen, -torch.inf)"
 
 
@@ -142,13 +147,13 @@ def _backward(site: Site) -> Iterator[str]:
             flat = ""
             for dim, text in enumerate(read.index_texts()):
                 flat = f"{operand(flat)} * {table}.shape[{dim}] + {text}" if flat else text
-            factor = f"(dscore * ({torch_text(slope, elements)}))" if slope != Const(1) else "dscore"
+            factor = f"(dscore * ({score_text(slope, elements)}))" if slope != Const(1) else "dscore"
             yield f"index = torch.where(seen, {flat}, 0).expand(s.shape)"
             yield f"weights = {factor}.double()"
             yield f"d{table} += torch.bincount(index.flatten(), weights.flatten(), len(d{table}))"
         results.append(f"d{table}.view({table}.shape).float()")
     if score.slope != Const(1):
-        yield f"dscore = dscore * ({torch_text(score.slope, elements)})"
+        yield f"dscore = dscore * ({score_text(score.slope, elements)})"
     yield f"dq, dk = dscore @ k {_scale(site)}, dscore.mT @ q {_scale(site)}"
     yield "dk, dv = (x.unflatten(1, (-1, shared)).sum(2) for x in (dk, dv))"
     yield f"return {', '.join(results)}"

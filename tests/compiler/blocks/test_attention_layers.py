@@ -58,6 +58,14 @@ CASES: Mapping[str, dict[str, Any]] = {
     "queries_gated_by_the_input": attention(learn={"open": {"of": "h", "shape": "heads"}}, q="q * sigmoid(open)"),
     "kv_heads_window": attention(kv_heads=1, window=4, rope={"dims": 2}, qk_norm={"gain": 2}),
     "head_dim": attention(head_dim=3),
+    "score_of_functions_and_fractions": attention(
+        score="s + max(0.72, log(i + 1)) * relu(bias[h]) + min(0.5, j / 3) * s + s * where(j % 2 == 0, 0.2, 0.9)",
+        learn={"bias": {"shape": ["heads"], "init": 0}},
+    ),
+    "score_of_the_logarithm_of_a_distance": attention(
+        score="s - bias[h] * log(i - j + 1) + tanh(bias[0])", learn={"bias": {"shape": ["heads"], "init": 0}}
+    ),
+    "mask_across_documents": attention(mask="j <= i and (i - j < 2 or document(i) != document(j))", bos=1),
     "prefix_and_window": {
         **attention(mask="j <= i and i - j < 3 or j < prefix", kv_heads=1, rope={"dims": 2}),
         "prefix": 5,

@@ -114,6 +114,45 @@ def test_an_index_is_within_its_table_in_the_same_document_and_in_others() -> No
         bound_score("s + bias[i - j]", (("bias", (8,)),), mask, 2, 64)
 
 
+@pytest.mark.parametrize(
+    ("score", "mask", "bound"),
+    [
+        ("s - log(i - j + 1)", "j <= i", "s - log(max(i - j + 1, 1))"),
+        ("s / (i - j)", "j < i", "s / max(i - j, 1)"),
+        ("s + bias[h] * log(16 - (i - j))", "j <= i and i - j < 16", "s + bias[h] * log(max(16 + j - i, 1))"),
+        ("s + log(1 + bias[h] * (i - j))", "j <= i", "s + log(1 + bias[h] * max(i - j, 0))"),
+        ("where(i - j < 5, s, s * log(i - j - 4))", "j <= i", "where(i - j < 5, s, s * log(max(i - j - 4, 1)))"),
+        ("s * exp(-0.1 * (i - j))", "j <= i", "s * exp(-0.1 * max(i - j, 0))"),
+        ("s / sqrt(i + 1)", "j <= i", "s / sqrt(i + 1)"),
+        ("s * exp(-abs(i - j))", "j <= i", "s * exp(-abs(i - j))"),
+    ],
+)
+def test_scores_of_hidden_pairs_are_finite(score: str, mask: str, bound: str) -> None:
+    """The gradient of a hidden pair is 0 times the derivative of its score, which must not be NaN."""
+    text = bound_score(score, (("bias", (2,)),) if "bias" in score else (), mask, 2, 64)
+    assert text == bound
+    assert bound_score(text, (("bias", (2,)),) if "bias" in score else (), mask, 2, 64) == text
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "message"),
+    [
+        ("s + log(i - j)", "j <= i", "`log(i - j)` has no value at i = 0, j = 0"),
+        ("s + 1 / (i - j)", "j <= i", "`1 / (i - j)` has no value at i = 0, j = 0"),
+        ("s + sqrt(j - 3)", "j <= i and j > 1", "`sqrt(j - 3)` has no value at i = 2, j = 2"),
+    ],
+)
+def test_scores_that_are_undefined_for_a_visible_pair_are_refused(score: str, mask: str, message: str) -> None:
+    with pytest.raises(ExprError) as caught:
+        bound_score(score, (), mask, 2, 64)
+    assert message in caught.value.message and "max(" in (caught.value.hint or "")
+
+
+def test_elements_with_constant_indices_are_not_numbers() -> None:
+    text = "s + tanh(bias[0] / 3) + where(bias[1] > 0, bias[0], 1)"
+    assert bound_score(text, (("bias", (2,)),), "j <= i", 2, 64) == text
+
+
 def test_a_search_without_a_result_says_so() -> None:
     with pytest.raises(Undecided, match="no proof within 50 boxes"):
         example(parse_mask("i * i * i == j * j * j + 7 and j > i"), 1 << 20, work=50)
