@@ -14,7 +14,10 @@ def visible(i: Tensor, j: Tensor, h: Tensor, start: Tensor) -> Tensor:
     return (j <= i) & (i - j <= 768) & (j >= start)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::attend_d_le_768_and_document_scale_0p1_blocks", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::attend_d_le_768_and_document_scale_0p1_blocks",
+    mutates_args=(),
+)
 def blocks(x: Tensor, size: int) -> list[Tensor]:
     """Returns the tables of a BlockMask with blocks of `size` positions for x i64[B, T], the starts of documents.
 
