@@ -1,6 +1,8 @@
 """Rewrites specs of version 1 and old keys of version 2. Parameters, programs and scores of the model stay as they
 are."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any
@@ -95,7 +97,32 @@ def migrated_text(path: FilePath) -> str | None:
     for stage in _stages(data):
         if "learn" in stage:
             stage["learn"] = flow(stage["learn"])
-    return edited(data)
+    return with_all_comments(source.text, edited(data))
+
+
+def with_all_comments(old: str, new: str) -> str:
+    """Returns the text `new` with the comments of `old` that it lacks: those of keys that a migration removes.
+
+    A comment stands before the next line of `old` that is also in `new`, and occurs there once.
+    """
+    olds, lines = [_code_and_comment(line) for line in old.splitlines()], new.splitlines()
+    present = Counter(comment for _, comment in map(_code_and_comment, lines))
+    for place, (_, comment) in enumerate(olds):
+        if present[comment]:
+            present[comment] -= 1
+        elif comment:
+            codes = [code for code, _ in map(_code_and_comment, lines)]
+            after = (codes.index(code) for code, _ in olds[place:] if code and codes.count(code) == 1)
+            line = next(after, len(lines))
+            margin = re.match(" *", lines[line] if line < len(lines) else "")
+            lines.insert(line, f"{margin[0] if margin else ''}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _code_and_comment(line: str) -> tuple[str, str]:
+    """Splits a line into its code, without the space around it, and its comment."""
+    match = re.search(r"(?:^|\s)(#.*)$", line)
+    return (line[: match.start()].strip(), match[1].strip()) if match else (line.strip(), "")
 
 
 def migrate(data: Data) -> None:

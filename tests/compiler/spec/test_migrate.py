@@ -47,6 +47,23 @@ train:
 """
 
 
+def test_comments_of_removed_keys_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "old.yaml"
+    text = OLD.replace(
+        "{kind: unet, gated: true} ", "\n      kind: unet  # across\n      # learned\n      gated: true "
+    )
+    text = text.replace(
+        "- {kind: attention, heads: 2,", "- kind: attention\n        heads: 2\n        window: 8  # short\n        #"
+    )
+    path.write_text(text)
+    new = migrated_text(path)
+    assert new is not None
+    for comment in ("# across", "# learned", "# from the first half", "# short", "# small"):
+        assert new.count(comment) == 1, comment
+    path.write_text(new)
+    load(path)
+
+
 def test_a_file_is_rewritten_with_its_comments(tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(OLD)
