@@ -186,14 +186,14 @@ def bound_score(
         where = columns.get((read.table, read.indices), (0,) * len(read.indices))
         for place, (index, size) in enumerate(zip(read.indices, tables[read.table], strict=True)):
             _check_index(read.table, place, index, size, condition, heads, context, where[place])
-    return str(_defined(value, in_some_documents(condition), heads, context))
+    return str(_defined(value, in_some_documents(condition), heads, context, text))
 
 
 PARTIAL = ("sqrt", "log", "exp", "exp2")  # functions that are undefined or infinite for some numbers
 UNDEFINED = {"sqrt": "<", "log": "<="}  # for these numbers, compared with 0
 
 
-def _defined(score: Expr, mask: Expr, heads: int, context: int) -> Expr:
+def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Expr:
     """Makes a score finite for pairs that the mask hides, and leaves it unchanged for other pairs.
 
     A hidden pair adds 0 times the derivative of its score to gradients, and the product with an infinite derivative is
@@ -206,6 +206,7 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int) -> Expr:
         mask: the condition under which the part is computed.
         heads: the number of query heads.
         context: the number of tokens of a sequence.
+        text: the score as written, for the column of an error.
 
     Raises:
         ExprError: if the logarithm or the root of positions, or the quotient by them, is undefined for a pair that is
@@ -239,15 +240,15 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int) -> Expr:
         if pair is not None:
             at = ", ".join(f"{name} = {value}" for name, value in zip(POSITIONS, pair, strict=True) if name != "h")
             message = f"`{part}` has no value at {at}, where the query attends to the key"
-            raise ExprError(message, hint=f"limit it: max({undefined.a}, 1)")
+            raise ExprError(message, max(text.find(str(part)), 0), f"limit it: max({undefined.a}, 1)")
 
     def visit(part: Expr) -> Expr:
-        return _defined(part, mask, heads, context)
+        return _defined(part, mask, heads, context, text)
 
     match score:
         case Call("where", (Compare(_, left, right) as test, a, b)) if _of_positions(left) and _of_positions(right):
             branches = zip((test, negation(test)), (a, b), strict=True)
-            parts = (_defined(part, Logic("and", (mask, holds)), heads, context) for holds, part in branches)
+            parts = (_defined(part, Logic("and", (mask, holds)), heads, context, text) for holds, part in branches)
             return Call("where", (test, *parts))
         case Call(function, (argument,)) if function in PARTIAL:
             if function in UNDEFINED:
