@@ -225,7 +225,12 @@ def test_a_lock_that_cannot_be_followed_is_an_error(spec: Path, changed: dict[st
         ("softmax_loss", "softmax_loss_triton", {"rows": 4, "columns": 100, "warps": 4}, "columns is 100"),
         ("softmax_loss", "softmax_loss_triton", {"rows": 1, "columns": 512, "warps": 5}, "warps is 5"),
         ("softmax_loss", "softmax_loss_triton", {"rows": 4096, "columns": 512, "warps": 4}, "x columns is 2097152"),
-        ("softmax_loss", "softmax_loss_triton", {"rows": 2, "columns": 128, "warps": 4}, "2x128, 4 warps does not hold 320 columns"),
+        (
+            "softmax_loss",
+            "softmax_loss_triton",
+            {"rows": 2, "columns": 128, "warps": 4},
+            "4 warps does not hold 320 columns",
+        ),
     ],
 )
 def test_a_tile_that_no_search_could_have_found_is_an_error(
