@@ -204,10 +204,10 @@ def read_original(lines: Iterable[str]) -> Record:
     seconds: dict[int, float] = {}
     losses: dict[int, float] = {}
     for line in lines:
-        if found := STEP.match(line):
-            seconds[int(found[1]) + 1] = float(found[2])
-        elif found := VALIDATED.match(line):
-            losses[int(found[1])] = float(found[2].replace("nan", "inf"))  # it diverged
+        if match := STEP.match(line):
+            seconds[int(match[1]) + 1] = float(match[2])
+        elif match := VALIDATED.match(line):
+            losses[int(match[1])] = float(match[2].replace("nan", "inf"))  # it diverged
     if len(seconds) < 2 or STEPS not in losses:
         raise RaceError("the script printed no steps, or no validation at its end")
     last = max(seconds)
@@ -373,8 +373,8 @@ def verdict(race: Race, sets: Mapping[str, tuple[str, ...]], target: float | Non
     records = originals(race, best)
     seconds = mean(record["seconds"] for record in records)
     lines = [f"target {target:.4f}: the script at {best:g} x {RATE:g}, {len(records)} seeds, {seconds:.1f} s"]
-    found = [finished(race, fast(sets, seed, target)) for seed in SEEDS]
-    ours = [record for record in found if record is not None]
+    finished_legs = (finished(race, fast(sets, seed, target)) for seed in SEEDS)
+    ours = [record for record in finished_legs if record is not None]
     if len(records) == len(ours) == len(SEEDS):
         loss, taken = mean(record["loss_f32"] for record in ours), mean(record["seconds"] for record in ours)
         state = "met" if loss <= target else "NOT met"

@@ -140,8 +140,8 @@ class Masters:
         if schemes is not None:
             self.quantized = FakeQuantized(self.tensors, parameters, schemes, input_shares)
             names = self.quantized.names
-        own = {*names, *self._released}
-        copied = [n for n in parameters if self.tensors[n] is not parameters[n] and n not in own]
+        quantized_or_masters = {*names, *self._released}
+        copied = [n for n in parameters if self.tensors[n] is not parameters[n] and n not in quantized_or_masters]
         self._copies: list[Tensor] = [parameters[name] for name in copied]
         self._sources: list[Tensor] = [self.tensors[name] for name in copied]
         self.refresh()

@@ -77,11 +77,11 @@ def test_colors_are_for_terminals_that_want_them(
 def test_every_command_takes_every_format(specc: Shell) -> None:
     for group, entry in commands(app.specc):
         command = group.loaded(entry)
-        own = next(option for option in command.params if "--format" in option.opts)
-        assert isinstance(own.type, click.Choice)
+        format_option = next(option for option in command.params if "--format" in option.opts)
+        assert isinstance(format_option.type, click.Choice)
         if entry.name == "export":  # its format is that of the export; `specc --format json export` has that of errors
             continue
-        assert set(own.type.choices) >= {"text", "json", "github", "sarif"}, entry.name
+        assert set(format_option.type.choices) >= {"text", "json", "github", "sarif"}, entry.name
         words = [*([group.name] if group is not app.specc else []), entry.name, "--no-such-option"]
         assert specc(*map(str, words), "--format", "json") == 2 and specc.err == ""
         require_findings(specc.out, ["U001"])

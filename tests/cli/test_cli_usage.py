@@ -1,4 +1,4 @@
-"""What commands of the compiler print, write and compare."""
+"""The output, the files and the comparisons of the compiler\'s commands."""
 
 import io
 import json

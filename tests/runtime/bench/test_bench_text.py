@@ -117,8 +117,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Te
     make = getattr(decode_text, name)
 
     def other(*arguments: Any) -> decode_text._Decoder:
-        made = make(*arguments)
-        return decode_text._Decoder(lambda ids: change(made.logits(ids)), made.passes)
+        decoder = make(*arguments)
+        return decode_text._Decoder(lambda ids: change(decoder.logits(ids)), decoder.passes)
 
     monkeypatch.setattr(decode_text, name, other)
 

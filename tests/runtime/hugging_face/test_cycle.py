@@ -118,9 +118,9 @@ def test_heads_that_do_not_divide_the_features_are_those_of_mistral() -> None:
     from specc.runtime.hugging_face.recognizing import recognized
 
     changed = SPEC.replace("heads: 4, kv_heads: 2", "heads: 6, kv_heads: 2, head_dim: 8")
-    found = recognized(load(changed)[0].model, "llama")
-    assert found.family.name == "mistral" and found.config["sliding_window"] is None
-    assert transformers.AutoConfig.for_model("mistral", **found.config).head_dim == 8
+    match = recognized(load(changed)[0].model, "llama")
+    assert match.family.name == "mistral" and match.config["sliding_window"] is None
+    assert transformers.AutoConfig.for_model("mistral", **match.config).head_dim == 8
 
 
 def imported(folder: Path, place: Path) -> Path:

@@ -81,7 +81,7 @@ def same_training(one: Path, other: Path) -> None:
 
 
 def expected(records: Records) -> list[tuple[int, Mapping[str, float]]]:
-    """What a tracker receives of a log."""
+    """The calls that a tracker receives for a log."""
     every = [(r["step"], numbers_of(r["event"], {k: v for k, v in r.items() if k != "event"}))
              for r in records.all if "step" in r]  # fmt: skip
     return [(step, numbers) for step, numbers in every if numbers]

@@ -87,11 +87,11 @@ def test_a_fused_group_stores_no_mask(tmp_path: Path) -> None:
     group = next(group for group in loaded.programs.groups if "mlp.dropped" in group.members)
     assert sum(isinstance(node.op, Dropout) for node in group.forward.nodes) == 1
     assert sum(isinstance(node.op, Dropout) for node in group.backward.nodes) == 1
-    kept = {name: type for name, type in group.backward.inputs if name in group.saved}
-    assert str(kept["dropped_draw"]) == "draw:i64[4]"
-    assert not any(type.dtype == "bool" for type in kept.values())
+    saved = {name: type for name, type in group.backward.inputs if name in group.saved}
+    assert str(saved["dropped_draw"]) == "draw:i64[4]"
+    assert not any(type.dtype == "bool" for type in saved.values())
     # the gradient of the learned factor of the branch reads its value, which the spec asks for
-    assert {name for name, type in kept.items() if type.shape == ("B", "T", 32)} <= {"x", "dropped", "residual_x"}
+    assert {name for name, type in saved.items() if type.shape == ("B", "T", 32)} <= {"x", "dropped", "residual_x"}
 
 
 class Node(nn.Module):
@@ -112,10 +112,10 @@ def test_masks_depend_on_the_row_of_the_step_and_not_on_its_parts(tmp_path: Path
             draws = DropoutDraws(node, 3, rows, 6, World(rank, ranks))
             for part in range(8 // rows // ranks):
                 draws.write(11, part)
-                found = code.counted_dropout(torch.ones(rows, 6, 10), node.a_draw, 0.3)
+                masked = code.counted_dropout(torch.ones(rows, 6, 10), node.a_draw, 0.3)
                 short = code.counted_dropout(torch.ones(2 * rows, 3, 10), node.a_draw, 0.3)
-                assert torch.equal(found.flatten(0, 1), short.flatten(0, 1))
-                whole[part * rows * ranks + rank : (part + 1) * rows * ranks : ranks] = found
+                assert torch.equal(masked.flatten(0, 1), short.flatten(0, 1))
+                whole[part * rows * ranks + rank : (part + 1) * rows * ranks : ranks] = masked
         masks[ranks, rows] = whole
     first = masks[1, 8]
     assert all(torch.equal(first, mask) for mask in masks.values())
