@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny
+from tiny_models import ATTENTION, MLP, tiny
 from torch import Tensor
 from toy import Toy, train_spec, trainer
 
@@ -178,7 +178,7 @@ def test_captured_updates(tmp_path: Path) -> None:
     """Update and backward passes are CUDA graphs with one pool of memory."""
     ends = {}
     for masters in ("f32", "bf16"):
-        spec = tiny(dim=256, vocab=4096, context=256)
+        spec = tiny((ATTENTION, {**MLP, "hidden": 1024}), dim=256, vocab=4096, context=256)
         precision = spec.train.precision.model_copy(update={"compute": "bf16", "masters": masters})
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"precision": precision})})
         with ExitStack() as stack:

@@ -15,7 +15,7 @@ MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "act": "silu(gate)
 
 
 def experts(target: str) -> Any:
-    return tiny((ATTENTION, MOE), targets=[target], dim=32)
+    return tiny((ATTENTION, MOE), (), targets=[target], dim=32)
 
 
 def test_a_router_stays_in_f32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
