@@ -9,7 +9,7 @@ from specc.cli.options import Compiling, checked_targets, spec_argument, target_
 
 @click.command("ir", cls=Compiling)
 @spec_argument
-@click.option("--after", "name", default="fuse", show_default=True, help="Pass after which to print.")
+@click.option("--after", "name", default="merge_linears", show_default=True, help="Pass after which to print.")
 @click.option("--program", help="Program to print, such as train. By default, all of them.")
 @target_option
 def command(spec: Path, name: str, program: str | None, target: str | None) -> None:

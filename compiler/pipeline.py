@@ -13,8 +13,10 @@ from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.count_dropout import count_dropout
 from specc.compiler.passes.fp8_products import fp8_products
+from specc.compiler.passes.fold_scales import fold_scales
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.logits import with_logits
+from specc.compiler.passes.merge_linears import merge_linears
 from specc.compiler.passes.optimizers import assign_optimizers
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
@@ -39,6 +41,11 @@ COUNT_DROPOUT: Pass = (
 )
 FP8_PRODUCTS: Pass = ("fp8_products", lambda programs, spec, target: fp8_products(programs, spec.train, target))
 FUSE: Pass = ("fuse", lambda programs, spec, target: fuse(programs, spec.fuse))
+FOLD_SCALES: Pass = ("fold_scales", lambda programs, spec, target: fold_scales(programs, spec.chosen(spec.fold)))
+MERGE_LINEARS: Pass = (
+    "merge_linears",
+    lambda programs, spec, target: merge_linears(programs, spec.chosen(spec.merge)),
+)
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
@@ -47,7 +54,16 @@ LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 # sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is in files for
 # other programs, such as ONNX.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
-    "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, COUNT_DROPOUT, FP8_PRODUCTS, FUSE),
+    "trained": (
+        ASSIGN_OPTIMIZERS,
+        ASSIGN_QUANT,
+        FAKE_QUANTIZE,
+        COUNT_DROPOUT,
+        FP8_PRODUCTS,
+        FUSE,
+        FOLD_SCALES,
+        MERGE_LINEARS,
+    ),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
     "exported": (ASSIGN_QUANT, LOGITS),

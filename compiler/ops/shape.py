@@ -150,6 +150,34 @@ class Split(Moves):
 
 
 @dataclass(frozen=True, slots=True)
+class SplitFeatures(Moves):
+    """Splits the features of x [..., D] into consecutive parts of `sizes` features, as views of x. `labels` are their
+    names in generated code."""
+
+    name: ClassVar[str] = "split_features"
+    inline: ClassVar[bool] = False
+    sizes: tuple[int, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if x.width != sum(self.sizes) or len(self.sizes) != len(self.labels):
+            raise TypeRuleError(f"cannot split the {x.width} features of {{input}} into {list(self.sizes)}", (0,))
+        return tuple(x.with_shape(*x.shape[:-1], size) for size in self.sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".split", (Input(0), self.sizes, -1))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        (x,) = inputs
+        return tuple(x.narrow(-1, sum(self.sizes[:i]), size) for i, size in enumerate(self.sizes))
+
+
+@dataclass(frozen=True, slots=True)
 class Part(Moves):
     """Returns the features [..., D] of part `index` of `parts` equal parts of [..., parts D]."""
 
@@ -238,6 +266,53 @@ class CropRows(Moves):
 
     def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0].narrow(0, 0, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatRows(Moves):
+    """Concatenates `count` matrices [N, K] of equal K along their rows."""
+
+    name: ClassVar[str] = "concat_rows"
+    count: int
+
+    @property
+    def arity(self) -> int:
+        return self.count
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        if any(len(x.shape) != 2 or x.width != inputs[0].width or x.dtype != inputs[0].dtype for x in inputs):
+            matrices = ", ".join(map(str, inputs))
+            raise TypeRuleError(f"concatenates matrices with equal numbers of columns, not {matrices}")
+        rows = sum(x.shape[0] for x in inputs if isinstance(x.shape[0], int))
+        return (TensorType((rows, inputs[0].width), inputs[0].dtype),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("torch.cat", (tuple(map(Input, range(self.count))),))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        joined = inputs[0].new_empty(sum(x.shape[0] for x in inputs), inputs[0].shape[1])
+        for i, x in enumerate(inputs):
+            start = sum(other.shape[0] for other in inputs[:i])
+            joined[start : start + x.shape[0]] = x
+        return joined
+
+
+class Column(Moves):
+    """Returns a vector [N] as a column [N, 1]."""
+
+    name: ClassVar[str] = "column"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if len(x.shape) != 1:
+            raise TypeRuleError(f"takes a vector, not {x}", (0,))
+        return (TensorType((*x.shape, 1), x.dtype),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".unsqueeze", (Input(0), 1))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        return inputs[0].reshape(-1, 1)
 
 
 class RowByRow(Moves):

@@ -6,8 +6,9 @@ from dataclasses import replace
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.linear import Linear
-from specc.compiler.ops.region import Call, Fused, returned
+from specc.compiler.ops.region import Fused, returned
 from specc.compiler.passes.group import Unfusable, build_group
+from specc.compiler.passes.requests import whole_sequences
 from specc.compiler.pattern import matches
 from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
@@ -46,18 +47,6 @@ def _unmatched(code: str, message: str, hint: str) -> LoweringError:
     return LoweringError((Problem((), code, message, hint),))
 
 
-def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Yields every graph that a whole-sequence program runs, with each path at which it runs. Programs that
-    fake-quantize are skipped."""
-    rounded = {phase.train for phase in programs.phases if phase.rounds}
-    for name in (name for name in programs.whole if name not in rounded):
-        program = programs.program(name)
-        yield program, ""
-        for node in program.nodes:
-            if isinstance(node.op, Call):
-                yield programs.function(node.op.callee), node.op.at
-
-
 def _scopes(graph: Graph) -> tuple[str, ...]:
     """Returns every proper prefix of the nodes' names, in order."""
     prefixes = (node.name.split(".")[:length] for node in graph.nodes for length in range(1, node.name.count(".") + 1))
@@ -67,7 +56,7 @@ def _scopes(graph: Graph) -> tuple[str, ...]:
 def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...], chunks: int) -> Programs:
     places: dict[tuple[str, str], dict[str, bool]] = {}
     scopes = {graph.name: _scopes(graph) for graph in programs.graphs}
-    for graph, at in _sites(programs):
+    for graph, at in whole_sequences(programs):
         for scope in scopes[graph.name]:
             covered = places.setdefault((graph.name, scope), {})
             covered[at] = matches(pattern, f"{at}.{scope}" if at else scope)

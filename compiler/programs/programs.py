@@ -132,6 +132,23 @@ class Phase:
     writes: tuple[str, str] = ("encode", "extend")
 
 
+@dataclass(frozen=True, slots=True)
+class Rewriting:
+    """What a pass did to some nodes of the spec, or why it left them as they are.
+
+    Attributes:
+        step: the pass.
+        nodes: the paths of the nodes, with `*` for the numbers of blocks.
+        text: what the pass did; empty if it did nothing.
+        refusal: the reason why it did nothing, else empty.
+    """
+
+    step: str
+    nodes: tuple[str, ...]
+    text: str = ""
+    refusal: str = ""
+
+
 @dataclass(frozen=True)
 class Programs:
     """All programs of a model. A function is named `class.method`, e.g. `block.forward`; calls run it at a path.
@@ -152,6 +169,7 @@ class Programs:
         sizes: the names of dims: the name, the size, the description.
         layers: the value of `layers` in formulas: the number of blocks, of both sides in an encoder-decoder; 1 if there
             are no blocks.
+        rewritings: what passes that choose nodes themselves did, and what they refused.
     """
 
     name: str
@@ -167,6 +185,7 @@ class Programs:
     constants: tuple[tuple[str, float, str], ...] = ()
     sizes: tuple[tuple[str, int, str], ...] = ()
     layers: int = 1
+    rewritings: tuple[Rewriting, ...] = ()
 
     @property
     def stored(self) -> tuple[Parameter, ...]:

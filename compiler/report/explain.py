@@ -18,7 +18,8 @@ class Explained:
     """The kernel of one node on one target.
 
     `target` is the folder of the generated files, for a target or for a deployed plan. `rejected` are the other
-    kernels, each with the reason why it was not chosen.
+    kernels, each with the reason why it was not chosen. `passes` are the passes that rewrote the node, or refused to,
+    each with the effect or the reason.
     """
 
     target: str
@@ -29,11 +30,13 @@ class Explained:
     files: tuple[str, ...]
     tile: str
     rejected: tuple[tuple[str, str], ...]
+    passes: tuple[tuple[str, str], ...] = ()
 
     def data(self) -> dict[str, Any]:
         """Returns the row as JSON data."""
         rejected = [{"kernel": kernel, "reason": reason} for kernel, reason in self.rejected]
-        return {**asdict(self), "rejected": rejected}
+        passes = [{"pass": name, "effect": effect} for name, effect in self.passes]
+        return {**asdict(self), "rejected": rejected, "passes": passes}
 
 
 def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explained]:
@@ -57,7 +60,8 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
-            row = Explained(folder, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected)
+            tile, passes = choice.rendered.tile, tuple(_passes_of(plan.programs, path))
+            row = Explained(folder, path, choice.site.label, op, kernel, files, tile, choice.rejected, passes)
             if row not in known:  # two groups may contain the same product
                 known.add(row)
                 yield row
@@ -68,7 +72,16 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
         if path not in seen and _covers(node, path):
             seen.add(path)
             rejected = (("every other", f"{reason}; Torch's compiler computes it"),)
-            yield Explained(folder, path, path, str(unplanned), "torch (torch)", (), "", rejected)
+            passes = tuple(_passes_of(plan.programs, path))
+            yield Explained(folder, path, path, str(unplanned), "torch (torch)", (), "", rejected, passes)
+
+
+def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
+    """Yields each pass that rewrote a node, or refused to, with the effect or the reason."""
+    for rewriting in programs.rewritings:
+        if any(_covers(path, other) for other in rewriting.nodes):
+            effect = rewriting.text or f"not applied: {rewriting.refusal}"
+            yield rewriting.step, f"{', '.join(rewriting.nodes)}: {effect}"
 
 
 def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
@@ -77,8 +90,9 @@ def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
     for graph in programs.graphs:
         for node in graph.nodes:
             if not isinstance(node.op, Call | Fused) and plan.choice(graph, node) is None:
-                path = place_pattern(programs, (graph.name,), node.name)
-                yield path, node, f"in {graph.name} the node is in no fused group"
+                for name in (node.name, *node.members):
+                    path = place_pattern(programs, (graph.name,), name)
+                    yield path, node, f"in {graph.name} the node is in no fused group"
     for group in programs.groups:
         for graph in (group.forward, group.backward):
             for node in graph.nodes:
@@ -96,6 +110,7 @@ def text_of(row: Explained) -> str:
     lines = [f"{row.label} on {row.target}: {row.kernel}{f', {row.tile}' if row.tile else ''}"]
     lines += [f"  {row.op}", *(f"  file: {row.target}/{name}" for name in row.files)]
     lines += [f"  not {kernel}: {reason}" for kernel, reason in row.rejected]
+    lines += [f"  {name}: {effect}" for name, effect in row.passes]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specc.compiler.plan.lock import Lock
 from specc.compiler.plan.plan import Plan
-from specc.compiler.report.step import step_of
+from specc.compiler.report.step import step_of, without_storage
 from specc.compiler.spec.spec import Spec
 
 SHOWN = 4  # the most entries that a note names
@@ -51,6 +51,7 @@ def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Itera
     if locked.timings or locked.step is not None:
         step = step_of(spec, plan) if plan is not None else None
         keys = {row.site.key for row in step.rows if row.site is not None} if step is not None else set()
-        yield from ((f"{target} {timing.node}", key in keys) for key, timing in locked.timings.items())
+        entries = locked.timings.items()
+        yield from ((f"{target} {timing.node}", without_storage(key) in keys) for key, timing in entries)
         if locked.step is not None:
             yield f"{target} step", step is not None and step.timing is not None

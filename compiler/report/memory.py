@@ -115,19 +115,21 @@ def _has_rows(type: TensorType) -> bool:
     return bool(type.shape) and isinstance(type.shape[0], str)
 
 
-def aliases(graph: Graph, sizes: Sizes) -> Mapping[str, str]:
+def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
     """Maps each value that is a view to the value it is a view of.
 
-    A node returns a view if it has one input, computes nothing, and keeps the dtype and number of elements.
+    A node returns views if it has one input, computes nothing, and keeps the dtype and, in all of its outputs, the
+    number of elements. Without `parts`, a part of a value is a value of its own.
     """
     views: dict[str, str] = {}
     for node in graph.nodes:
         inputs = [ref for ref in node.inputs if ref[0] not in "@$"]
-        if len(inputs) == len(node.types) == 1 and not is_barrier(node):
-            source, type = graph.types[inputs[0]], node.types[0]
-            same = source.dtype == type.dtype and source.count(sizes) == type.count(sizes)
+        if len(inputs) == 1 and not is_barrier(node) and (parts or len(node.types) == 1):
+            source = graph.types[inputs[0]]
+            same = {source.dtype} == {type.dtype for type in node.types}
+            same = same and source.count(sizes) == sum(type.count(sizes) for type in node.types)
             if same and node.op.flops([graph.types[ref] for ref in node.inputs], node.types, sizes) == 0:
-                views[node.outputs[0]] = views.get(inputs[0], inputs[0])
+                views |= dict.fromkeys(node.outputs, views.get(inputs[0], inputs[0]))
     return views
 
 

@@ -10,7 +10,7 @@ from specc.compiler.ops.fp8 import Fp8Linear
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.ops.shape import CropColumns
-from specc.compiler.passes.select_kernels import group_pattern
+from specc.compiler.passes.select_kernels import group_pattern, together
 from specc.compiler.plan.plan import Choice, Plan, SaveChoices, place_pattern
 from specc.compiler.programs.programs import Programs
 from specc.compiler.report.step import Step, StepRow, step_of, words_of
@@ -62,6 +62,7 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts += summary.changes
     facts += (f"In 8 bits in training, not measured: {text}." for text in products_of_8_bits(main))
     facts += (f"Backward: {text}." for text in summary.saved)
+    facts += rewritten(main.programs)
     if summary.unmeasured:
         missing = ", ".join(f"{work.name} {percent(summary.step.share(work))}" for work in summary.unmeasured)
         tune = f"`specc tune {main.source} --target {main.target.name}`"
@@ -78,6 +79,16 @@ def _facts(summary: Summary) -> Iterator[str]:
     ]
     rows.append(("header and spec", "", "", f"{summary.storage.overhead:,}", ""))
     yield from table(heads, rows)
+
+
+def rewritten(programs: Programs) -> Iterator[str]:
+    """Yields what passes that choose nodes themselves did, and what they refused, as sentences."""
+    alike: dict[tuple[str, str, str], dict[str, None]] = {}
+    for rewriting in programs.rewritings:
+        key = rewriting.step, rewriting.text, rewriting.refusal
+        alike.setdefault(key, {})[together(rewriting.nodes)] = None
+    for (step, text, refusal), nodes in alike.items():
+        yield f"`{step}`{' not' if refusal else ''} of {'; '.join(nodes)}: {text or refusal}."
 
 
 def products_of_8_bits(plan: Plan) -> Iterator[str]:

@@ -186,7 +186,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
         for name, factor in ((path, 1), (f"{path}.grad", 2)):
             yield _plain_row(plan, name, "recurrence", what, factor * flops, factor * moved)
     elif node.op.matrix:
-        inputs = tuple(graph.types[ref] for ref in node.inputs)
+        inputs = tuple(_as_computed(graph.types[ref]) for ref in node.inputs)
         yield _row(plan, _site(plan, node, inputs, _pattern(node.name)), None, sizes)
         backward = _Rule(node, graph)
         if node.op.derivative(backward) is None:
@@ -205,7 +205,7 @@ class _Rule(Tape):
 
     def __init__(self, node: Node, graph: Graph) -> None:
         self._node = node
-        self._types = dict(graph.types) | {f"d{i}": type for i, type in enumerate(node.types)}
+        self._types = {ref: _as_computed(type) for ref, type in graph.types.items()} | {f"d{i}": type for i, type in enumerate(node.types)}
         self.added: list[tuple[str, Op, tuple[TensorType, ...]]] = []
 
     def type(self, index: int) -> TensorType:
@@ -254,8 +254,21 @@ def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: i
 def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:
     """Returns the locked time of a node in ms, scaled to a call over `rows` rows; None if it was not measured."""
     entry = choice.measured if choice is not None else None
-    timing = entry or (plan.locked.timings.get(site.key) if plan.locked is not None else None)
+    timings = plan.locked.timings if plan.locked is not None else {}
+    timing = entry or next((timing for key, timing in timings.items() if without_storage(key) == site.key), None)
     return timing.ms * rows / timing.rows if timing is not None else None
+
+
+def _as_computed(type: TensorType) -> TensorType:
+    """Returns the type of a parameter in a training step, whose time does not depend on the storage of the deployed
+    model."""
+    return TensorType(type.shape, type.dtype)
+
+
+def without_storage(key: str) -> str:
+    """Returns the key of a node of a training step. Keys in locks may have the storage of matrices, as in
+    `int5:bf16[512,512]`."""
+    return re.sub(r"[\w()]+:(?=\w+\[)", "", key)
 
 
 def words_of(site: Site) -> str:
@@ -274,7 +287,8 @@ def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
         alike.setdefault(key, []).append(row)
     for group in alike.values():
         labels = list(dict.fromkeys(row.node for row in group))
-        yield replace(group[0], node=together(labels), calls=sum(row.calls for row in group))
+        choice = next((row.choice for row in group if row.choice is not None), None)
+        yield replace(group[0], choice=choice, node=together(labels), calls=sum(row.calls for row in group))
 
 
 def _pattern(name: str) -> str:
@@ -288,13 +302,16 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     All nodes between the same barriers are modeled as one kernel. The kernel reads each input once, and writes each
     value that other kernels read once.
     """
-    views = aliases(graph, sizes)
+    views, parts = aliases(graph, sizes, parts=False), aliases(graph, sizes)
     computed: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether a kernel between barriers computes it
     read: set[tuple[int, str]] = set()
     written: set[str] = set()
     for node in graph.nodes:
         inputs = [views.get(ref, ref) for ref in node.inputs if ref[0] != "$"]
         stage = max((computed.get(ref, (0, False))[0] for ref in inputs), default=0)
+        if len(node.types) > 1 and node.outputs[0] in parts:
+            computed |= dict.fromkeys(node.outputs, computed.get(inputs[0], (0, False)))
+            continue
         between = not is_barrier(node) and node.outputs[0] not in views
         for ref in inputs:
             before, pointwise = computed.get(ref, (0, False))

@@ -213,6 +213,11 @@ class Spec(StrictModel):
         model: the architecture.
         fuse: the fusion points. Each is a pattern of parts, and a list of nodes of each part that are fused. A point
             that ends in the loss may have `chunks`, the number of chunks of tokens that are computed one after another.
+        merge: patterns of linear layers that read one value and are computed as one product, in programs over whole
+            sequences. If unset, all layers for which this moves fewer bytes; none in a spec without fusion points.
+        fold: patterns of linear layers whose outputs are multiplied with numbers or learned vectors, which are
+            multiplied into the matrices instead, in programs over whole sequences. If unset, all such layers; none in a
+            spec without fusion points.
         quant: how the parameters are stored. If unset, the model is not quantized.
         train: the training run.
         eval: how `specc eval` scores the model.
@@ -223,9 +228,25 @@ class Spec(StrictModel):
     targets: Annotated[tuple[TargetName, ...], Field(min_length=1)]
     model: AnyModel
     fuse: tuple[FusePoint, ...] = ()
+    merge: tuple[Pattern, ...] | None = later(None)
+    fold: tuple[Pattern, ...] | None = later(None)
     quant: QuantSpec | None = None
     train: TrainSpec
     eval: AnyEval = BitsSpec.model_construct()
+
+    @property
+    def plain(self) -> "Spec":
+        """The spec without fusion points, merged layers and folded factors: the programs as the model states them."""
+        return self.model_copy(update={"fuse": (), "merge": (), "fold": ()})
+
+    @property
+    def is_plain(self) -> bool:
+        return not (self.fuse or self.merge or self.fold)
+
+    def chosen(self, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Returns the patterns of `merge` or `fold`. None leaves the choice to the pass; without fusion points, there
+        is nothing to choose."""
+        return patterns if patterns is not None or self.fuse else ()
 
     @property
     def at_rest(self) -> "Spec":

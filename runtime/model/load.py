@@ -82,8 +82,7 @@ def instantiate(
 
 
 def replace_fuse(spec: Spec) -> Spec:
-    """Returns the spec without fusion points."""
-    return spec.model_copy(update={"fuse": ()})
+    return spec.plain
 
 
 def import_model(directory: Path) -> ModuleType:

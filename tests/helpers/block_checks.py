@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tiny_models import ATTENTION, MLP, Pair, float64, pair, tiny
 
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs.programs import flatten
+from specc.compiler.spec.spec import Spec
 
 ROOT = Path(__file__).parents[2]
 NORM_ROPE = ({"blocks.*.attention": ["q.norm", "q.rope", "q.gain"]}, {"blocks.*.attention": ["k.norm", "k.rope"]})
@@ -30,8 +31,12 @@ def check_block(case: Mapping[str, Any], folder: Path) -> None:
 
     Elsewhere the fusion points are those of the MLP, which a case without `fuse` does not change.
     """
-    spec = tiny(**case)
-    for fuse in (True, False) if case.get("fuse") else (True,):
+    check_spec(tiny(**case), folder, (True, False) if case.get("fuse") else (True,))
+
+
+def check_spec(spec: Spec, folder: Path, fused: Sequence[bool] = (True, False)) -> None:
+    """Checks the model of a spec in every way, with its fusion points where `fused`, else without them."""
+    for fuse in fused:
         sample = pair(spec, folder, fuse)
         with float64():
             loss_and_all_gradients_equal_the_reference(sample)

@@ -1,0 +1,197 @@
+"""Multiplies factors of the outputs of linear layers into the matrices of the layers.
+
+In `x + scale * linear(h)`, the gradient of `scale` reads the product of all tokens, and the gradient of the product is a
+tensor of its own. In `x + linear(h)` with the matrix `scale * w`, the gradient of the product is that of the sum, and both
+gradients follow from the gradient of the scaled matrix: d w = scale * d(scale * w), and d scale is the sum of
+d(scale * w) * w over each row.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from specc.compiler.expr import Binary, Const, Expr, Var, derive, number, reread, simplify, substitute, variables
+from specc.compiler.ir.graph import Graph, Node, rename
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.region import Fused
+from specc.compiler.ops.shape import Column
+from specc.compiler.passes.requests import Patterns, Requests
+from specc.compiler.programs.programs import Programs
+
+MATRIX = "w"  # the matrix in the expression of the scaled matrix
+
+
+def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
+    """Returns the programs over whole sequences with factors of products multiplied into their matrices.
+
+    A factor is folded if it is a number or a function of parameters with one number, or one number per feature. The
+    product may be the last node of a fused group. Programs that decode are unchanged, because there the matrices are
+    most of what is read.
+
+    Args:
+        programs: The programs, with fused groups.
+        patterns: The patterns of the products to change; None for all.
+
+    Raises:
+        LoweringError: If a pattern has no effect. Lists the problems of all patterns.
+    """
+    requests = Requests(programs, "fold_scales", "fold", patterns)
+    return requests.run(lambda graph: _folded(programs, graph, requests))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """A factor of a product, in the pointwise node that is the only reader of the product.
+
+    Attributes:
+        reader: The pointwise node.
+        product: The node of the product: a linear layer, or a fused group that ends in one.
+        weight: The index of the matrix among the inputs of `product`.
+        variable: The product in the expression of `reader`.
+        factor: The factor.
+        total: The expression of `reader` without the factor.
+        operands: Variable of `factor` -> ref of the value.
+    """
+
+    reader: Node
+    product: Node
+    weight: int
+    variable: str
+    factor: Expr
+    total: Expr
+    operands: Mapping[str, str]
+
+
+def _folded(programs: Programs, graph: Graph, requests: Requests) -> Graph:
+    refused: set[str] = set()
+    while True:
+        scales = (scale for scale in _scales(programs, graph) if scale.product.name not in refused)
+        scale = next((scale for scale in scales if requests.names(graph, scale.product.name)), None)
+        if scale is None:
+            return graph
+        if reason := _refusal(graph, scale):
+            refused.add(scale.product.name)
+            requests.refuse(graph, [scale.product.name], reason)
+            continue
+        text = f"over whole sequences, the factor {scale.factor} is multiplied into the matrix"
+        requests.done(graph, [scale.product.name], text)
+        graph = _applied(graph, scale)
+
+
+def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
+    """Yields the products that are multiplied with numbers that do not depend on tokens."""
+    for node in graph.nodes:
+        if not isinstance(node.op, Pointwise) or len(node.op.outputs) > 1:
+            continue
+        expression = reread(node.op.outputs[0])
+        refs = dict(zip(node.op.variables, node.inputs, strict=True))
+        for variable, ref in refs.items():
+            product = graph.by_name.get(ref)
+            index = _matrix(programs, product) if product is not None and graph.uses(ref) == 1 else None
+            if product is None or index is None:
+                continue
+            term = _term(expression, variable)
+            factor = simplify(derive(term, variable))
+            operands = {name: refs[name] for name in variables(factor)}
+            if variable in operands or any(ref[0] not in "@$" for ref in operands.values()):
+                continue
+            if not operands and number(factor) == 1:
+                continue
+            rest = simplify(substitute(term, {variable: Const(0)}))
+            alone = not variables(rest) and number(rest) == 0
+            whole = Var(variable) if alone else Binary("+", rest, Var(variable))
+            total = _with_term(expression, variable, whole)
+            if variables(total).count(variable) == 1:
+                yield _Scale(node, product, index, variable, factor, total, operands)
+
+
+def _term(expression: Expr, variable: str) -> Expr:
+    """Returns the term of a sum that contains a variable, or the whole expression if several terms do."""
+    match expression:
+        case Binary("+" | "-", a, b) if (variable in variables(a)) != (variable in variables(b)):
+            return _term(a if variable in variables(a) else b, variable)
+    return expression
+
+
+def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
+    """Returns the sum with another term in place of that of `_term`."""
+    match expression:
+        case Binary("+" | "-" as op, a, b) if (variable in variables(a)) != (variable in variables(b)):
+            if variable in variables(a):
+                return Binary(op, _with_term(a, variable, term), b)
+            return Binary(op, a, _with_term(b, variable, term))
+    return term
+
+
+def _matrix(programs: Programs, product: Node) -> int | None:
+    """Returns the index of the matrix among the inputs of a product, or None if the node is no product without an
+    epilogue."""
+    if product.op == Linear() and product.epilogue is None:
+        return 1
+    if not isinstance(product.op, Fused) or programs.group(product.op.group).chunks > 1:
+        return None
+    forward = programs.group(product.op.group).forward
+    last = forward.by_name.get(forward.outputs[0][1])
+    if last is None or last.op != Linear() or last.epilogue is not None:
+        return None
+    names = [name for name, _ in forward.inputs]
+    return names.index(last.inputs[1]) if last.inputs[1] in names and forward.uses(last.inputs[1]) == 1 else None
+
+
+def _refusal(graph: Graph, scale: _Scale) -> str | None:
+    """Returns the reason why a factor cannot be folded."""
+    reader, matrix = scale.reader, graph.types[scale.product.inputs[scale.weight]]
+    if reader.types != scale.product.types:
+        return f"{reader.name} is {reader.type}, not {scale.product.type} as the product"
+    for ref in scale.operands.values():
+        type = graph.types[ref]
+        if type.shape not in ((), (1,), matrix.shape[:1]):
+            return f"the factor {ref[1:]} is {type}, not one number, or one number per feature"
+        if ref[0] == "@" and type.dtype != matrix.dtype:
+            return f"the factor {ref[1:]} is {type.dtype}, but the matrix is {matrix.dtype}"
+    kept = [graph.types[ref] for name, ref in _kept(scale).items() if name != scale.variable]
+    if kept and kept[0].dtype != reader.type.dtype:
+        return f"{reader.name} would be {kept[0].dtype} without the factor"
+    return None
+
+
+def _kept(scale: _Scale) -> Mapping[str, str]:
+    """Returns the operands of the reader without the factor, by variable."""
+    assert isinstance(scale.reader.op, Pointwise)
+    names = variables(scale.total)
+    pairs = zip(scale.reader.op.variables, scale.reader.inputs, strict=True)
+    return {name: ref for name, ref in pairs if name in names}
+
+
+def _applied(graph: Graph, scale: _Scale) -> Graph:
+    """Returns the graph with the factor in the matrix instead of in the reader."""
+    product, reader = scale.product, scale.reader
+    matrix = product.inputs[scale.weight]
+    added: list[Node] = []
+    words = {name: f"{MATRIX}_{name}" if name == MATRIX else name for name in scale.operands}
+    inputs, types = [matrix], [graph.types[matrix]]
+    for name, ref in scale.operands.items():
+        type = graph.types[ref]
+        if type.shape not in ((), (1,)):
+            column = Node(f"{product.name}.{words[name]}", Column(), (ref,), Column().infer([type]))
+            added.append(column)
+            ref, type = column.name, column.type
+        inputs.append(ref)
+        types.append(type)
+    factor = substitute(scale.factor, {name: Var(word) for name, word in words.items()})
+    op = Pointwise((str(simplify(Binary("*", factor, Var(MATRIX)))),), (MATRIX, *words.values()))
+    scaled = Node(f"{product.name}.scaled", op, tuple(inputs), op.infer(types))
+    refs = (*product.inputs[: scale.weight], scaled.name, *product.inputs[scale.weight + 1 :])
+    swapped: dict[str, tuple[Node, ...]] = {product.name: (*added, scaled, replace(product, inputs=refs))}
+    if scale.total == Var(scale.variable):
+        swapped[reader.name] = ()
+    else:
+        kept = _kept(scale)
+        assert isinstance(reader.op, Pointwise)
+        op = replace(reader.op, outputs=(str(scale.total),), variables=tuple(kept))
+        swapped[reader.name] = (replace(reader, op=op, inputs=tuple(kept.values())),)
+    nodes = tuple(new for node in graph.nodes for new in swapped.get(node.name, (node,)))
+    graph = replace(graph, nodes=nodes)
+    return rename(graph, {reader.name: product.name}) if not swapped[reader.name] else graph
+
+

@@ -1,0 +1,198 @@
+"""Computes linear layers that read the same value as one product.
+
+The forward is one product with the concatenated matrices, and so are both gradients: that of the input reads the
+concatenated gradients of the outputs, and the rows of that of the matrix belong to the matrices. Each matrix remains a
+parameter of its own.
+
+Torch's compiler writes a gradient that it computes itself into its part of the concatenated gradients. The results of
+kernels, attention and fused groups are copied there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from specc.compiler.ir.graph import Graph, Node, output_refs, rename
+from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.region import Fused, Scan
+from specc.compiler.ops.shape import ConcatRows, Moves, SplitFeatures
+from specc.compiler.passes.requests import Patterns, Requests, whole_sequences
+from specc.compiler.programs.programs import Programs
+
+ALIGNMENT = 8  # features: 16 bytes of bf16, which kernels load at once
+
+
+def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
+    """Returns the programs over whole sequences with one product for linear layers that read the same value.
+
+    Layers in fused groups are not merged. Programs that decode are unchanged: the matrices are most of what they read,
+    and each step would concatenate them.
+
+    Args:
+        programs: The programs, with fused groups.
+        patterns: The patterns of the layers to merge; None for all layers whose merged gradients move fewer bytes.
+
+    Raises:
+        LoweringError: If a pattern has no effect. Lists the problems of all patterns.
+    """
+    requests = Requests(programs, "merge_linears", "merge", patterns)
+    balance = _balance(programs) if patterns is None else {}
+    return requests.run(lambda graph: _merged(programs, graph, requests, balance))
+
+
+@dataclass
+class _Moved:
+    """The numbers per token that one product in place of several moves and saves, over all calls of functions that have
+    the layers. `copied` are the layers whose gradients are copied."""
+
+    costs: int = 0
+    saves: int = 0
+    copied: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason why one product would move more numbers, or None."""
+        if self.costs <= self.saves:
+            return None
+        names = ", ".join(name.rpartition(".")[2] for name in self.copied)
+        return (
+            f"gradients of {names} are results of kernels: one product would copy {self.costs:,} numbers per token in all"
+            f" blocks to save {self.saves:,} of the gradient of the input"
+        )
+
+
+Balance = Mapping[tuple[str, ...], _Moved]
+
+
+def _balance(programs: Programs) -> Balance:
+    """Returns what merging moves and saves, by the names of the layers, so that equal layers of all blocks are treated
+    alike.
+
+    Several products write as many gradients of the input, which are read again and added. One product writes the sum,
+    and reads a concatenation, into which gradients that are results of kernels are copied.
+    """
+    balance: dict[tuple[str, ...], _Moved] = {}
+    calls = {(graph.name, at): graph for graph, at in whole_sequences(programs)}
+    for graph in calls.values():
+        for layers in map(_aligned, _layers(graph)):
+            moved = balance.setdefault(_names(layers), _Moved())
+            copied = [layer for layer in layers if _is_copied(programs, graph, layer.name)]
+            moved.costs += 2 * sum(map(_features, copied))
+            moved.saves += 2 * (len(layers) - 1) * _width(graph.types[layers[0].inputs[0]]) if layers else 0
+            moved.copied |= dict.fromkeys(_names(copied))
+    return balance
+
+
+def _merged(programs: Programs, graph: Graph, requests: Requests, balance: Balance) -> Graph:
+    for members in [_names(layers) for layers in _layers(graph)]:
+        chosen = [graph.by_name[name] for name in members if requests.names(graph, name)]
+        aligned = _aligned(chosen)
+        if len(chosen) < 2:
+            continue
+        if len(aligned) < 2:
+            reason = f"parts of a product begin at multiples of {ALIGNMENT} features"
+            requests.refuse(graph, _names(chosen), reason)
+            continue
+        names = _names(aligned)
+        moved = balance.get(names)
+        reason = _refusal(programs, graph, aligned) or (moved.refusal if moved is not None else None)
+        if reason is not None:
+            requests.refuse(graph, names, reason)
+            continue
+        copied = [name.rpartition(".")[2] for name in names if _is_copied(programs, graph, name)]
+        text = f"over whole sequences, one product of {sum(map(_features, aligned)):,} features, as is each gradient"
+        text += f"; gradients of {', '.join(copied)} are copied into one tensor" if copied else ""
+        requests.done(graph, names, text)
+        graph = _applied(graph, aligned)
+    return graph
+
+
+def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
+    """Yields the linear layers that read the same value and whose matrices are parameters, if there are several."""
+    by_input: dict[tuple[str, str], list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == Linear() and node.epilogue is None and node.inputs[1][0] == "@":
+            by_input.setdefault((node.inputs[0], graph.types[node.inputs[1]].dtype), []).append(node)
+    yield from (layers for layers in by_input.values() if len(layers) > 1)
+
+
+def _aligned(layers: Sequence[Node]) -> Sequence[Node]:
+    """Returns the layers whose outputs can be parts of one product that all kernels read."""
+    return [layer for layer in layers if _features(layer) % ALIGNMENT == 0]
+
+
+def _names(layers: Sequence[Node]) -> tuple[str, ...]:
+    return tuple(layer.name for layer in layers)
+
+
+def _features(layer: Node) -> int:
+    return _width(layer.type)
+
+
+def _width(type: TensorType) -> int:
+    assert isinstance(type.width, int)
+    return type.width
+
+
+def _refusal(programs: Programs, graph: Graph, layers: Sequence[Node]) -> str | None:
+    """Returns the reason why layers cannot be one product."""
+    for layer in layers:
+        for reader in _readers(graph, layer.name):
+            if isinstance(reader.op, Fused) and programs.group(reader.op.group).takes_rows:
+                return f"{reader.name} is in a fused group with a product, whose kernels read contiguous rows"
+    return None
+
+
+def _readers(graph: Graph, ref: str) -> Sequence[Node]:
+    """Returns the nodes that read a value, or a view of it."""
+    readers: list[Node] = []
+    for reader in graph.consumers[ref]:
+        views = isinstance(reader.op, Moves) and len(reader.inputs) == len(reader.types) == 1
+        readers += _readers(graph, reader.outputs[0]) if views else [reader]
+    return readers
+
+
+def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
+    """Returns whether the gradient of a value is the result of a single kernel, attention or fused group, and not
+    computed by Torch's compiler."""
+    if ref in dict(graph.outputs).values():
+        return True
+    readers = _readers(graph, ref)
+    if len(readers) != 1:
+        return False  # a sum
+    op = readers[0].op
+    if isinstance(op, Fused):
+        return not programs.group(op.group).inlined
+    return isinstance(op, Scan) or op.matrix or op.planned or op.everywhere
+
+
+def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
+    """Returns the graph with one product in place of the layers."""
+    first = layers[0]
+    matrices = tuple(layer.inputs[1] for layer in layers)
+    labels = _labels(layers)
+    name = ".".join((*first.name.split(".")[:-1], "_".join(labels)))
+    members = _names(layers)
+    rows = ConcatRows(len(layers))
+    weight = Node(f"{name}.weight", rows, matrices, rows.infer([graph.types[ref] for ref in matrices]))
+    types = Linear().infer([graph.types[first.inputs[0]], weight.type])
+    product = Node(name, Linear(), (first.inputs[0], weight.name), types, None, members)
+    split = SplitFeatures(tuple(map(_features, layers)), labels)
+    parts = Node(f"{name}.parts", split, (name,), split.infer([product.type]))
+    refs = dict(zip(members, output_refs(parts.name, len(layers)), strict=True))
+    nodes = tuple(
+        new
+        for node in graph.nodes
+        for new in ((weight, product, parts) if node.name == first.name else () if node.name in members else (node,))
+    )
+    return rename(replace(graph, nodes=nodes), refs)
+
+
+def _labels(layers: Sequence[Node]) -> tuple[str, ...]:
+    """Returns the shortest ends of the layers' paths that differ, as identifiers."""
+    paths = [layer.name.split(".") for layer in layers]
+    for length in range(1, max(map(len, paths))):
+        labels = tuple("_".join(path[-length:]) for path in paths)
+        if len(set(labels)) == len(labels):
+            return labels
+    return tuple("_".join(path) for path in paths)

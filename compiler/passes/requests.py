@@ -1,0 +1,129 @@
+"""The graphs of programs over whole sequences, and the nodes of these graphs that a key of the spec names."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from specc.compiler.ir.graph import Graph
+from specc.compiler.ops.region import Call
+from specc.compiler.pattern import matches
+from specc.compiler.programs.programs import LoweringError, Programs, Rewriting
+from specc.compiler.strict import Problem
+
+Patterns = Sequence[str] | None  # None: the pass chooses
+
+
+def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
+    """Yields every graph that a whole-sequence program runs, with each path at which it runs. Programs that
+    fake-quantize are skipped."""
+    rounded = {phase.train for phase in programs.phases if phase.rounds}
+    for name in (name for name in programs.whole if name not in rounded):
+        program = programs.program(name)
+        yield program, ""
+        for node in program.nodes:
+            if isinstance(node.op, Call):
+                yield programs.function(node.op.callee), node.op.at
+
+
+@dataclass
+class Requests:
+    """The nodes that a pass rewrites: all for which the pass expects a gain, or those that a key of the spec names.
+
+    A pattern names a node if it matches the path of the node or of a part that contains the node. A pattern that has no
+    effect is an error, which states the reason.
+
+    Attributes:
+        programs: The programs before the pass.
+        step: The name of the pass.
+        key: The key of the spec.
+        patterns: The patterns of the key; None if the spec leaves the choice to the pass.
+    """
+
+    programs: Programs
+    step: str
+    key: str
+    patterns: Patterns
+    _places: dict[str, dict[str, None]] = field(default_factory=dict)  # by graph, the paths at which it runs
+    _used: set[int] = field(default_factory=set)
+    _problems: list[Problem] = field(default_factory=list)
+    _rewritings: dict[Rewriting, None] = field(default_factory=dict)
+
+    def run(self, rewrite: Callable[[Graph], Graph]) -> Programs:
+        """Returns the programs with `rewrite` applied to every function that only whole-sequence programs call. Layers
+        outside of functions run once per pass, and remain as they are.
+
+        Raises:
+            LoweringError: If a pattern matches no node that the pass rewrites, only some of the nodes with the same
+                code, or a node that cannot be rewritten. Lists all problems.
+        """
+        whole: set[str] = set()
+        for graph, at in whole_sequences(self.programs):
+            if at:
+                self._places.setdefault(graph.name, {})[at] = None
+            else:
+                whole.add(graph.name)
+        others = (program for program in self.programs.programs if program.name not in whole)
+        shared = {node.op.callee for program in others for node in program.nodes if isinstance(node.op, Call)}
+        functions = tuple(
+            rewrite(graph) if graph.name in self._places and graph.name not in shared else graph
+            for graph in self.programs.functions
+        )
+        for i, pattern in enumerate(self.patterns or ()):
+            if i not in self._used:
+                message = f"{pattern} matches nothing that {self.step} rewrites"
+                hint = f"remove it; without `{self.key}`, PLAN.md lists what {self.step} rewrites"
+                self._problems.append(Problem((self.key, i), "S302", message, hint))
+        if self._problems:
+            raise LoweringError(tuple(self._problems))
+        rewritings = (*self.programs.rewritings, *self._rewritings)
+        return replace(self.programs, functions=functions, rewritings=rewritings)
+
+    def names(self, graph: Graph, node: str) -> bool:
+        """Returns whether a node that can be a part of a rewriting is to be rewritten."""
+        if self.patterns is None:
+            return True
+        paths = self._paths(graph, node)
+        for i, pattern in enumerate(self.patterns):
+            covered = [path for path in paths if _covers(pattern, path)]
+            if not covered:
+                continue
+            self._used.add(i)
+            if len(covered) == len(paths):
+                return True
+            left = next(path for path in paths if path not in covered)
+            message = f"{pattern} matches {covered[0]}, but not {left}, which has the same code"
+            hint = "match all blocks that share their code, e.g. `blocks.*.mlp`"
+            self._report(Problem((self.key, i), "S303", message, hint))
+            return False
+        return False
+
+    def done(self, graph: Graph, nodes: Sequence[str], text: str) -> None:
+        """Records what the pass did to some nodes."""
+        self._rewritings[Rewriting(self.step, self._shown(graph, nodes), text)] = None
+
+    def refuse(self, graph: Graph, nodes: Sequence[str], reason: str) -> None:
+        """Records why the pass leaves some nodes as they are. If the spec names the nodes, this is an error."""
+        if self.patterns is None:
+            self._rewritings[Rewriting(self.step, self._shown(graph, nodes), "", reason)] = None
+            return
+        path = self._paths(graph, nodes[0])[0]
+        at = next(i for i, pattern in enumerate(self.patterns) if _covers(pattern, path))
+        hint = "narrow the pattern, or remove it"
+        self._report(Problem((self.key, at), "S304", f"{', '.join(self._shown(graph, nodes))}: {reason}", hint))
+
+    def _report(self, problem: Problem) -> None:
+        """Adds a problem, unless the same pattern already has one of this kind."""
+        if all((other.path, other.code) != (problem.path, problem.code) for other in self._problems):
+            self._problems.append(problem)
+
+    def _paths(self, graph: Graph, node: str) -> list[str]:
+        return [f"{at}.{node}" for at in self._places[graph.name]]
+
+    def _shown(self, graph: Graph, nodes: Sequence[str]) -> tuple[str, ...]:
+        """Returns the paths of nodes, with `*` for the numbers of blocks."""
+        paths = (self._paths(graph, node)[0].split(".") for node in nodes)
+        return tuple(".".join("*" if word.isdigit() else word for word in path) for path in paths)
+
+
+def _covers(pattern: str, path: str) -> bool:
+    words = path.split(".")
+    return any(matches(pattern, ".".join(words[:length])) for length in range(1, len(words) + 1))
