@@ -12,8 +12,8 @@ from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.count_dropout import count_dropout
-from specc.compiler.passes.fp8_products import fp8_products
 from specc.compiler.passes.fold_scales import fold_scales
+from specc.compiler.passes.fp8_products import fp8_products
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.merge_linears import merge_linears

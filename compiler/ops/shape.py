@@ -269,10 +269,11 @@ class CropRows(Moves):
 
 
 @dataclass(frozen=True, slots=True)
-class ConcatRows(Moves):
+class ConcatRows(Op):
     """Concatenates `count` matrices [N, K] of equal K along their rows."""
 
     name: ClassVar[str] = "concat_rows"
+    flops_per_output: ClassVar[int] = 0
     count: int
 
     @property

@@ -1,9 +1,9 @@
 """Multiplies factors of the outputs of linear layers into the matrices of the layers.
 
-In `x + scale * linear(h)`, the gradient of `scale` reads the product of all tokens, and the gradient of the product is a
-tensor of its own. In `x + linear(h)` with the matrix `scale * w`, the gradient of the product is that of the sum, and both
-gradients follow from the gradient of the scaled matrix: d w = scale * d(scale * w), and d scale is the sum of
-d(scale * w) * w over each row.
+The gradient of `scale` in `x + scale * linear(h)` reads the product of all tokens, and the gradient of the product is a
+tensor of its own. With the matrix `scale * w` in the layer, the gradient of the product is that of the sum. Both other
+gradients follow from that of the scaled matrix: d w = scale * d(scale * w), and d scale is the sum of d(scale * w) * w
+over each row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -193,5 +193,3 @@ def _applied(graph: Graph, scale: _Scale) -> Graph:
     nodes = tuple(new for node in graph.nodes for new in swapped.get(node.name, (node,)))
     graph = replace(graph, nodes=nodes)
     return rename(graph, {reader.name: product.name}) if not swapped[reader.name] else graph
-
-

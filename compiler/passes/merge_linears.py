@@ -56,8 +56,8 @@ class _Moved:
             return None
         names = ", ".join(name.rpartition(".")[2] for name in self.copied)
         return (
-            f"gradients of {names} are results of kernels: one product would copy {self.costs:,} numbers per token in all"
-            f" blocks to save {self.saves:,} of the gradient of the input"
+            f"gradients of {names} are results of kernels: one product would copy {self.costs:,} numbers per token in"
+            f" all blocks to save {self.saves:,} of the gradient of the input"
         )
 
 
@@ -90,8 +90,7 @@ def _merged(programs: Programs, graph: Graph, requests: Requests, balance: Balan
         if len(chosen) < 2:
             continue
         if len(aligned) < 2:
-            reason = f"parts of a product begin at multiples of {ALIGNMENT} features"
-            requests.refuse(graph, _names(chosen), reason)
+            requests.refuse(graph, _names(chosen), f"parts of a product begin at multiples of {ALIGNMENT} features")
             continue
         names = _names(aligned)
         moved = balance.get(names)

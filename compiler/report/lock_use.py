@@ -51,7 +51,7 @@ def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Itera
     if locked.timings or locked.step is not None:
         step = step_of(spec, plan) if plan is not None else None
         keys = {row.site.key for row in step.rows if row.site is not None} if step is not None else set()
-        entries = locked.timings.items()
-        yield from ((f"{target} {timing.node}", without_storage(key) in keys) for key, timing in entries)
+        timings = locked.timings.items()
+        yield from ((f"{target} {timing.node}", without_storage(key) in keys) for key, timing in timings)
         if locked.step is not None:
             yield f"{target} step", step is not None and step.timing is not None

@@ -205,7 +205,9 @@ class _Rule(Tape):
 
     def __init__(self, node: Node, graph: Graph) -> None:
         self._node = node
-        self._types = {ref: _as_computed(type) for ref, type in graph.types.items()} | {f"d{i}": type for i, type in enumerate(node.types)}
+        self._types = {ref: _as_computed(type) for ref, type in graph.types.items()} | {
+            f"d{i}": type for i, type in enumerate(node.types)
+        }
         self.added: list[tuple[str, Op, tuple[TensorType, ...]]] = []
 
     def type(self, index: int) -> TensorType:

@@ -1,4 +1,4 @@
-"""Merged linear layers and folded factors: values, gradients and names as without them, what is chosen, and refusals."""
+"""Merged linear layers and folded factors: values, gradients and names as without them, choices, and refusals."""
 
 import random
 import re
@@ -56,7 +56,9 @@ CASES: dict[str, Spec] = {
         },
         {**MLP, "learn": {"carry": {"init": 1}, "post": {"init": 1}}, "write": "carry * x + post * (y + x0) / 2"},
     ),
-    "products alone": spec({**ATTENTION, "learn": {"r": {"init": 1}}, "write": "r * y"}, {**MLP, "write": "0.5 * y + x0"}),
+    "products alone": spec(
+        {**ATTENTION, "learn": {"r": {"init": 1}}, "write": "r * y"}, {**MLP, "write": "0.5 * y + x0"}
+    ),
     "a gated mlp outside of groups": spec({**ATTENTION, **VECTOR}, {**GATED, **VECTOR}, fuse=(HEAD,)),
     "a gated mlp in a group": spec({**ATTENTION, **VECTOR}, {**GATED, **VECTOR}),
     "groups that read parts": spec(
@@ -107,7 +109,9 @@ def test_random_shapes(seed: int, tmp_path: Path) -> None:
     scaled = draw.choice((VECTOR, NUMBER, {"write": f"x + {draw.uniform(0.1, 2):.3f} * y"}))
     attention = {"kind": "attention", "heads": heads, "kv_heads": kv_heads, **scaled}
     mlp = {"kind": "mlp", "hidden": 8 * draw.randint(1, 5), "act": draw.choice((MLP["act"], GATED["act"])), **scaled}
-    check_spec(spec(attention, mlp, fuse=draw.choice(((FUSE_MLP,), (HEAD,))), dim=8 * heads * draw.randint(1, 3)), tmp_path)
+    check_spec(
+        spec(attention, mlp, fuse=draw.choice(((FUSE_MLP,), (HEAD,))), dim=8 * heads * draw.randint(1, 3)), tmp_path
+    )
 
 
 def test_nothing_differs_but_rounding(tmp_path: Path) -> None:
@@ -212,9 +216,19 @@ def test_patterns_choose_nodes() -> None:
 @pytest.mark.parametrize(
     ("layers", "keys", "code", "message"),
     [
-        (({**ATTENTION, "kv_heads": 2}, MLP), {"merge": ["blocks.*.mlp"]}, "S302", "matches nothing that merge_linears"),
+        (
+            ({**ATTENTION, "kv_heads": 2}, MLP),
+            {"merge": ["blocks.*.mlp"]},
+            "S302",
+            "matches nothing that merge_linears",
+        ),
         ((ATTENTION, MLP), {"fold": ["blocks.*"]}, "S302", "blocks.* matches nothing that fold_scales rewrites"),
-        ((ATTENTION, MLP), {"merge": ["blocks.0.attention"]}, "S303", "but not blocks.1.attention.q, which has the same"),
+        (
+            (ATTENTION, MLP),
+            {"merge": ["blocks.0.attention"]},
+            "S303",
+            "but not blocks.1.attention.q, which has the same",
+        ),
         (({**ATTENTION, **VECTOR}, MLP), {"fold": ["blocks.1.*"]}, "S303", "but not blocks.0.attention.out"),
         (({"kind": "attention", "heads": 2, "head_dim": 2}, MLP), {"merge": ["*"]}, "S304", "multiples of 8 features"),
     ],
@@ -271,7 +285,10 @@ def test_a_product_of_8_bits_is_not_folded() -> None:
 
 def test_weights_of_layers_stay_parameters() -> None:
     """Optimizers, quantization and checkpoints see the matrices of the spec."""
-    quant = {"default": {"scheme": "round", "bits": 5}, "rules": [{"match": "*.{token,residual}", "scheme": "none", "dtype": "f16"}]}
+    quant = {
+        "default": {"scheme": "round", "bits": 5},
+        "rules": [{"match": "*.{token,residual}", "scheme": "none", "dtype": "f16"}],
+    }
     data = spec_data(({**ATTENTION, **VECTOR}, {**MLP, **VECTOR}), dim=16)
     case = spec_of({**data, "merge": ["*"], "fold": ["*"], "quant": quant})
     programs = pipeline.run(case, "cpu")
