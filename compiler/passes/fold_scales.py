@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from specc.compiler.expr import Binary, Const, Expr, Var, derive, number, reread, simplify, substitute, variables
+from specc.compiler.ir.builder import first_free
 from specc.compiler.ir.graph import Graph, Node, rename
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
@@ -168,19 +169,24 @@ def _applied(graph: Graph, scale: _Scale) -> Graph:
     product, reader = scale.product, scale.reader
     matrix = product.inputs[scale.weight]
     added: list[Node] = []
+
+    def unused(name: str) -> bool:
+        return name not in graph.types  # a factor of a product that has one already
+
     words = {name: f"{MATRIX}_{name}" if name == MATRIX else name for name in scale.operands}
     inputs, types = [matrix], [graph.types[matrix]]
     for name, ref in scale.operands.items():
         type = graph.types[ref]
         if type.shape not in ((), (1,)):
-            column = Node(f"{product.name}.{words[name]}", Column(), (ref,), Column().infer([type]))
+            path = first_free(f"{product.name}.{words[name]}", unused)
+            column = Node(path, Column(), (ref,), Column().infer([type]))
             added.append(column)
             ref, type = column.name, column.type
         inputs.append(ref)
         types.append(type)
     factor = substitute(scale.factor, {name: Var(word) for name, word in words.items()})
     op = Pointwise((str(simplify(Binary("*", factor, Var(MATRIX)))),), (MATRIX, *words.values()))
-    scaled = Node(f"{product.name}.scaled", op, tuple(inputs), op.infer(types))
+    scaled = Node(first_free(f"{product.name}.scaled", unused), op, tuple(inputs), op.infer(types))
     refs = (*product.inputs[: scale.weight], scaled.name, *product.inputs[scale.weight + 1 :])
     swapped: dict[str, tuple[Node, ...]] = {product.name: (*added, scaled, replace(product, inputs=refs))}
     if scale.total == Var(scale.variable):

@@ -257,7 +257,8 @@ def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float
     """Returns the locked time of a node in ms, scaled to a call over `rows` rows; None if it was not measured."""
     entry = choice.measured if choice is not None else None
     timings = plan.locked.timings if plan.locked is not None else {}
-    timing = entry or next((timing for key, timing in timings.items() if without_storage(key) == site.key), None)
+    alike = (timing for key, timing in timings.items() if without_storage(key) == site.key)
+    timing = entry or timings.get(site.key) or next(alike, None)
     return timing.ms * rows / timing.rows if timing is not None else None
 
 
