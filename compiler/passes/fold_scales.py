@@ -9,7 +9,7 @@ over each row.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from specc.compiler.expr import Binary, Const, Expr, Var, derive, number, reread, simplify, substitute, variables
+from specc.compiler.expr import Binary, Const, Expr, Neg, Var, number, reread, simplify, substitute, variables
 from specc.compiler.ir.builder import first_free
 from specc.compiler.ir.graph import Graph, Node, rename
 from specc.compiler.ops.linear import Linear
@@ -92,18 +92,19 @@ def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
             if product is None or index is None:
                 continue
             term = _term(expression, variable)
-            factor = simplify(derive(term, variable))
+            factor = _factor(term, variable)
+            if factor is None:
+                continue
+            factor = simplify(factor)
             operands = {name: refs[name] for name in variables(factor)}
-            if variable in operands or any(ref[0] not in "@$" for ref in operands.values()):
+            if any(ref[0] not in "@$" for ref in operands.values()):
                 continue
             if not operands and number(factor) == 1:
                 continue
             rest = simplify(substitute(term, {variable: Const(0)}))
-            alone = not variables(rest) and number(rest) == 0
-            whole = Var(variable) if alone else Binary("+", rest, Var(variable))
+            whole = Var(variable) if rest == Const(0) else Binary("+", rest, Var(variable))
             total = _with_term(expression, variable, whole)
-            if variables(total).count(variable) == 1:
-                yield _Scale(node, product, index, variable, factor, total, operands)
+            yield _Scale(node, product, index, variable, factor, total, operands)
 
 
 def _term(expression: Expr, variable: str) -> Expr:
@@ -112,6 +113,25 @@ def _term(expression: Expr, variable: str) -> Expr:
         case Binary("+" | "-", a, b) if (variable in variables(a)) != (variable in variables(b)):
             return _term(a if variable in variables(a) else b, variable)
     return expression
+
+
+def _factor(term: Expr, variable: str) -> Expr | None:
+    """Returns the factor of a variable in an expression that is linear in it, or None if the variable is read otherwise
+    or more than once."""
+    match term:
+        case Var(name) if name == variable:
+            return Const(1)
+        case Neg(a) if (inner := _factor(a, variable)) is not None:
+            return Neg(inner)
+        case Binary("+" | "-" | "*" | "/" as op, a, b) if (variable in variables(a)) != (variable in variables(b)):
+            left = variable in variables(a)
+            inner = _factor(a if left else b, variable)
+            if inner is None or (op == "/" and not left):
+                return None
+            if op in "*/":
+                return Binary(op, inner, b) if left else Binary(op, a, inner)
+            return Neg(inner) if op == "-" and not left else inner
+    return None
 
 
 def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
