@@ -130,6 +130,10 @@ class Kernel(ABC):
         inputs and outputs. A value that is written and read back is listed twice."""
         return ()
 
+    def workspace(self, site: Site) -> tuple[TensorType, ...]:
+        """Returns the types of the values that the kernel allocates while it runs, in addition to its outputs."""
+        return ()
+
     @abstractmethod
     def render(self, site: Site) -> Rendered:
         """Returns the files to write. Called only if `rejects` returned None."""

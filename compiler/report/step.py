@@ -20,7 +20,8 @@ from specc.compiler.plan.lock import Machine, StepTiming
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.programs.cost import graph_costs
 from specc.compiler.programs.programs import flatten
-from specc.compiler.report.memory import Memory, aliases, is_barrier, memory_of
+from specc.compiler.report.memory import Memory, memory_of
+from specc.compiler.report.saved import aliases, is_barrier
 from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"

@@ -113,7 +113,13 @@ class Summary:
         """The memory of a step in words."""
         if self.step.timing is not None:
             return f"{self.step.timing.memory / 1e9:.1f} GB at most"
-        return f"at least {self.step.memory.total / 1e9:.1f} GB"
+        return f"about {self.step.memory.total / 1e9:.1f} GB"
+
+    @property
+    def memory_parts(self) -> str:
+        """The parts of the forecast of the memory of a step, in words, the largest first."""
+        parts = sorted(self.step.memory.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
 
     @property
     def gap(self) -> str:
@@ -242,7 +248,7 @@ def data(summary: Summary) -> dict[str, Any]:
             "ms": step.timing.ms if step.timing is not None else None,
             "floor_ms": step.floor_ms,
             "memory": step.timing.memory if step.timing is not None else None,
-            "least_memory": step.memory.total,
+            "memory_forecast": {"bytes": step.memory.total, "parts": dict(step.memory.parts)},
             "work": [
                 {"name": work.name, "ms": work.ms, "floor_ms": work.floor_ms, "share": step.share(work)}
                 for work in step.works

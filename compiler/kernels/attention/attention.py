@@ -1,6 +1,6 @@
 """Causal attention and its gradient by the kernels of cuDNN, of Torch's flash attention, or of flash-attn-4."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specc.compiler.expr.mask import CAUSAL
 from specc.compiler.expr.score import PLAIN
@@ -101,6 +101,10 @@ class AttentionKernel(Kernel):
     @property
     def made_of(self) -> str:
         return self.by.name
+
+    def workspace(self, site: Site) -> tuple[TensorType, ...]:
+        q = inputs_of(site)["q"]
+        return (replace(q, dtype="f32"),) if is_gradient(site) else ()  # in which the gradient of q is summed
 
     @property
     def package(self) -> str:
