@@ -16,6 +16,7 @@ from specc.compiler.passes.fp8_products import fp8_products
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.optimizers import assign_optimizers
+from specc.compiler.passes.recompute import recompute
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
 from specc.compiler.passes.without_cache import uncached
@@ -39,6 +40,7 @@ COUNT_DROPOUT: Pass = (
 )
 FP8_PRODUCTS: Pass = ("fp8_products", lambda programs, spec, target: fp8_products(programs, spec.train, target))
 FUSE: Pass = ("fuse", lambda programs, spec, target: fuse(programs, spec.fuse))
+RECOMPUTE: Pass = ("recompute", lambda programs, spec, target: recompute(programs, spec.train))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
@@ -47,7 +49,7 @@ LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 # sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is in files for
 # other programs, such as ONNX.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
-    "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, COUNT_DROPOUT, FP8_PRODUCTS, FUSE),
+    "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, COUNT_DROPOUT, FP8_PRODUCTS, FUSE, RECOMPUTE),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
     "exported": (ASSIGN_QUANT, LOGITS),

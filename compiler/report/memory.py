@@ -57,7 +57,7 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
     one = Pass(graph, plan.programs, sizes, "gpu" in plan.target.features)
     groups: Counter[str] = Counter()
     for node in graph.nodes:
-        if isinstance(node.op, Fused):
+        if isinstance(node.op, Fused) and not node.region:
             group = plan.programs.group(node.op.group)
             groups[group_pattern(plan.programs, group, group.scope)] += one.groups[node.name].computed
     saved, by_groups, peak = sum(one.saved.values()), sum(groups.values()), _Peak(one, plan).bytes()
@@ -128,11 +128,15 @@ class _Peak:
                 first.setdefault(self._root(ref), node.name)
                 first.setdefault(f"{ref}#", node.name)
         frees: Counter[str] = Counter()
-        for ref, size in saved.items():
+        for ref, size in (entry for values in (saved, *self._pass.again.values()) for entry in values.items()):
             frees[first.get(ref, "")] += size
         peak = live = sum(saved.values())
+        waiting = dict(self._pass.again)
         gradients: dict[str, int] = {}
         for node in reversed(self._graph.nodes):
+            if node.region in waiting:  # the backward of a region begins with its forward
+                live += sum(waiting.pop(node.region).values())
+                peak = max(peak, live + sum(gradients.values()))
             if node.outputs[0] not in views:
                 added = {self._root(ref) for ref in node.inputs if ref in learned}
                 new = {ref: size for ref in added if (size := self._gradient_bytes(ref))}

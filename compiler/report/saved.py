@@ -102,7 +102,55 @@ class Pass:
 
     @cached_property
     def saved(self) -> Mapping[str, int]:
-        """The bytes of the values that the forward saves for the backward, by value.
+        """The bytes of the values that the forward saves for the backward, by value, as in `_read`.
+
+        Of a region that the backward computes again, only the values that it reads are saved, and some of those that it
+        returns.
+        """
+        inputs = {self.views.get(ref, ref) for node in self.graph.nodes if node.region for ref in node.inputs}
+        inputs = {ref for ref in inputs if self._region(ref) == "" or self._leaves(ref)}
+        return {ref: size for ref, size in self._read.items() if not self._is_computed_again(ref)} | self.bytes_of(
+            inputs
+        )
+
+    @cached_property
+    def again(self) -> Mapping[str, Mapping[str, int]]:
+        """The bytes of the values that the backward of each region computes again, by region and value."""
+        regions: dict[str, dict[str, int]] = {}
+        for ref, size in self._read.items():
+            if self._is_computed_again(ref):
+                regions.setdefault(self._region(ref), {})[ref] = size
+        return regions
+
+    def _region(self, ref: str) -> str:
+        node = self.graph.by_name.get(node_of(ref).removesuffix("#"))
+        return node.region if node is not None else ""
+
+    def _leaves(self, ref: str) -> bool:
+        """Returns whether a value of a region is saved: the caller reads it, or another region. Code that is not
+        compiled also saves it for nodes outside of all regions. For these, Torch's compiler computes it again."""
+        own = {self._region(ref), *([""] if self.compiled else [])}
+        return ref in self._returned or any(reader.region not in own for reader in self._readers.get(ref, ()))
+
+    @cached_property
+    def _returned(self) -> frozenset[str]:
+        return frozenset(self.views.get(ref, ref) for _, ref in self.graph.outputs)
+
+    @cached_property
+    def _readers(self) -> Mapping[str, list[Node]]:
+        """The nodes that read each value or a view of it."""
+        readers: dict[str, list[Node]] = {}
+        for node in self.graph.nodes:
+            for ref in node.inputs:
+                readers.setdefault(self.views.get(ref, ref), []).append(node)
+        return readers
+
+    def _is_computed_again(self, ref: str) -> bool:
+        return bool(self._region(ref)) and (ref.endswith("#") or not self._leaves(ref))
+
+    @cached_property
+    def _read(self) -> Mapping[str, int]:
+        """The bytes of the values that the backward reads.
 
         An entry `value#` holds values without a name in the graph: intermediate values of an expression that is not
         compiled, and those inside a recurrence or a group.

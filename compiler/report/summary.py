@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from specc.compiler.changing_values import Schedule
+from specc.compiler.passes.recompute import recomputed_places
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
@@ -157,6 +158,11 @@ class Summary:
         return tuple(map(self._saved, self.main.save_choices))
 
     @property
+    def recomputed(self) -> str:
+        """The parts whose values the backward pass computes again, in words; empty if there are none."""
+        return ", ".join(dict.fromkeys(place for _, place in recomputed_places(self.main.programs)))
+
+    @property
     def saved_names(self) -> dict[str, str]:
         """The values that each group computes and saves, by path. Groups without such values are omitted."""
         groups = [group for group in self.main.programs.groups if group.backward.outputs]
@@ -199,6 +205,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
         rows.append(f"not measured {share} of the step, by floors: specc tune {summary.main.source}")
     rows += [f"largest gap  {summary.gap}"] if summary.gap else []
     rows += (f"backward     {text}" for text in summary.saved[:2])
+    rows += [f"recomputed   {summary.recomputed}, in the backward pass"] if summary.recomputed else []
     named = {name: _kernels(plan) for name, plan in summary.plans.items()}
     rows += [f"{name:<12} {kernels}" for name, kernels in named.items() if kernels][:4]
     rows += product_lines(summary.deployed)

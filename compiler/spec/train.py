@@ -33,6 +33,7 @@ DATA = models(data, DataKind, "kind")
 OPTIMIZERS = models(optimizers, OptimizerSpec, "kind")
 LOSSES = models(losses, LossTerm, "kind")
 ADAPTATIONS = models(adapt, Adaptation, "kind")
+BLOCK = "block"  # the entry of `recompute` that means whole blocks
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
@@ -145,6 +146,9 @@ class TrainSpec(StrictModel):
         clip_norm: the largest norm of the gradient over all parameters but those of optimizers of kind `sign`. If
             unset, gradients are not clipped.
         precision: the dtypes of training.
+        recompute: the parts of each block whose values the backward pass computes again instead of reading them from
+            memory: names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and gradients
+            do not change. If unset, all values that the backward reads are kept.
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
         validate_every: the steps between two validations; 0 for a single validation at the end.
@@ -169,6 +173,7 @@ class TrainSpec(StrictModel):
     schedule: ScheduleSpec = ScheduleSpec.model_construct()
     clip_norm: PositiveFloat | None = None
     precision: PrecisionSpec = later(PrecisionSpec())
+    recompute: tuple[str, ...] = later(())
     average: AverageSpec | None = None
     qat: QatSpec | None = later(None)
     validate_every: NonNegative = 0
@@ -264,6 +269,10 @@ class TrainSpec(StrictModel):
         if "next_token" not in names:
             message = f"the loss has no next token, only {', '.join(names)}"
             yield Problem(("losses",), "S264", message, "add `{kind: next_token}`")
+        for i, part in enumerate(self.recompute):
+            if part in self.recompute[:i] or (part != BLOCK and BLOCK in self.recompute):
+                message = f"{part} is already recomputed"
+                yield Problem(("recompute", i), "S295", message, "remove it")
         if (self.steps is None) == (self.budget_seconds is None):
             yield Problem(
                 ("steps",) if self.steps is not None else (),
