@@ -149,7 +149,8 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
         LoweringError: with every problem, if the spec cannot be lowered or planned.
         SpeccError: if this compiler cannot use the lock.
     """
-    return select_kernels(run(spec, target), TARGETS[target], spec.model.title, source, lock)
+    deterministic = spec.train.deterministic
+    return select_kernels(run(spec, target), TARGETS[target], spec.model.title, source, lock, deterministic)
 
 
 def deployed(spec: Spec, target: str) -> Programs | None:

@@ -76,7 +76,10 @@ def _is_in(part: str, node: Node) -> bool:
 def _choices(functions: Mapping[str, Graph], trained: Sequence[str]) -> str:
     """Returns the parts of blocks that have weights or attention, in words."""
     nodes = (node for name in trained for node in functions[name].nodes if "." in node.name)
-    return " or ".join(dict.fromkeys(n.name.partition(".")[0] for n in nodes if n.op.matrix or isinstance(n.op, Fused))) or "none"
+    return (
+        " or ".join(dict.fromkeys(n.name.partition(".")[0] for n in nodes if n.op.matrix or isinstance(n.op, Fused)))
+        or "none"
+    )
 
 
 def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:

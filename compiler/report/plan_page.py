@@ -62,6 +62,10 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts += summary.changes
     facts += (f"In 8 bits in training, not measured: {text}." for text in products_of_8_bits(main))
     facts += (f"Backward: {text}." for text in summary.saved)
+    if summary.spec.train.deterministic:
+        facts.append(
+            "Deterministic: every kernel returns the same bits in repeated calls, as `train.deterministic` asks."
+        )
     if summary.recomputed:
         facts.append(f"Recomputed in the backward: {summary.recomputed}, whose values are not kept in memory.")
     facts.append(f"Memory, forecast of allocated tensors: {summary.memory_parts}.")

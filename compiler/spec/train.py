@@ -138,6 +138,8 @@ class TrainSpec(StrictModel):
         start: weights that replace the initial values: a run, an artifact, a folder of Transformers, a file
             `*.safetensors` or a folder of such files, or a mapping that selects a part of them. If unset, the run
             starts from initial values.
+        deterministic: whether runs of the same seed on the same kind of device have the same bits, with the same number
+            of processes and CPU threads. Kernels that may return other bits in repeated calls are then not used.
         teacher_forcing: for models of pairs of lines, the probability with which a decoder position receives the target
             token instead of the model's previous output: a number or a schedule.
         losses: the terms of the training loss, each with a weight. If unset, the loss of the next token alone.
@@ -167,6 +169,7 @@ class TrainSpec(StrictModel):
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
     start: Place | StartSpec | None = later(None)
+    deterministic: bool = later(False)
     teacher_forcing: Unit | ForcingSchedule | None = None
     losses: LossList = later((NextToken(kind="next_token"),))
     optimizers: OptimizerList

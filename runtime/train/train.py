@@ -43,6 +43,7 @@ from specc.runtime.storage.start_record import StartRecord
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.trackers.open import open_trackers, require_trackers
 from specc.runtime.trackers.tracker import TrackedRun
+from specc.runtime.train.determinism import deterministic_algorithms
 from specc.runtime.train.loop import Limits, Loop, TrainResult
 from specc.runtime.train.resume import restore_newest, run_to_resume
 from specc.runtime.train.sources.source import OpenData, source_of
@@ -118,6 +119,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> TrainResult:
     spec, device = options.spec, device_asked_for(TARGETS[options.target], options.device)
     source = source_of(spec)(spec, options.search)
+    stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
     world = world.on(device)
     leads = world.rank == 0
     world.first(lambda: require_trackers(options.track))
