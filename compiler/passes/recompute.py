@@ -1,7 +1,7 @@
 """Moves the parts of blocks that `train.recompute` names into functions that the backward pass computes again."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of, output_refs, rename
@@ -31,9 +31,7 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
     """
     if not train.recompute:
         return programs
-    names = {"train", *(phase.train for phase in programs.phases)}
-    calls = (node for graph in programs.programs if graph.name in names for node in graph.nodes)
-    trained = tuple(dict.fromkeys(node.op.callee for node in calls if isinstance(node.op, Call)))
+    trained = _trained(programs)
     if BLOCK in train.recompute:
         if unable := tuple(_whole(programs, trained)):
             raise LoweringError(unable)
@@ -44,8 +42,9 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
     for i, part in enumerate(train.recompute):
         having = [name for name in trained if any(_is_in(part, node) for node in functions[name].nodes)]
         if not having:
-            message = f"no block has a part {part}"
-            problems.append(Problem(_path(i), "S295", message, f"use {_choices(functions, trained)}, or {BLOCK}"))
+            parts_or_none = ", ".join(recomputable_parts(programs)) or "none"
+            hint = f"the parts of blocks are {parts_or_none}; {BLOCK} is all of them"
+            problems.append(Problem(_path(i), "S295", f"no block has a part {part}", hint))
         for name in having:
             try:
                 functions[name] = _outlined(functions[name], part, parts)
@@ -55,6 +54,19 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
     if problems:
         raise LoweringError(tuple(problems))
     return replace(programs, functions=(*functions.values(), *parts.values()), recomputed=tuple(parts))
+
+
+def recomputable_parts(programs: Programs) -> tuple[str, ...]:
+    """Returns the parts of the blocks that are trained which have products or attention."""
+    nodes = (node for name in _trained(programs) for node in programs.function(name).nodes if "." in node.name)
+    return tuple(dict.fromkeys(n.name.partition(".")[0] for n in nodes if n.op.matrix or isinstance(n.op, Fused)))
+
+
+def _trained(programs: Programs) -> tuple[str, ...]:
+    """Returns the names of the functions of blocks that programs of training call."""
+    names = {"train", *(phase.train for phase in programs.phases)}
+    calls = (node for graph in programs.programs if graph.name in names for node in graph.nodes)
+    return tuple(dict.fromkeys(node.op.callee for node in calls if isinstance(node.op, Call)))
 
 
 def recomputed_places(programs: Programs) -> Iterator[tuple[str, str]]:
@@ -71,15 +83,6 @@ def _path(i: int) -> Path:
 
 def _is_in(part: str, node: Node) -> bool:
     return node.name.startswith(f"{part}.")
-
-
-def _choices(functions: Mapping[str, Graph], trained: Sequence[str]) -> str:
-    """Returns the parts of blocks that have weights or attention, in words."""
-    nodes = (node for name in trained for node in functions[name].nodes if "." in node.name)
-    return (
-        " or ".join(dict.fromkeys(n.name.partition(".")[0] for n in nodes if n.op.matrix or isinstance(n.op, Fused)))
-        or "none"
-    )
 
 
 def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
