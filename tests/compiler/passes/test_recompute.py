@@ -81,11 +81,11 @@ def test_the_plan_states_the_parts_and_counts_their_products_twice() -> None:
 
 
 def test_delayed_scales_are_refused() -> None:
-    fp8 = "train.precision.fp8=[{match: blocks.*.mlp.up, scaling: delayed}]"
-    spec = gpt_mini("targets=[sm90]", "compute=bf16", "fuse=[]", fp8, "train.recompute=[mlp]")
+    fp8 = "train.precision={compute: bf16, fp8: [{match: blocks.*.mlp.*, scaling: delayed}]}"
+    spec = gpt_mini("targets=[sm90]", "fuse=[]", fp8, "train.recompute=[mlp]")
     with pytest.raises(LoweringError, match=r"mlp\.up records the largest magnitudes of its inputs"):
         pipeline.run(spec, "sm90")
-    pipeline.run(gpt_mini("targets=[sm90]", "compute=bf16", "fuse=[]", fp8, "train.recompute=[attention]"), "sm90")
+    pipeline.run(gpt_mini("targets=[sm90]", "fuse=[]", fp8, "train.recompute=[attention]"), "sm90")
 
 
 def test_a_part_around_other_nodes_is_refused() -> None:
