@@ -138,6 +138,7 @@ def command(
             (*([known.files] if known else []), *with_data(tokenizers, data), beside, Path()),
             lock=lock,
             track=track,
+            place=place_of_training(built, overrides) if built is not None else "",
         )
         result = run(options, say, world)
         if world is None or world.rank == 0:
@@ -146,6 +147,15 @@ def command(
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
             click.echo(f"next: specc quantize {shlex.quote(str(result.run))}")
     return 0
+
+
+def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
+    """Returns the position of the rows of a micro-batch in a spec, or else of its settings of training."""
+    from specc.compiler.text.overrides import apply_overrides
+    from specc.compiler.text.source import read
+
+    place = apply_overrides(read(spec), overrides).place(("train", "micro_batch"))
+    return f"{place.file}:{place.mark.line}"
 
 
 def _dry_run(spec: Any, target: str | None, data: str | None, search: tuple[Path, ...], lock: Any) -> None:

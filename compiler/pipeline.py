@@ -18,6 +18,7 @@ from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.merge_linears import merge_linears
 from specc.compiler.passes.optimizers import assign_optimizers
+from specc.compiler.passes.recompute import recompute
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
 from specc.compiler.passes.without_cache import uncached
@@ -46,6 +47,7 @@ MERGE_LINEARS: Pass = (
     "merge_linears",
     lambda programs, spec, target: merge_linears(programs, spec.chosen(spec.merge)),
 )
+RECOMPUTE: Pass = ("recompute", lambda programs, spec, target: recompute(programs, spec.train))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
@@ -63,6 +65,7 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
         FUSE,
         FOLD_SCALES,
         MERGE_LINEARS,
+        RECOMPUTE,
     ),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
@@ -163,7 +166,8 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
         LoweringError: with every problem, if the spec cannot be lowered or planned.
         SpeccError: if this compiler cannot use the lock.
     """
-    return select_kernels(run(spec, target), TARGETS[target], spec.model.title, source, lock)
+    deterministic = spec.train.deterministic
+    return select_kernels(run(spec, target), TARGETS[target], spec.model.title, source, lock, deterministic)
 
 
 def deployed(spec: Spec, target: str) -> Programs | None:

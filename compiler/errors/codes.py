@@ -112,6 +112,7 @@ CODES: Mapping[str, str] = {
     "S290": "a cache in pages in a model with a state other than keys and values",
     "S293": "settings of precision that contradict each other or the model",
     "S294": "a rule for 8-bit products that matches no product",
+    "S295": "a part to recompute that no block has, or that cannot run twice",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point, or a pattern of `merge` or `fold`, that matches nothing",
     "S303": "a fusion point, or a pattern, that matches only some of the blocks that share their code",

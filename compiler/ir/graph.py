@@ -24,6 +24,8 @@ class Node:
         types: the types of the outputs.
         epilogue: a pointwise op applied to the accumulators of `op`, fused into this node.
         members: the spec paths of the nodes that this node replaced, if it replaced several.
+        region: in a flattened graph, the call of a function that the backward pass computes again and that contains
+            this node; empty if the values of the node are kept.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Node:
     types: tuple[TensorType, ...]
     epilogue: Op | None = None
     members: tuple[str, ...] = ()
+    region: str = ""
 
     @property
     def type(self) -> TensorType:

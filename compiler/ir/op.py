@@ -53,6 +53,10 @@ class Op:
     chained: ClassVar[int] = 1
     # Its operations per second on a GPU, in units of those of products in the compute dtype.
     speed: ClassVar[int] = 1
+    # It is linear in this many of its first inputs, which its derivative therefore does not read.
+    linear_in: ClassVar[int] = 0
+    # Its Torch code concatenates values, so that Torch's compiler stores its result and never computes it again.
+    concatenates: ClassVar[bool] = False
     # Temporary values of the size of the first input that its code for the CPU has at once.
     temporaries: ClassVar[int] = 0
     # Floating-point operations per element of the first output.
@@ -102,8 +106,8 @@ class Op:
         """
         return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
 
-    def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        """Returns the bytes that the library saves for the backward in addition to inputs and outputs."""
+    def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        """Returns the bytes that Torch saves for the backward in addition to inputs and outputs."""
         return 0
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:

@@ -13,6 +13,7 @@ from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.targets import Target
 
+NOT_REPEATABLE = "may return other bits in repeated calls, but train.deterministic is set"
 Language = Literal["torch", "triton", "cutlass", "cuda"]
 
 
@@ -27,6 +28,7 @@ class Site:
         label: The node's path in the spec for readers, e.g. `blocks.*.mlp.up + act`.
         module: The name of the model.
         context: The maximum sequence length in tokens, or None if unknown.
+        deterministic: Whether the kernel must return the same bits in repeated calls.
     """
 
     node: Node
@@ -35,6 +37,7 @@ class Site:
     label: str
     module: str
     context: int | None = None
+    deterministic: bool = False
 
     @property
     def key(self) -> str:
@@ -130,6 +133,10 @@ class Kernel(ABC):
         inputs and outputs. A value that is written and read back is listed twice."""
         return ()
 
+    def workspace(self, site: Site) -> tuple[TensorType, ...]:
+        """Returns the types of the values that the kernel allocates while it runs, in addition to its outputs."""
+        return ()
+
     @abstractmethod
     def render(self, site: Site) -> Rendered:
         """Returns the files to write. Called only if `rejects` returned None."""
@@ -146,6 +153,13 @@ def missing(kernel: Kernel, target: Target) -> str | None:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)
     return f"{target.name} has no {', '.join(lacking)}" if lacking else None
+
+
+def refusal(kernel: Kernel, site: Site) -> str | None:
+    """Returns the reason why a kernel cannot compute a node; None if it can."""
+    if reason := missing(kernel, site.target):
+        return reason
+    return NOT_REPEATABLE if site.deterministic and not kernel.deterministic else kernel.rejects(site)
 
 
 def symbol(site: Site) -> tuple[str, str]:

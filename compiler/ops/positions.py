@@ -139,6 +139,8 @@ class Rope(Op):
     """
 
     name: ClassVar[str] = "rope"
+    linear_in: ClassVar[int] = 1
+    concatenates: ClassVar[bool] = True
     keeps_features: ClassVar[bool] = True
     arity: ClassVar[int] = 3
     neighbors: bool = False

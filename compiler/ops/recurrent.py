@@ -81,7 +81,7 @@ class Lstm(Op):
         matrices = sum(weight.count(sizes) for weight in inputs[3:] if len(weight.shape) == 2)
         return 2 * x.with_shape(*x.shape[:-1]).count(sizes) * matrices
 
-    def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
+    def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return SAVED * outputs[0].bytes(sizes)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
@@ -133,7 +133,7 @@ class LstmCell(Op):
         matrices = sum(weight.count(sizes) for weight in weights[:2])
         return 2 * x.with_shape(x.shape[0]).count(sizes) * matrices
 
-    def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
+    def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return SAVED * outputs[0].bytes(sizes)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

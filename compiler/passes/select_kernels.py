@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.types import TensorType
-from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
+from specc.compiler.kernels.kernel import NOT_REPEATABLE, Kernel, Site, refusal, symbol
 from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, LockError, locked_kernel
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
 from specc.compiler.programs.cost import graph_costs
@@ -21,7 +21,18 @@ Planned = tuple[Group | None, Graph, Node]  # a node that needs a kernel, with i
 MANY = 4096  # the size of a symbolic dim when the save choices of a group are compared by bytes
 
 
-def select_kernels(programs: Programs, target: Target, title: str, source: str, lock: Lock = NO_LOCK) -> Plan:
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What kernels are chosen for: the target, the measurements, and whether kernels must be deterministic."""
+
+    target: Target
+    lock: Lock
+    deterministic: bool
+
+
+def select_kernels(
+    programs: Programs, target: Target, title: str, source: str, lock: Lock = NO_LOCK, deterministic: bool = False
+) -> Plan:
     """Returns the plan of `programs` on `target`.
 
     A node has the fastest measured kernel in `lock`. Without a measurement, it has the kernel of the lowest rank among
@@ -34,6 +45,7 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
         title: The title of the plan.
         source: The source of the plan.
         lock: The measurements.
+        deterministic: Whether every kernel must return the same bits in repeated calls.
 
     Returns:
         The plan, with the groups of the chosen save choices.
@@ -42,12 +54,13 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
         LoweringError: If no kernel accepts a node, or if names of kernels clash. Lists all such nodes with reasons.
         LockError: If a lock entry cannot be followed.
     """
+    request = _Request(target, lock, deterministic)
     choices: list[Choice] = []
     save_choices: list[SaveChoices] = []
     problems: list[Problem] = []
     groups: list[Group] = []
     for group in programs.groups:
-        usual, *rest = (_save_choice(programs, option, target, lock) for option in (group, *group.others))
+        usual, *rest = (_save_choice(programs, option, request) for option in (group, *group.others))
         problems += usual[1]
         options = (usual[0], *(option for option, wrong in rest if not wrong))
         chosen = options[0]
@@ -57,7 +70,7 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
         choices += chosen.choices
         groups.append(chosen.group)
     outside = ((None, graph, node) for graph in programs.graphs for node in graph.nodes if node.op.everywhere)
-    others, further = _chosen(programs, outside, target, lock)
+    others, further = _chosen(programs, outside, request)
     choices += others
     problems += further
     programs = replace(programs, groups=tuple(groups))
@@ -68,24 +81,24 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
     return Plan(programs.name, title, source, target, programs, listed, tuple(save_choices), locked)
 
 
-def _save_choice(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[SaveChoice, list[Problem]]:
+def _save_choice(programs: Programs, group: Group, request: _Request) -> tuple[SaveChoice, list[Problem]]:
     """Returns a group with the kernels of its nodes, and a problem for every node that no kernel accepts."""
     graphs = (group.forward, group.backward)
     planned = ((group, graph, node) for graph in graphs for node in graph.nodes if node.op.planned)
-    choices, problems = _chosen(programs, planned, target, lock)
+    choices, problems = _chosen(programs, planned, request)
     return SaveChoice(group, choices), problems
 
 
 def _chosen(
-    programs: Programs, planned: Iterable[Planned], target: Target, lock: Lock
+    programs: Programs, planned: Iterable[Planned], request: _Request
 ) -> tuple[tuple[Choice, ...], list[Problem]]:
     """Returns a kernel for each node, and a problem for every node that no kernel accepts."""
     choices: list[Choice] = []
     problems: list[Problem] = []
     for group, graph, node in planned:
-        site = _site(programs, group, graph, node, target)
+        site = replace(_site(programs, group, graph, node, request.target), deterministic=request.deterministic)
         try:
-            choice = _choose(graph, site, lock.entry(target.name, site))
+            choice = _choose(graph, site, request.lock.entry(request.target.name, site))
         except ExprError as error:
             hint = "give the activation a name: `act: {expr: ..., name: ...}`"
             problems.append(Problem(_place(programs, group, graph, node), "S402", error.message, hint))
@@ -94,7 +107,7 @@ def _chosen(
             choices.append(choice)
         else:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in choice)
-            message = f"no kernel for {target.name} computes {site.label}"
+            message = f"no kernel for {request.target.name} computes {site.label}"
             hint = f"{reasons}. Change the sizes, or remove the node from fuse"
             problems.append(Problem(_place(programs, group, graph, node), "S401", message, hint))
     return tuple(choices), problems
@@ -161,12 +174,14 @@ def _tail(member: str, part: str) -> str:
 
 def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tuple[str, str], ...]:
     known = [kernel for kernel in catalog(kernels, Kernel).values() if isinstance(site.node.op, kernel.computes)]
-    reasons = [(kernel, missing(kernel, site.target) or kernel.rejects(site)) for kernel in known]
+    reasons = [(kernel, refusal(kernel, site)) for kernel in known]
     rejected = [(kernel.name, reason) for kernel, reason in reasons if reason is not None]
     taking = [kernel for kernel, reason in reasons if reason is None]
     if not taking:
         return tuple(rejected)
     best = min(taking, key=lambda kernel: (kernel.rank(site), kernel.name))
+    if entry is not None and dict(rejected).get(entry.kernel) == NOT_REPEATABLE:
+        entry = None  # measured without train.deterministic
     if entry is not None:
         best = _measured(site, entry, taking, rejected)
     others = [kernel for kernel in taking if kernel.name != best.name]

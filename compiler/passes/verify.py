@@ -58,9 +58,11 @@ def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, 
             yield from _fits(f"{node.name} passes", inputs, [type for _, type in callee.inputs])
             outputs = [callee.types[ref] for _, ref in callee.outputs]
             yield from _fits(f"{node.name} returns", list(node.types), outputs)
-            missing = [name for name, _ in callee.params if f"{node.op.at}.{name}" not in shapes]
+            known_params, at = (shapes, f"{node.op.at}.") if node.op.at else (dict(graph.params), "")
+            missing = [name for name, _ in callee.params if f"{at}{name}" not in known_params]
             yield from (f"{node.name} calls for {name}, which is not a parameter" for name in missing)
-            if set(callee.scalars) != {name for name, _ in node.op.scalars}:
+            bound = {name for name, _ in node.op.scalars} if node.op.at else set(graph.scalars)
+            if not (set(callee.scalars) <= bound if not node.op.at else set(callee.scalars) == bound):
                 yield f"{node.name} binds other numbers than {callee.name} reads"
         elif isinstance(node.op, Fused):
             forward = programs.group(node.op.group).forward

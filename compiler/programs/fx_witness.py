@@ -47,7 +47,7 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
     tracer.traced_func_name = method
     arguments = inspect.signature(getattr(module, method)).parameters.values()
     defaults = {entry.name: entry.default for entry in arguments if entry.default is not entry.empty}
-    with _whole_groups(source):
+    with _whole_groups(source), _plain_methods(source):
         return tracer.trace(module, concrete_args=defaults or None)
 
 
@@ -64,6 +64,20 @@ def _whole_groups(source: ModuleType) -> Iterator[None]:
     finally:
         for group in groups:
             del group.apply
+
+
+@contextmanager
+def _plain_methods(source: ModuleType) -> Iterator[None]:
+    """A context in which the methods that a backward pass computes again run as other methods do."""
+    classes = [value for value in vars(source).values() if isinstance(value, type)]
+    wrapped = [(c, n, v) for c in classes for n, v in list(vars(c).items()) if hasattr(v, "__wrapped__")]
+    try:
+        for cls, name, value in wrapped:
+            setattr(cls, name, value.__wrapped__)
+        yield
+    finally:
+        for cls, name, value in wrapped:
+            setattr(cls, name, value)
 
 
 def _recorded(group: Any) -> Callable[..., Any]:

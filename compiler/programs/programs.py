@@ -167,6 +167,7 @@ class Programs:
         buffers: tensors that programs read but no optimizer owns: the inverse scales of quantized inputs.
         constants: the values of the spec's formulas: a name for generated code, the value, the formula.
         sizes: the names of dims: the name, the size, the description.
+        recomputed: the functions whose values a backward pass computes again instead of reading them from memory.
         layers: the value of `layers` in formulas: the number of blocks, of both sides in an encoder-decoder; 1 if there
             are no blocks.
         rewritings: what passes that choose nodes themselves did, and what they refused.
@@ -184,6 +185,7 @@ class Programs:
     buffers: tuple[Named, ...] = ()
     constants: tuple[tuple[str, float, str], ...] = ()
     sizes: tuple[tuple[str, int, str], ...] = ()
+    recomputed: tuple[str, ...] = ()
     layers: int = 1
     rewritings: tuple[Rewriting, ...] = ()
 
@@ -213,6 +215,10 @@ class Programs:
         for node in (node for program in self.programs for node in program.nodes):
             if isinstance(node.op, Call | Scan):
                 paths.setdefault(node.op.callee, []).append(node.op.at)
+        for function in self.functions:
+            for node in function.nodes:
+                if isinstance(node.op, Call):  # a part of the function, at the same path
+                    paths.setdefault(node.op.callee, []).extend(paths.get(function.name, ()))
         return {name: tuple(at) for name, at in paths.items()}
 
     def program(self, name: str) -> Graph:
@@ -286,10 +292,12 @@ def _inlined(
     """
     nodes: list[Node] = []
 
-    def inline(graph: Graph, at: str, run: str, values: dict[str, str], dims: Mapping[Dim, Dim]) -> list[str]:
+    def inline(
+        graph: Graph, at: str, run: str, values: dict[str, str], dims: Mapping[Dim, Dim], region: str = ""
+    ) -> list[str]:
         """Adds the nodes of `graph` and returns the references of its outputs. Names of parameters begin with `at`,
         names of nodes with `run`. `values` replace its references, and `dims` its dims, such as S for T in an
-        encoder."""
+        encoder. `region` is that of the nodes."""
         prefix, scope = (f"{name}." if name else "" for name in (run, at))
 
         def place(ref: str) -> str:
@@ -302,19 +310,21 @@ def _inlined(
                 callee = programs.function(node.op.callee)
                 arguments = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
                 begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
-                ran.add(node.op.at)
+                ran |= {node.op.at} - {""}
                 passed = [dims.get(dim, dim) for dim in graph.types[node.inputs[0]].shape]
                 dims_of_x = zip(callee.inputs[0][1].shape, passed, strict=True)
                 within: dict[Dim, Dim] = {dim: other for dim, other in dims_of_x if isinstance(dim, str)}
-                results = inline(callee, f"{scope}{node.op.at}", f"{prefix}{begins}", arguments, within)
+                places = (f"{scope}{node.op.at}".rstrip("."), f"{prefix}{begins}".rstrip("."))
+                again = f"{prefix}{node.name}" if callee.name in programs.recomputed else ""
+                results = inline(callee, *places, arguments, within, region or again)
             elif isinstance(node.op, Fused) and (groups or programs.group(node.op.group).inlined):
                 forward = programs.group(node.op.group).forward
                 arguments = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
-                results = inline(forward, at, run, arguments, dims)
+                results = inline(forward, at, run, arguments, dims, region)
             else:
                 members = tuple(f"{prefix}{member}" for member in node.members)
                 types = tuple(type.with_shape(*(dims.get(dim, dim) for dim in type.shape)) for type in node.types)
-                nodes.append(Node(f"{prefix}{node.name}", node.op, inputs, types, node.epilogue, members))
+                nodes.append(Node(f"{prefix}{node.name}", node.op, inputs, types, node.epilogue, members, region))
                 results = list(nodes[-1].outputs)
             values |= zip(node.outputs, results, strict=False)
         return [place(ref) for _, ref in graph.outputs]

@@ -13,6 +13,7 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.fp8_products import SUFFIX as FP8_SUFFIX
 from specc.compiler.passes.merge import Merged, Where, free, merge
+from specc.compiler.passes.recompute import PREFIX
 from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block, returns_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import class_name, owner, without_scoring_groups
@@ -31,6 +32,7 @@ from specc.compiler.render.function import (
 from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines, shape_text
 
 LINE = 120
+DECORATOR = "@recomputed"
 
 
 @dataclass
@@ -151,6 +153,9 @@ def _uses(plan: Plan, place: str, calls: Sequence[Node]) -> _Uses:
         layers.setdefault(call.op.callee, set()).add(index_of(call))
         inputs = plan.programs.function(call.op.callee).inputs
         state |= {name for (name, _), ref in zip(inputs, call.inputs, strict=True) if of_block(ref)}
+        for part in plan.programs.function(call.op.callee).nodes:
+            if isinstance(part.op, Call):
+                layers.setdefault(part.op.callee, set()).add(index_of(call))
         for name, value in call.op.scalars:
             scalars.setdefault(name, {})[index_of(call)] = value
         formulas |= dict(call.op.formulas)
@@ -170,7 +175,8 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         taken: the names of earlier classes.
     """
     begins = [graph for graph in uses.functions if _method(graph).startswith("begin")]
-    runs = [graph for graph in uses.functions if graph not in begins]
+    parts = [graph for graph in uses.functions if _method(graph).startswith(PREFIX)]
+    runs = [graph for graph in uses.functions if graph not in (*begins, *parts)]
     kind = owner(uses.functions[0].name)
     name = class_name(kind if class_name(kind) not in taken else uses.place.replace(".", "_"))
     taken.add(name)
@@ -190,7 +196,10 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     if caches:
         doc += f" The cache is of {types_doc(caches, [])[: -len(' -> .')]}, updated in place."
     arguments = optional_arguments(merged, inputs, used, ["cache=None"] * keeps)
-    methods = [method(body, "forward", doc, arguments)]
+    again = plan.programs.recomputed
+    decorator = DECORATOR if any(graph.name in again for graph in runs) else ""
+    methods = [replace(method(body, "forward", doc, arguments), decorator=decorator)]
+    methods += (_part(plan, graph, reserved) for graph in parts)
     begin_flags: tuple[str, ...] = ()
     attributes = {fact.name: uses.having(runs[i] for i in sorted(fact.where)) for fact in layer_facts}
     conditions = set(body.conditions)
@@ -201,10 +210,10 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     table = f"{name.upper()}_{BUFFERS}"
     buffers, definitions = _buffers(uses, table, tables)
     init = _init(uses, attributes, tables, buffers)
-    parts = merged_order(
+    words = merged_order(
         [list(dict.fromkeys(n.name.split(".")[0] for n in g.nodes if "." in n.name)) for g in uses.functions]
     )
-    doc = f"One block: {', '.join(parts)}." if parts else f"One {kind}."
+    doc = f"One block: {', '.join(words)}." if words else f"One {kind}."
     numbered = any("layer" in text for text in init)
     context = ClassContext(
         name, tuple(docstring(doc)), ("layer: int",) if numbered else (), init, tuple(methods), tables=definitions
@@ -213,6 +222,15 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     make = f"{name}(layer) for layer in {over}" if numbered else f"{name}() for _ in {over}"
     optional = frozenset(name for name, _, where in inputs if where != merged.every)
     return BlockClass(context, tuple(name for name, _, _ in inputs), optional, used, begin_flags, keeps, make)
+
+
+def _part(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
+    """Returns the method of a part that the backward pass computes again."""
+    merged = merge([graph], [label for label, _ in graph.outputs], Speller(plan).kernel)
+    body = Body(merged, Speller(plan), reserved=reserved, constants=constants_of(plan))
+    doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs])
+    arguments = (name for name, _ in graph.inputs)
+    return replace(method(body, _method(graph), doc, arguments), decorator=DECORATOR)
 
 
 def _method(graph: Graph) -> str:

@@ -164,7 +164,8 @@ class Speller:
             which = ["training=True"] if node.op.drops else []
             return f"self.{node.op.at}({', '.join((*args, *which))})"
         if isinstance(node.op, Call):
-            return f"self.{node.op.at}.{node.op.callee.partition('.')[2]}({', '.join(args)})"
+            place = f"self.{node.op.at}" if node.op.at else "self"
+            return f"{place}.{node.op.callee.partition('.')[2]}({', '.join(args)})"
         if isinstance(node.op, Section):
             return self._section(graph, node.op, args)
         kernel = self.kernel(graph, node)

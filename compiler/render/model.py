@@ -83,6 +83,7 @@ def model_context(plan: Plan) -> ModelContext:
     for call in (*of_nodes, *(call for group in groups for call in group.calls)):
         if called_ones.setdefault(call.support, call.generated) != call.generated:
             raise ValueError(f"two functions are named {call.support}")
+    called_ones |= {"recomputed": None} if programs.recomputed else {}
     package = f"specc_{plan.name}"
     ops = {
         name: _op_file(name, generated, package) for name, generated in called_ones.items() if _is_op(name, generated)
@@ -264,9 +265,9 @@ def _steps(programs: Programs) -> Sequence[str]:
     """Returns the class names of functions that no block of a list calls, i.e. of loops over time."""
     inside = {
         node.op.callee
-        for graph in programs.programs
+        for graph in programs.graphs
         for node in graph.nodes
-        if isinstance(node.op, Call) and field_of(node)
+        if isinstance(node.op, Call) and (field_of(node) or not node.op.at)
     }
     return list(dict.fromkeys(owner(graph.name) for graph in programs.functions if graph.name not in inside))
 

@@ -29,6 +29,7 @@ class Explained:
     kernel: str
     files: tuple[str, ...]
     tile: str
+    recomputed: bool
     rejected: tuple[tuple[str, str], ...]
     passes: tuple[tuple[str, str], ...] = ()
 
@@ -49,6 +50,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
     """
     folder = folder or plan.target.name
     known: set[Explained] = set()
+    again = _computed_again(plan.programs)
     for choice in plan.choices:
         path = choice.site.label.split(" ")[0]
         members = [
@@ -60,20 +62,22 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
-            tile, passes = choice.rendered.tile, tuple(_passes_of(plan.programs, path))
-            row = Explained(folder, path, choice.site.label, op, kernel, files, tile, choice.rejected, passes)
+            tile, passes, recomputed = choice.rendered.tile, tuple(_passes_of(plan.programs, path)), choice.graph in again
+            label, rejected = choice.site.label, choice.rejected
+            row = Explained(folder, path, label, op, kernel, files, tile, recomputed, rejected, passes)
             if row not in known:  # two groups may contain the same product
                 known.add(row)
                 yield row
     if node is None:
         return
     seen: set[str] = set()
-    for path, unplanned, reason in _without_choice(plan):
+    for path, unplanned, reason, graph in _without_choice(plan):
         if path not in seen and _covers(node, path):
             seen.add(path)
             rejected = (("every other", f"{reason}; Torch's compiler computes it"),)
-            passes = tuple(_passes_of(plan.programs, path))
-            yield Explained(folder, path, path, str(unplanned), "torch (torch)", (), "", rejected, passes)
+            passes, recomputed = tuple(_passes_of(plan.programs, path)), graph in again
+            torch = "torch (torch)"
+            yield Explained(folder, path, path, str(unplanned), torch, (), "", recomputed, rejected, passes)
 
 
 def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
@@ -84,21 +88,28 @@ def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
             yield rewriting.step, f"{', '.join(rewriting.nodes)}: {effect}"
 
 
-def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
-    """Yields the path of each node without a choice of kernel, the node, and the reason."""
+def _computed_again(programs: Programs) -> frozenset[str]:
+    """Returns the names of the graphs that the backward pass computes again: functions, and forwards of groups."""
+    again = set(programs.recomputed)
+    groups = (group for group in programs.groups if again.intersection(programs.callers[group.name]))
+    return frozenset({*again, *(group.forward.name for group in groups)})
+
+
+def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str, str]]:
+    """Yields the path of each node without a choice of kernel, the node, the reason, and the name of its graph."""
     programs = plan.programs
     for graph in programs.graphs:
         for node in graph.nodes:
             if not isinstance(node.op, Call | Fused) and plan.choice(graph, node) is None:
                 for name in (node.name, *node.members):
                     path = place_pattern(programs, (graph.name,), name)
-                    yield path, node, f"in {graph.name} the node is in no fused group"
+                    yield path, node, f"in {graph.name} the node is in no fused group", graph.name
     for group in programs.groups:
         for graph in (group.forward, group.backward):
             for node in graph.nodes:
                 if plan.choice(graph, node) is None:
                     reason = f"no kernel is chosen for a {node.op.name}"
-                    yield group_pattern(programs, group, node.name), node, reason
+                    yield group_pattern(programs, group, node.name), node, reason, graph.name
 
 
 def _covers(node: str, path: str) -> bool:
@@ -109,6 +120,7 @@ def text_of(row: Explained) -> str:
     """Returns the row as text for display."""
     lines = [f"{row.label} on {row.target}: {row.kernel}{f', {row.tile}' if row.tile else ''}"]
     lines += [f"  {row.op}", *(f"  file: {row.target}/{name}" for name in row.files)]
+    lines += ["  the backward pass computes it again: train.recompute"] if row.recomputed else []
     lines += [f"  not {kernel}: {reason}" for kernel, reason in row.rejected]
     lines += [f"  {name}: {effect}" for name, effect in row.passes]
     return "\n".join(lines)

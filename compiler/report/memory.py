@@ -1,35 +1,35 @@
 """The memory of a training step: the tensors of the whole run, and the peak of a forward and backward pass.
 
-A pass is simulated on the flattened training program. The forward keeps the values that the backward reads. The
-backward then visits the nodes from the last to the first: it computes the gradients of the inputs of a node, and frees
-the values that no earlier node reads.
+A pass is simulated on the flattened training program. The forward keeps the values that the backward reads, and frees
+the others after their last reader. The backward then visits the nodes from the last to the first: it computes the
+gradients of the inputs of a node, and frees the values that no earlier node reads.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specc.compiler.expr import Expr, derive, reread, variables
-from specc.compiler.expr.values import Binary, Call, Var, children
-from specc.compiler.ir.graph import Graph, Node, node_of
-from specc.compiler.ir.types import BYTES, TensorType
-from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.region import Fused, Scan
+from specc.compiler.ir.graph import Graph, Node
+from specc.compiler.ir.types import BYTES
+from specc.compiler.ops.region import Fused
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.plan.plan import Plan
-from specc.compiler.programs.programs import Group, Programs, flatten
+from specc.compiler.report.saved import Pass, Sizes, is_barrier, moved
 from specc.compiler.spec.train import TrainSpec
 
+# Of cuBLAS: each of the two threads that run the forward and the backward has one on each of the two streams that run
+# steps and capture graphs.
+WORKSPACES = 4
 MASTER = BYTES["f32"]  # masters, their gradients, optimizer state and averages are f32
-Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The least bytes of a training step.
+    """The peak of the bytes that Torch allocates in a training step. On a GPU, it is what
+    `torch.cuda.max_memory_allocated` returns: the context of CUDA and unused parts of segments are not included.
 
     Attributes:
-        parts: the bytes of each kind of content, such as parameters.
+        parts: the bytes of each kind of content at the peak, such as parameters.
         groups: the bytes that each fused group saves in a pass, by path.
     """
 
@@ -44,9 +44,6 @@ class Memory:
 def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memory:
     """Returns the memory of a step.
 
-    On a GPU, Torch's compiler recomputes the values between products, attention and groups. On the CPU, where code is
-    not compiled, the forward saves what the derivative of each operation reads.
-
     Args:
         train: the training settings.
         plan: the plan of the target.
@@ -56,267 +53,136 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
     params = plan.programs.params
     count = sum(param.count for param in params)
     copies = [param for param in params if param.dtype != "f32" or (train.qat is not None and param.storage)]
-    owned = ((train.optimizers[param.optimizer], param.shape) for param in params if param.optimizer is not None)
+    owned = [(train.optimizers[param.optimizer], param.shape) for param in params if param.optimizer is not None]
+    one = Pass(graph, plan.programs, sizes, "gpu" in plan.target.features)
     groups: Counter[str] = Counter()
     for node in graph.nodes:
-        if isinstance(node.op, Fused):
+        if isinstance(node.op, Fused) and not node.region:
             group = plan.programs.group(node.op.group)
-            groups[group_pattern(plan.programs, group, group.scope)] += kept_bytes(group, sizes)
-    compiled = "gpu" in plan.target.features
-    saved = _saved(graph, sizes, plan.programs, compiled)
-    saved_bytes = sum(saved.values())
-    peak = _Pass(graph, sizes, plan.programs, saved, compiled).peak()
+            groups[group_pattern(plan.programs, group, group.scope)] += one.groups[node.name].computed
+    saved, by_groups, peak = sum(one.saved.values()), sum(groups.values()), _Peak(one, plan).bytes()
     parts = {
         "masters": 0 if train.precision.masters == "bf16" else MASTER * count,  # the weights of the products are they
         "gradients": MASTER * count + sum(BYTES[param.dtype] * param.count for param in params if param.dtype != "f32"),
         "optimizer state": MASTER * sum(spec.state_numbers(shape) for spec, shape in owned),
         "average": MASTER * count if train.average is not None else 0,
         "weights of the products": sum(BYTES[param.dtype] * param.count for param in copies),
-        "saved activations": saved_bytes,
-        "saved by fused groups": sum(groups.values()),
-        "gradients and temporaries": peak - saved_bytes - sum(groups.values()),
+        "library workspaces": WORKSPACES * plan.target.workspace,
     }
+    if (update := _update_bytes(train, plan)) > peak:
+        parts["temporaries of an update"] = update
+    else:
+        activations = {"saved activations": saved - by_groups, "saved by fused groups": by_groups}
+        parts |= {**activations, "gradients and temporaries": peak - saved}
     return Memory({name: size for name, size in parts.items() if size}, groups)
 
 
-def _saved(graph: Graph, sizes: Sizes, programs: Programs, compiled: bool) -> Mapping[str, int]:
-    """Returns the bytes of the values that the forward saves for the backward, by value.
-
-    An entry `value#` holds values without a name in the graph: intermediate values of an expression that is not
-    compiled, and those inside a recurrence. Values that groups compute are left out.
-    """
-    saved = Counter(saved_values(graph, sizes) if compiled else _eagerly_saved(graph, sizes, programs))
-    for node in graph.nodes:
-        size = node.op.saved_inside(node.types, sizes)
-        if isinstance(node.op, Scan):
-            step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
-            read = {name for name, _ in step.inputs[node.op.carried :]}  # by all steps, or parts of a sequence
-            values = _saved(step, sizes, programs, compiled).items()
-            size = node.types[-1].extents(sizes)[1] * sum(size for ref, size in values if ref not in read)
-        if size:
-            saved[f"{node.outputs[0]}#"] += size
-    return saved
+def _update_bytes(train: TrainSpec, plan: Plan) -> int:
+    """Returns the most bytes that an update of the parameters allocates at once: those of the optimizer that needs the
+    most, and the f32 values of masters in bf16 with their random bits."""
+    shapes: dict[int, list[tuple[int, ...]]] = {}
+    for param in plan.programs.params:
+        if param.optimizer is not None:
+            shapes.setdefault(param.optimizer, []).append(param.shape)
+    most = max((train.optimizers[i].update_numbers(owned) for i, owned in shapes.items()), default=0)
+    in_bf16 = train.precision.masters == "bf16"
+    wide = sum(param.count for param in plan.programs.params if param.dtype == "bf16" and in_bf16)
+    return MASTER * (2 * wide + most)
 
 
-def kept_bytes(group: Group, sizes: Sizes) -> int:
-    """Returns the bytes that a group computes for its backward. With chunks, these are its gradients, of which those of
-    weights are sums in f32, and the values of one chunk."""
-    computed = set(group.saved) - {name for name, _ in group.forward.inputs}
-    values = (type for name, type in group.backward.inputs if name in computed)
-    size = sum(type.bytes(sizes) // (group.chunks if _has_rows(type) else 1) for type in values)
-    if group.chunks == 1:
-        return size
-    gradients = [group.backward.types[ref] for _, ref in group.backward.outputs]
-    wide = (0 if _has_rows(type) else MASTER * type.count(sizes) for type in gradients)
-    return size + sum(max(type.bytes(sizes), sums) for type, sums in zip(gradients, wide, strict=True))
+class _Peak:
+    """The most bytes of activations, gradients and temporary values that are in use at once in a pass."""
 
+    def __init__(self, one: Pass, plan: Plan) -> None:
+        self._pass, self._plan, self._graph = one, plan, one.graph
+        ends = {ref for node in one.graph.nodes if is_barrier(node) for ref in (*node.inputs, *node.outputs)}
+        stored = {self._root(ref) for ref in ends} | {*one.saved}
+        self._stored = stored if one.compiled else None  # the values that code writes to memory; None: all
 
-def _has_rows(type: TensorType) -> bool:
-    return bool(type.shape) and isinstance(type.shape[0], str)
+    def bytes(self) -> int:
+        return max(self._forward(), self._backward())
 
+    def _forward(self) -> int:
+        """Returns the peak of the forward, at whose end only the saved values are left."""
+        saved, sizes = self._pass.saved, self._pass.sizes
+        last = {self._root(ref): i for i, node in enumerate(self._graph.nodes) for ref in node.inputs}
+        ends: Counter[int] = Counter()
+        peak = live = 0
+        for i, node in enumerate(self._graph.nodes):
+            peak = max(peak, live + self._inside(node, forward=True))
+            for ref, type in zip(node.outputs, node.types, strict=True):
+                live += saved.get(f"{ref}#", 0)
+                if ref not in self._pass.views and type.floating and self._is_stored(ref):
+                    live += type.bytes(sizes)
+                    ends[last.get(ref, i)] += 0 if ref in saved else type.bytes(sizes)
+            peak = max(peak, live)
+            live -= ends[i]
+        return peak
 
-def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
-    """Maps each value that is a view to the value it is a view of.
-
-    A node returns views if it has one input, computes nothing, and keeps the dtype and, in all of its outputs, the
-    number of elements. Without `parts`, a part of a value is a value of its own.
-    """
-    views: dict[str, str] = {}
-    for node in graph.nodes:
-        inputs = [ref for ref in node.inputs if ref[0] not in "@$"]
-        if len(inputs) == 1 and not is_barrier(node) and (parts or len(node.types) == 1):
-            source = graph.types[inputs[0]]
-            same = {source.dtype} == {type.dtype for type in node.types}
-            same = same and source.count(sizes) == sum(type.count(sizes) for type in node.types)
-            if same and node.op.flops([graph.types[ref] for ref in node.inputs], node.types, sizes) == 0:
-                views |= dict.fromkeys(node.outputs, views.get(inputs[0], inputs[0]))
-    return views
-
-
-def is_barrier(node: Node) -> bool:
-    """Returns whether Torch's compiler cannot fuse across a node."""
-    return isinstance(node.op, Fused | Scan) or node.op.matrix
-
-
-def saved_values(graph: Graph, sizes: Sizes) -> Mapping[str, int]:
-    """Returns the bytes of the values that a compiled forward saves for the backward, by value, without those that
-    groups compute inside.
-
-    The forward saves the activations that products, attention and groups read. Torch's compiler recomputes the values
-    that other derivatives read. The forward also saves the inputs of this recomputation: the nearest values that are
-    saved anyway or that a barrier returns.
-    """
-    views = aliases(graph, sizes)
-    barriers = {ref for node in graph.nodes if is_barrier(node) for ref in node.outputs}
-    saved = {views.get(ref, ref) for node in graph.nodes if is_barrier(node) for ref in node.inputs}
-    waiting = [views.get(ref, ref) for node in graph.nodes if not is_barrier(node) for ref in _derivative_reads(node)]
-    visited: set[str] = set()
-    while waiting:
-        if (ref := waiting.pop()) in visited:
-            continue
-        visited.add(ref)
-        if ref in barriers:
-            saved.add(ref)
-        elif ref not in saved and (node := graph.by_name.get(node_of(ref))) is not None:
-            waiting += (views.get(ref, ref) for ref in node.inputs)
-    return _sizes_of(graph, sizes, saved)
-
-
-def _derivative_reads(node: Node) -> frozenset[str]:
-    """Returns the inputs that the derivative of a node reads. The derivative of a copy reads no inputs."""
-    if not isinstance(node.op, Pointwise):
-        return frozenset(node.inputs if node.op.flops_per_output else ())
-    values = dict(zip(node.op.variables, node.inputs, strict=True))
-    slopes = (derive(reread(text), name) for text in node.op.outputs for name in values)
-    return frozenset(values[name] for slope in slopes for name in variables(slope))
-
-
-def _eagerly_saved(graph: Graph, sizes: Sizes, programs: Programs) -> Mapping[str, int]:
-    """Returns the bytes of the values that Torch saves if code is not compiled, as `_saved`."""
-    views, learned = aliases(graph, sizes), _learned(graph)
-    saved: set[str] = set()
-    inside: Counter[str] = Counter()
-    for node in graph.nodes:
-        if node.outputs[0] in views or not learned.intersection(node.outputs):
-            continue
-        if isinstance(node.op, Pointwise):
-            names = dict(zip(node.op.variables, node.inputs, strict=True))
-            for text, out in zip(node.op.outputs, node.outputs, strict=True):
-                expr = reread(text)
-                for value in _read_by_autograd(expr, {name for name, ref in names.items() if ref in learned}):
-                    if isinstance(value, Var):
-                        saved.add(names[value.name])
-                    elif value == expr:
-                        saved.add(out)
-                    else:
-                        inside[out] += node.types[0].bytes(sizes)
-        elif isinstance(node.op, Fused):
-            group = programs.group(node.op.group)
-            names = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
-            saved.update(names[name] for name in group.saved if name in names)
-        elif is_barrier(node) or node.op.flops_per_output:
-            saved.update(node.inputs)
-            saved.update(node.outputs if node.op.matrix and node.op.mixes_tokens else ())
-    values = {views.get(ref, ref) for ref in saved}
-    return {**_sizes_of(graph, sizes, values), **{f"{out}#": size for out, size in inside.items()}}
-
-
-def _read_by_autograd(expr: Expr, learned: Iterable[str]) -> frozenset[Expr]:
-    """Returns the parts of an expression that its derivatives read, if each operation is one of Torch.
-
-    `learned` are the variables that need a gradient.
-    """
-    names = set(learned)
-    read: set[Expr] = set()
-
-    def visit(part: Expr) -> bool:
-        """Returns whether a part needs a gradient."""
-        needs = [visit(inner) for inner in children(part)]
-        match part:
-            case Var(name):
-                return name in names
-            case Binary("*" | "/", a, b) if any(needs):
-                read.update(other for other, need in ((b, needs[0]), (a, needs[1])) if need and variables(other))
-            case Binary("**", a, _) if any(needs):
-                read.add(a)
-            case Call(function, args) if any(needs):
-                read.update([part] if function in _OF_RESULT else [arg for arg in args if variables(arg)])
-        return any(needs)
-
-    visit(expr)
-    return frozenset(read)
-
-
-_OF_RESULT = ("relu", "sigmoid", "tanh", "exp", "sqrt")  # functions whose derivative in Torch reads their result
-
-
-def _sizes_of(graph: Graph, sizes: Sizes, refs: Iterable[str]) -> dict[str, int]:
-    """Returns the bytes of the floating values among `refs` that are not parameters."""
-    return {
-        ref: graph.types[ref].bytes(sizes) for ref in sorted(refs) if ref[0] not in "@$" and graph.types[ref].floating
-    }
-
-
-def _learned(graph: Graph) -> set[str]:
-    """Returns the values that need a gradient, parameters among them."""
-    learned = {f"@{name}" for name, type in graph.params if type.floating}
-    for node in graph.nodes:
-        if learned.intersection(node.inputs):
-            learned.update(ref for ref, type in zip(node.outputs, node.types, strict=True) if type.floating)
-    return learned
-
-
-class _Pass:
-    """The backward of a pass. `saved` are the bytes of the values that the forward saves, by value."""
-
-    def __init__(
-        self, graph: Graph, sizes: Sizes, programs: Programs, saved: Mapping[str, int], compiled: bool
-    ) -> None:
-        self._graph, self._sizes, self._programs, self._saved = graph, sizes, programs, saved
-        self._views = aliases(graph, sizes)
-        self._learned = _learned(graph)
-        ends = {ref for node in graph.nodes if is_barrier(node) for ref in (*node.inputs, *node.outputs)}
-        self._computed = {self._views.get(ref, ref) for ref in ends} if compiled else None  # None: all values
-
-    def peak(self) -> int:
-        """Returns the most bytes that are in use at once: saved values and gradients."""
+    def _backward(self) -> int:
+        """Returns the peak of the backward, which begins with the saved values."""
+        saved, learned, views = self._pass.saved, self._pass.learned, self._pass.views
         first: dict[str, str] = {}  # the first node that reads a saved value, after whose backward it is free
         for node in self._graph.nodes:
             for ref in (*node.inputs, *node.outputs):
-                first.setdefault(self._views.get(ref, ref), node.name)
+                first.setdefault(self._root(ref), node.name)
                 first.setdefault(f"{ref}#", node.name)
         frees: Counter[str] = Counter()
-        for ref, size in self._saved.items():
+        for ref, size in (entry for values in (saved, *self._pass.again.values()) for entry in values.items()):
             frees[first.get(ref, "")] += size
-        live = sum(self._saved.values())
-        for node in self._graph.nodes:
-            if isinstance(node.op, Fused):
-                frees[node.name] += (kept := kept_bytes(self._programs.group(node.op.group), self._sizes))
-                live += kept
-        peak, gradients = live, dict[str, int]()
+        peak = live = sum(saved.values())
+        waiting = dict(self._pass.again)
+        gradients: dict[str, int] = {}
         for node in reversed(self._graph.nodes):
-            added = {self._views.get(ref, ref) for ref in node.inputs if ref in self._learned}
-            if node.outputs[0] not in self._views:
+            if node.region in waiting:  # the backward of a region begins with its forward
+                live += sum(waiting.pop(node.region).values())
+                peak = max(peak, live + sum(gradients.values()))
+            if node.outputs[0] not in views:
+                added = {self._root(ref) for ref in node.inputs if ref in learned}
                 new = {ref: size for ref in added if (size := self._gradient_bytes(ref))}
-                forward, backward = self._inside(node)
-                peak = max(peak, live + forward, live + sum(gradients.values()) + sum(new.values()) + backward)
+                given = sum(gradients.values())
                 gradients |= new
+                peak = max(peak, live + sum(gradients.values()), live + given + self._inside(node, forward=False))
                 for ref in node.outputs:
                     gradients.pop(ref, None)
             live -= frees[node.name]
         return peak
 
+    def _root(self, ref: str) -> str:
+        return self._pass.views.get(ref, ref)
+
+    def _is_stored(self, ref: str) -> bool:
+        return self._stored is None or ref in self._stored
+
     def _gradient_bytes(self, ref: str) -> int:
         """Returns the bytes of the gradient of a value; 0 if compiled code does not write it to memory."""
-        if ref[0] != "@" and self._computed is not None and ref not in self._computed:
-            return 0
-        return self._graph.types[ref].bytes(self._sizes)
+        return self._graph.types[ref].bytes(self._pass.sizes) if ref[0] == "@" or self._is_stored(ref) else 0
 
-    def _inside(self, node: Node) -> tuple[int, int]:
-        """Returns the most bytes of the values that the forward and the backward of a group compute for themselves."""
+    def _inside(self, node: Node, forward: bool) -> int:
+        """Returns the most bytes that a group allocates at once in its forward or its backward, results included."""
         if not isinstance(node.op, Fused):
-            return 0, 0
-        group = self._programs.group(node.op.group)
-        forward, backward = (
-            _transient(graph, self._sizes, group.saved, self._computed is None) // group.chunks
-            for graph in (group.forward, group.backward)
-        )
-        return forward, backward
+            return 0
+        group = self._plan.programs.group(node.op.group)
+        early, late = moved(group, self._pass.compiled)
+        nodes = (*group.forward.nodes, *early) if forward else late
+        graphs = (group.forward, group.backward)
+        lasting = {ref for _, ref in group.backward.outputs}
+        if forward:
+            labels = dict(group.forward.outputs)
+            lasting = {ref for _, ref in group.forward.outputs[: len(node.types)]}
+            lasting |= {labels.get(name, name) for name in self._pass.groups[node.name].needed}
+        most = live = 0
+        last = {ref: i for i, inner in enumerate(nodes) for ref in inner.inputs}
+        ends: Counter[int] = Counter()
+        for i, inner in enumerate(nodes):
+            for ref, type in zip(inner.outputs, inner.types, strict=True):
+                live += type.bytes(self._pass.sizes)
+                ends[last.get(ref, i)] += 0 if ref in lasting else type.bytes(self._pass.sizes)
+            most = max(most, live + max(self._workspace(graph, inner) for graph in graphs))
+            live -= ends[i]
+        return most // group.chunks
 
-
-def _transient(graph: Graph, sizes: Sizes, saved: Iterable[str], eager: bool) -> int:
-    """Returns the most bytes of values of a graph that live at once, without its inputs and outputs and `saved`. If it
-    runs as `eager` code, the temporary values of its operations count too."""
-    last = {ref: i for i, node in enumerate(graph.nodes) for ref in node.inputs}
-    outputs = {*saved, *(ref for _, ref in graph.outputs)}
-    most = live = 0
-    ends: Counter[int] = Counter()
-    for i, node in enumerate(graph.nodes):
-        for ref, type in zip(node.outputs, node.types, strict=True):
-            if ref not in outputs:
-                live += type.bytes(sizes)
-                ends[last.get(ref, i)] += type.bytes(sizes)
-        inside = node.op.temporaries * graph.types[node.inputs[0]].bytes(sizes) if eager and node.inputs else 0
-        most = max(most, live + inside)
-        live -= ends[i]
-    return most
+    def _workspace(self, graph: Graph, node: Node) -> int:
+        """Returns the bytes that the kernel of a node allocates for itself."""
+        choice = self._plan.choice(graph, node)
+        return sum(type.bytes(self._pass.sizes) for type in choice.kernel.workspace(choice.site)) if choice else 0

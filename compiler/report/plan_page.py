@@ -63,6 +63,13 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts += (f"In 8 bits in training, not measured: {text}." for text in products_of_8_bits(main))
     facts += (f"Backward: {text}." for text in summary.saved)
     facts += rewritten(main.programs)
+    if summary.spec.train.deterministic:
+        facts.append(
+            "Deterministic: every kernel returns the same bits in repeated calls, as `train.deterministic` asks."
+        )
+    if summary.recomputed:
+        facts.append(f"Recomputed in the backward: {summary.recomputed}, whose values are not kept in memory.")
+    facts.append(f"Memory, forecast of allocated tensors: {summary.memory_parts}.")
     if summary.unmeasured:
         missing = ", ".join(f"{work.name} {percent(summary.step.share(work))}" for work in summary.unmeasured)
         tune = f"`specc tune {main.source} --target {main.target.name}`"
@@ -106,7 +113,7 @@ def _ceilings(target: Target) -> str:
     if not target.flops:
         return f"No ceilings are stated for {target.name}: shares are of operations."
     speeds = f"{target.flops / 1e12:,.0f} TFLOP/s, bytes at {target.bandwidth / 1e12:.3g} TB/s"
-    return f"Floors: operations at {speeds} ({target.machine}). Memory: parameters, optimizer, what a backward reads."
+    return f"Floors: operations at {speeds} ({target.machine})."
 
 
 def _rows(step: Step, plan: Plan) -> list[str]:

@@ -20,7 +20,8 @@ from specc.compiler.plan.lock import Machine, StepTiming
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.programs.cost import graph_costs
 from specc.compiler.programs.programs import flatten
-from specc.compiler.report.memory import Memory, aliases, is_barrier, memory_of
+from specc.compiler.report.memory import Memory, memory_of
+from specc.compiler.report.saved import aliases, is_barrier
 from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
@@ -144,7 +145,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     timing = locked.step if locked is not None and locked.step is not None and locked.step.key == key else None
     rows: list[StepRow] = []
     for node in graph.nodes:
-        rows += (replace(row, calls=micro_batches) for row in _rows_of(plan, graph, node, sizes))
+        rows += (replace(row, calls=row.calls * micro_batches) for row in _rows_of(plan, graph, node, sizes))
     count = sum(param.count for param in programs.params)
     moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient per value
     for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
@@ -161,12 +162,15 @@ def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str
     """Returns twelve hex digits of the digest of programs, kernels, tiles and sizes of a step."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
     words = (str(graph), *groups, *(choice.key for choice in plan.choices), str(tokens), str(sizes))
+    words += plan.programs.recomputed
+    words += ("deterministic",) if any(choice.site.deterministic for choice in plan.choices) else ()
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 
 def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> Iterator[StepRow]:
-    """Yields the rows of one node of the flattened training program, for one call each."""
-    programs = plan.programs
+    """Yields the rows of one node of the flattened training program, for one pass. The forward of a node that the
+    backward computes again has two calls."""
+    programs, again = plan.programs, 2 if node.region else 1
     if isinstance(node.op, Fused):
         group = programs.group(node.op.group)
         for inner in (group.forward, group.backward):
@@ -175,7 +179,8 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
                     choice = plan.choice(inner, member)
                     inputs = tuple(inner.types[ref] for ref in member.inputs)
                     site = _site(plan, member, inputs, group_pattern(programs, group, member.name))
-                    yield _row(plan, choice.site if choice is not None else site, choice, sizes)
+                    row = _row(plan, choice.site if choice is not None else site, choice, sizes)
+                    yield replace(row, calls=again if inner is group.forward else 1)
     elif isinstance(node.op, Scan):
         step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
         steps = node.types[-1].shape[1]
@@ -183,11 +188,11 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
         costs = list(graph_costs(step, {**sizes}))
         flops, moved = (times * sum(values) for values in zip(*((c.flops, c.bytes) for c in costs), strict=True))
         path, what = _pattern(node.name), f"a loop of {times:,} steps"
-        for name, factor in ((path, 1), (f"{path}.grad", 2)):
+        for name, factor in ((path, again), (f"{path}.grad", 2)):
             yield _plain_row(plan, name, "recurrence", what, factor * flops, factor * moved)
     elif node.op.matrix:
         inputs = tuple(_as_computed(graph.types[ref]) for ref in node.inputs)
-        yield _row(plan, _site(plan, node, inputs, _pattern(node.name)), None, sizes)
+        yield replace(_row(plan, _site(plan, node, inputs, _pattern(node.name)), None, sizes), calls=again)
         backward = _Rule(node, graph)
         if node.op.derivative(backward) is None:
             flops = node.op.flops(inputs, node.types, sizes)

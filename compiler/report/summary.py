@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from specc.compiler.changing_values import Schedule
+from specc.compiler.passes.recompute import recomputed_places
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
@@ -113,7 +114,13 @@ class Summary:
         """The memory of a step in words."""
         if self.step.timing is not None:
             return f"{self.step.timing.memory / 1e9:.1f} GB at most"
-        return f"at least {self.step.memory.total / 1e9:.1f} GB"
+        return f"about {self.step.memory.total / 1e9:.1f} GB"
+
+    @property
+    def memory_parts(self) -> str:
+        """The parts of the forecast of the memory of a step, in words, the largest first."""
+        parts = sorted(self.step.memory.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
 
     @property
     def gap(self) -> str:
@@ -149,6 +156,11 @@ class Summary:
     def saved(self) -> tuple[str, ...]:
         """The values that each group saves for its backward, with their bytes in a micro-batch."""
         return tuple(map(self._saved, self.main.save_choices))
+
+    @property
+    def recomputed(self) -> str:
+        """The parts whose values the backward pass computes again, in words; empty if there are none."""
+        return ", ".join(dict.fromkeys(place for _, place in recomputed_places(self.main.programs)))
 
     @property
     def saved_names(self) -> dict[str, str]:
@@ -193,6 +205,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
         rows.append(f"not measured {share} of the step, by floors: specc tune {summary.main.source}")
     rows += [f"largest gap  {summary.gap}"] if summary.gap else []
     rows += (f"backward     {text}" for text in summary.saved[:2])
+    rows += [f"recomputed   {summary.recomputed}, in the backward pass"] if summary.recomputed else []
     named = {name: _kernels(plan) for name, plan in summary.plans.items()}
     rows += [f"{name:<12} {kernels}" for name, kernels in named.items() if kernels][:4]
     rows += product_lines(summary.deployed)
@@ -242,7 +255,7 @@ def data(summary: Summary) -> dict[str, Any]:
             "ms": step.timing.ms if step.timing is not None else None,
             "floor_ms": step.floor_ms,
             "memory": step.timing.memory if step.timing is not None else None,
-            "least_memory": step.memory.total,
+            "memory_forecast": {"bytes": step.memory.total, "parts": dict(step.memory.parts)},
             "work": [
                 {"name": work.name, "ms": work.ms, "floor_ms": work.floor_ms, "share": step.share(work)}
                 for work in step.works

@@ -33,6 +33,7 @@ DATA = models(data, DataKind, "kind")
 OPTIMIZERS = models(optimizers, OptimizerSpec, "kind")
 LOSSES = models(losses, LossTerm, "kind")
 ADAPTATIONS = models(adapt, Adaptation, "kind")
+BLOCK = "block"  # the entry of `recompute` that means whole blocks
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
@@ -137,6 +138,8 @@ class TrainSpec(StrictModel):
         start: weights that replace the initial values: a run, an artifact, a folder of Transformers, a file
             `*.safetensors` or a folder of such files, or a mapping that selects a part of them. If unset, the run
             starts from initial values.
+        deterministic: whether runs of the same seed on the same kind of device have the same bits, with the same number
+            of processes and CPU threads. Kernels that may return other bits in repeated calls are then not used.
         teacher_forcing: for models of pairs of lines, the probability with which a decoder position receives the target
             token instead of the model's previous output: a number or a schedule.
         losses: the terms of the training loss, each with a weight. If unset, the loss of the next token alone.
@@ -145,6 +148,9 @@ class TrainSpec(StrictModel):
         clip_norm: the largest norm of the gradient over all parameters but those of optimizers of kind `sign`. If
             unset, gradients are not clipped.
         precision: the dtypes of training.
+        recompute: the parts of each block whose values the backward pass computes again instead of reading them from
+            memory: names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and gradients
+            do not change. If unset, all values that the backward reads are kept.
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
         validate_every: the steps between two validations; 0 for a single validation at the end.
@@ -163,12 +169,14 @@ class TrainSpec(StrictModel):
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
     start: Place | StartSpec | None = later(None)
+    deterministic: bool = later(False)
     teacher_forcing: Unit | ForcingSchedule | None = None
     losses: LossList = later((NextToken(kind="next_token"),))
     optimizers: OptimizerList
     schedule: ScheduleSpec = ScheduleSpec.model_construct()
     clip_norm: PositiveFloat | None = None
     precision: PrecisionSpec = later(PrecisionSpec())
+    recompute: tuple[str, ...] = later(())
     average: AverageSpec | None = None
     qat: QatSpec | None = later(None)
     validate_every: NonNegative = 0
@@ -264,6 +272,10 @@ class TrainSpec(StrictModel):
         if "next_token" not in names:
             message = f"the loss has no next token, only {', '.join(names)}"
             yield Problem(("losses",), "S264", message, "add `{kind: next_token}`")
+        for i, part in enumerate(self.recompute):
+            if part in self.recompute[:i] or (part != BLOCK and BLOCK in self.recompute):
+                message = f"{part} is already recomputed"
+                yield Problem(("recompute", i), "S295", message, "remove it")
         if (self.steps is None) == (self.budget_seconds is None):
             yield Problem(
                 ("steps",) if self.steps is not None else (),

@@ -38,9 +38,9 @@ class DryRun:
 
     Attributes:
         summary: the lines of `specc plan` for the target.
-        parts: the estimated bytes of a step on the target, by name.
+        parts: the forecast bytes of a step on the target, by name.
         measured: whether the lock has the memory of a measured step, which is then the number of `bytes`.
-        bytes: the estimated or measured bytes of a step.
+        bytes: the forecast or measured peak of a step, of tensors alone.
         data: the amount of data that was opened, in words; empty if none was given.
         full: whether the step on the CPU had its full size.
         size: the step that ran, in words.
@@ -65,7 +65,7 @@ class DryRun:
 
     def lines(self) -> list[str]:
         """Returns the result as text."""
-        how = "measured, from the lock" if self.measured else "estimate, at least"
+        how = "measured, from the lock" if self.measured else "forecast:"
         rows = [*self.summary, f"memory       {how} {self.bytes / 1e6:,.1f} MB on the target"]
         rows += [f"  {name:<24} {bytes / 1e6:>12,.1f} MB" for name, bytes in self.parts.items()]
         rows += [f"data         {self.data}"] if self.data else ["data         not checked: name them with --data"]

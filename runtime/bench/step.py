@@ -17,6 +17,7 @@ from specc.runtime.bench.profile import Profile, profile
 from specc.runtime.bench.timing import Measured, wait
 from specc.runtime.distributed.world import World
 from specc.runtime.model.load import Loaded, initialize, instantiate
+from specc.runtime.train.determinism import deterministic_algorithms
 from specc.runtime.train.sources.source import source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
 
@@ -150,6 +151,7 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
     """Returns a trainer of a loaded spec with initial weights and random data, without schedules of sizes: full
     windows, and the last size of a step. On a GPU, it compiles."""
     spec = loaded.spec
+    stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
     torch.manual_seed(spec.train.seed)
     initialize(loaded, spec.train.seed)
     feed = source_of(spec).drill(spec, loaded, BATCHES, stack)

@@ -65,10 +65,11 @@ class Snapshot:
         return self.step == 0 and not self.rng
 
     def copied(self) -> "Snapshot":
-        """Returns a snapshot with copies of the weights, the average and the optimizer state."""
+        """Returns a snapshot with copies of the weights, the average and the optimizer state in the memory of the
+        host, so that they need none of a GPU."""
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
         average = copy(self.average) if self.average is not None else None
         return replace(self, weights=copy(self.weights), average=average, optimizer=copy(self.optimizer))

@@ -21,9 +21,8 @@ from specc.runtime.log import Reporter, Step
 from specc.runtime.metrics.expert_load import imbalance
 from specc.runtime.metrics.validation import Measured, Validates
 from specc.runtime.storage.checkpoint import Snapshot
+from specc.runtime.train.out_of_memory import GENERAL
 from specc.runtime.train.trainer import Trainer
-
-_MEMORY = "lower train.micro_batch; the size of a step need not change"
 
 
 class RunLabel(Protocol):
@@ -100,6 +99,7 @@ class Loop:
         reporter: the log, the progress display and the function that prints lines.
         limits: the limits that end this run early.
         save: commits a snapshot and returns the path of its checkpoint. Raises RunFailure if the disk is full.
+        advice: returns what to change after a GPU ran out of memory.
     """
 
     def __init__(
@@ -110,9 +110,10 @@ class Loop:
         reporter: Reporter,
         limits: Limits,
         save: Callable[[Snapshot], Path],
+        advice: Callable[[], str] = lambda: GENERAL,
     ) -> None:
         self._run, self._trainer, self._validation = run, trainer, validation
-        self._limits, self._save = limits, save
+        self._limits, self._save, self._advice = limits, save, advice
         self._log, self._progress, self._say = reporter.log, reporter.progress, reporter.say
         self._signal = 0  # the number of the first signal received
         self._began = time.monotonic()
@@ -137,7 +138,7 @@ class Loop:
                 self._log.write("stopped", step=self._trainer.step, message=failure.message)
                 raise failure from None
             except torch.OutOfMemoryError as error:
-                failure = RunFailure(f"step {self._trainer.step + 1}: out of GPU memory", _MEMORY)
+                failure = RunFailure(f"step {self._trainer.step + 1}: out of GPU memory", self._advice())
                 self._log_failure(failure)
                 raise failure from error
             except RuntimeFailure as error:

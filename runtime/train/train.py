@@ -43,7 +43,9 @@ from specc.runtime.storage.start_record import StartRecord
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.trackers.open import open_trackers, require_trackers
 from specc.runtime.trackers.tracker import TrackedRun
+from specc.runtime.train.determinism import deterministic_algorithms
 from specc.runtime.train.loop import Limits, Loop, TrainResult
+from specc.runtime.train.out_of_memory import Advice, capacity_of, out_of_memory_named
 from specc.runtime.train.resume import restore_newest, run_to_resume
 from specc.runtime.train.sources.source import OpenData, source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
@@ -71,6 +73,7 @@ class TrainOptions:
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
         lock: the measured kernels. A new run stores them; a resumed run uses the stored ones.
         track: the names of trackers that receive the records of the log.
+        place: the position of the settings of training, as `file:line`, for errors; empty if it is not known.
     """
 
     spec: Spec
@@ -87,6 +90,7 @@ class TrainOptions:
     compiled: bool = True
     lock: Lock = NO_LOCK
     track: tuple[str, ...] = ()
+    place: str = ""
 
 
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
@@ -118,6 +122,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> TrainResult:
     spec, device = options.spec, device_asked_for(TARGETS[options.target], options.device)
     source = source_of(spec)(spec, options.search)
+    stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
     world = world.on(device)
     leads = world.rank == 0
     world.first(lambda: require_trackers(options.track))
@@ -146,7 +151,10 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     run = begun.with_data(data) if begun is not None else fresh
     run.require_data(opened.digests)
     start = _start(run, begun is not None)
-    trainer, validation, started = _prepare(run, options, world, opened, stack, say, start)
+    advice = Advice(spec, run.target, run.lock, world.size, options.place)
+    hint = lambda: advice.hint(capacity_of(world.device))  # noqa: E731
+    with out_of_memory_named("before the first step", hint):
+        trainer, validation, started = _prepare(run, options, world, opened, stack, say, start)
     if begun is None:
         run = replace(run, start=started)
     elif started != begun.start and start is not None:
@@ -164,7 +172,8 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         log.write("machine", name=device_name(world.device), system=platform.system(), cores=os.cpu_count())
         reporter = Reporter(log, stack.enter_context(open_progress(say)), say)
     limits = Limits(options.stop_after_steps, options.max_seconds)
-    return Loop(run, trainer, validation, reporter, limits, partial(checkpoint.save, run.checkpoints)).run()
+    save = partial(checkpoint.save, run.checkpoints)
+    return Loop(run, trainer, validation, reporter, limits, save, hint).run()
 
 
 def _start(run: Run, resumes: bool) -> StartSpec | None:

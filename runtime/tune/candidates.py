@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specc.compiler import kernels
 from specc.compiler.build import kernel_files
 from specc.compiler.catalog import catalog
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, missing
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, refusal
 from specc.compiler.plan.plan import Choice, Plan
 
 
@@ -53,7 +53,7 @@ def all_choices(plan: Plan) -> tuple[Choice, ...]:
 
 def candidates(site: Site, source: str) -> Iterator[Candidate]:
     """Yields every kernel and tile that can compute a node. A kernel without tiles is a single candidate. Kernels that
-    the target's features or the kernel itself rule out are omitted.
+    cannot compute the node on its target are omitted.
 
     Args:
         site: the node.
@@ -62,7 +62,7 @@ def candidates(site: Site, source: str) -> Iterator[Candidate]:
     for kernel in catalog(kernels, Kernel).values():
         if not isinstance(site.node.op, kernel.computes):
             continue
-        if missing(kernel, site.target) is None and kernel.rejects(site) is None:
+        if refusal(kernel, site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
                 # without a plan key: candidates that differ only in their launch share one CUDA source

@@ -1,6 +1,6 @@
 """Causal attention and its gradient by the kernels of cuDNN, of Torch's flash attention, or of flash-attn-4."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specc.compiler.expr.mask import CAUSAL
 from specc.compiler.expr.score import PLAIN
@@ -98,9 +98,17 @@ class AttentionKernel(Kernel):
             return 8 + self.deterministic
         return 1 if self.by.home & site.target.features else 2 + bool(self.by.home)
 
+    def call(self, direction: str) -> str:
+        """Returns the macro of the library call."""
+        return f"{self.by.call}_{direction}"
+
     @property
     def made_of(self) -> str:
         return self.by.name
+
+    def workspace(self, site: Site) -> tuple[TensorType, ...]:
+        q = inputs_of(site)["q"]
+        return (replace(q, dtype="f32"),) if is_gradient(site) else ()  # in which the gradient of q is summed
 
     @property
     def package(self) -> str:
@@ -119,7 +127,7 @@ class AttentionKernel(Kernel):
             kv_heads=number_of(k.shape[-2]),
             channels=number_of(q.width),
             wanted=tuple(input_check(name, type, q) for name, type in inputs.items()),
-            call=f"{self.by.call}_{direction}",
+            call=self.call(direction),
             ordered=self.deterministic,
             fake=fake_outputs(site),
         )
@@ -137,6 +145,16 @@ class FlashBackward(AttentionKernel):
         return AttentionKernel.rejects(self, site)
 
 
+class OrderedFlashBackward(FlashBackward):
+    """The gradient by Torch's flash attention with sums in a fixed order, which is slower."""
+
+    def rank(self, site: Site) -> int:
+        return 4 + FlashBackward.rank(self, site)  # after the kernels whose order of sums may change
+
+    def call(self, direction: str) -> str:
+        return f"{self.by.call}_ordered_{direction}"
+
+
 class OrderedBackward(AttentionKernel):
     """The gradient by flash-attn-4 with sums in a fixed order. flash-attn-4 supports this only on data-center GPUs."""
 
@@ -152,6 +170,7 @@ CUDNN_FORWARD = AttentionKernel("cudnn_attention", "torch", _GPU, _FORWARD, by=C
 CUDNN_BACKWARD = AttentionKernel("cudnn_attention_grad", "torch", _GPU, _GRAD, deterministic=False, by=CUDNN)
 FLASH_FORWARD = AttentionKernel("flash_attention", "torch", _GPU, _FORWARD, by=FLASH)
 FLASH_BACKWARD = FlashBackward("flash_attention_grad", "torch", _GPU, _GRAD, deterministic=False, by=FLASH)
+FLASH_ORDERED_BACKWARD = OrderedFlashBackward("flash_attention_grad_ordered", "torch", _GPU, _GRAD, by=FLASH)
 FLASH_4_FORWARD = AttentionKernel("flash_attention_4", "torch", _HOPPER, _FORWARD, by=FLASH_4)
 FLASH_4_BACKWARD = AttentionKernel("flash_attention_4_grad", "torch", _HOPPER, _GRAD, deterministic=False, by=FLASH_4)
 FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HOPPER, _GRAD, by=FLASH_4)

@@ -15,6 +15,7 @@ class AdamWSpec(OptimizerSpec):
     """
 
     slots: ClassVar[int] = 2
+    temporaries: ClassVar[float] = 0  # one kernel updates in place
 
     kind: Literal["adamw"]
     betas: tuple[Decay, Decay] = (0.9, 0.95)

@@ -45,6 +45,12 @@ class MuonSpec(OptimizerSpec):
     second_moment: Decay | None = later(None)
     coefficients: Annotated[tuple[Coefficients, ...], Field(min_length=1)] | None = later(None)
 
+    @property
+    def of_shape(self) -> float:
+        """Returns the numbers that an update allocates per number of the matrices of one shape: the momentum, and the
+        matrix and its next iterate, in bf16 and before that in f32. A second moment rescales the direction twice."""
+        return 2.5 if self.second_moment is None else 4
+
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns a reason for every parameter that is neither a matrix nor a stack of matrices."""
         return "" if len(shape) in (2, 3) else "muon updates only matrices"

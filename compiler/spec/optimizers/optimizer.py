@@ -1,6 +1,7 @@
 """The base class of all entries of `train.optimizers`."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Annotated, ClassVar
 
@@ -18,7 +19,8 @@ class OptimizerSpec(StrictModel):
     A subclass has a `kind` Literal as its tag and adds its settings, in a file of this package. The update rule of the
     same name is in `specc.runtime.optim`. `in_norm` is False if only the signs of the gradients count: they are then
     neither in the norm of `train.clip_norm` nor clipped. `slots` is the number of tensors of the shape of a parameter
-    that the rule stores for it.
+    that the rule stores for it. An update allocates at most `temporaries` numbers per number of its parameters, and
+    `of_shape` numbers per number of the parameters of one shape, which are updated together.
 
     Attributes:
         match: the pattern of the names of the parameters to update. Parameters that an earlier entry matches are
@@ -33,6 +35,7 @@ class OptimizerSpec(StrictModel):
 
     in_norm: ClassVar[bool] = True
     slots: ClassVar[int] = 0
+    temporaries: ClassVar[float] = 1  # directions
 
     kind: str
     match: Pattern
@@ -48,6 +51,20 @@ class OptimizerSpec(StrictModel):
     def state_numbers(self, shape: tuple[int, ...]) -> int:
         """Returns how many f32 numbers the optimizer stores between steps for a parameter of this shape."""
         return prod(shape) * (self.slots + (self.every > 1))
+
+    @property
+    def of_shape(self) -> float:
+        """Returns the numbers that an update allocates per number of the parameters of one shape."""
+        return 0
+
+    def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Returns how many f32 numbers an update of parameters of these shapes allocates at once, at most."""
+        by_shape: Counter[tuple[int, ...]] = Counter()
+        for shape in shapes:
+            by_shape[shape] += prod(shape)
+        before = 1.25 * self.cautious_decay  # the values before the update, and a flag for each
+        whole = (self.temporaries + before) * by_shape.total()
+        return round(whole + self.of_shape * max(by_shape.values(), default=0))
 
     def problems(self) -> Iterator[Problem]:
         """Yields a problem for a cautious decay of 0."""

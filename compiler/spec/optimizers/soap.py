@@ -28,6 +28,12 @@ class SoapSpec(OptimizerSpec):
     basis_every: Positive = 10
     largest_side: Positive = 10_000
 
+    @property
+    def of_shape(self) -> float:
+        """Returns the numbers that an update allocates per number of the matrices of one shape: gradient and direction
+        in the bases, their next rotations, and two terms of the denominator."""
+        return 6
+
     def refuses(self, shape: tuple[int, ...]) -> str:
         """Returns a reason for every parameter that is neither a matrix nor a stack of matrices."""
         return "" if len(shape) in (2, 3) else "soap updates only matrices"

@@ -284,6 +284,7 @@ def test_everything_that_a_target_can_run_is_a_candidate() -> None:
         "causal_attention_grad__h4_g2_c64": {
             "cudnn_attention_grad",
             "flash_attention_grad",
+            "flash_attention_grad_ordered",
             "flash_attention_4_grad",
             "flash_attention_4_grad_ordered",
             "short_attention_grad",

@@ -19,7 +19,7 @@ def test_a_step_runs_for_a_gpu_target_and_its_memory_has_parts(tmp_path: Path) -
     memory = step_of(spec, pipeline.plan(spec, "sm90", "")).memory
     assert result.full and not result.measured and result.bytes == memory.total and result.parts == memory.parts
     assert 4.5 < result.loss < 7  # near ln(257) for random bytes
-    assert "estimate, at least" in "\n".join(result.lines())
+    assert "forecast:" in "\n".join(result.lines())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,168 @@
+"""Moves the parts of blocks that `train.recompute` names into functions that the backward pass computes again."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from specc.compiler.ir.graph import Graph, Node, node_of, output_refs, rename
+from specc.compiler.ops.fp8 import Fp8Linear
+from specc.compiler.ops.region import Call, Fused, returned
+from specc.compiler.plan.plan import place_pattern
+from specc.compiler.programs.programs import LoweringError, Programs, owner
+from specc.compiler.spec.train import BLOCK, TrainSpec
+from specc.compiler.strict import Path, Problem
+
+PREFIX = "recomputed_"  # of the functions
+
+
+def recompute(programs: Programs, train: TrainSpec) -> Programs:
+    """Returns the programs with each part of a block that `train.recompute` names as a function of its own.
+
+    The function keeps the names of the nodes, so that values, weights and random numbers of dropout are unchanged.
+    `Programs.recomputed` lists the functions whose results the backward pass computes again. For `block`, these are the
+    functions of the blocks themselves.
+
+    Args:
+        programs: The programs, with fused groups.
+        train: The training spec.
+
+    Raises:
+        LoweringError: If no block that is trained has the part, or if the part cannot be a function.
+    """
+    if not train.recompute:
+        return programs
+    trained = _trained(programs)
+    if BLOCK in train.recompute:
+        if unable := tuple(_whole(programs, trained)):
+            raise LoweringError(unable)
+        return replace(programs, recomputed=trained)
+    functions = {graph.name: graph for graph in programs.functions}
+    parts: dict[str, Graph] = {}
+    problems: list[Problem] = []
+    for i, part in enumerate(train.recompute):
+        having = [name for name in trained if any(_is_in(part, node) for node in functions[name].nodes)]
+        if not having:
+            parts_or_none = ", ".join(recomputable_parts(programs)) or "none"
+            hint = f"the parts of blocks are {parts_or_none}; {BLOCK} is all of them"
+            problems.append(Problem(_path(i), "S295", f"no block has a part {part}", hint))
+        for name in having:
+            try:
+                functions[name] = _outlined(functions[name], part, parts)
+            except ValueError as error:
+                problems.append(Problem(_path(i), "S295", f"{part} cannot be recomputed: {error}", "remove it"))
+                break
+    if problems:
+        raise LoweringError(tuple(problems))
+    return replace(programs, functions=(*functions.values(), *parts.values()), recomputed=tuple(parts))
+
+
+def recomputable_parts(programs: Programs) -> tuple[str, ...]:
+    """Returns the parts of the blocks that are trained which have products or attention."""
+    nodes = (node for name in _trained(programs) for node in programs.function(name).nodes if "." in node.name)
+    return tuple(dict.fromkeys(n.name.partition(".")[0] for n in nodes if n.op.matrix or isinstance(n.op, Fused)))
+
+
+def _trained(programs: Programs) -> tuple[str, ...]:
+    """Returns the names of the functions of blocks that programs of training call."""
+    names = {"train", *(phase.train for phase in programs.phases)}
+    calls = (node for graph in programs.programs if graph.name in names for node in graph.nodes)
+    return tuple(dict.fromkeys(node.op.callee for node in calls if isinstance(node.op, Call)))
+
+
+def recomputed_places(programs: Programs) -> Iterator[tuple[str, str]]:
+    """Yields each function that the backward pass computes again, with the path pattern of its part of the model."""
+    for name in programs.recomputed:
+        is_part = name.partition(".")[2].startswith(PREFIX)
+        part = programs.function(name).nodes[0].name.partition(".")[0] if is_part else ""
+        yield name, place_pattern(programs, (name,), part).rstrip(".")
+
+
+def _path(i: int) -> Path:
+    return "train", "recompute", i
+
+
+def _is_in(part: str, node: Node) -> bool:
+    return node.name.startswith(f"{part}.")
+
+
+def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
+    """Yields the problems of recomputing whole blocks."""
+    if not trained:
+        yield Problem(_path(0), "S295", "the model has no blocks to recompute", "remove recompute")
+    for name in trained:
+        if reason := _refusal(programs.function(name).nodes):
+            yield Problem(_path(0), "S295", f"blocks cannot be recomputed: {reason}", "remove it")
+            return
+
+
+def _refusal(nodes: Sequence[Node]) -> str:
+    """Returns the reason why nodes cannot run twice in a pass; empty if they can."""
+    recorded = next((node.name for node in nodes if isinstance(node.op, Fp8Linear) and node.op.delayed), "")
+    return f"{recorded} records the largest magnitudes of its inputs, once in each pass" if recorded else ""
+
+
+def _outlined(graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
+    """Returns a function with a call in place of the nodes of a part. Adds the function of the part to `parts`, unless
+    an equal one is there.
+
+    Raises ValueError with the reason if the part cannot be a function.
+    """
+    inside = [node for node in graph.nodes if _is_in(part, node)]
+    computed = {ref for node in inside for ref in node.outputs}
+    others = [node for node in graph.nodes if node not in inside]
+    if reason := _refusal(inside):
+        raise ValueError(reason)
+    late: set[str] = set()  # values of other nodes that depend on the part
+    for node in graph.nodes:
+        if node in inside:
+            if cyclic := late.intersection(node.inputs):
+                raise ValueError(f"{node.name} reads {min(cyclic)}, which is computed from its earlier values")
+        elif (late | computed).intersection(node.inputs):
+            late.update(node.outputs)
+    kept = {ref for node in others for ref in node.inputs} | {ref for _, ref in graph.outputs}
+    results = [ref for node in inside for ref in node.outputs if ref in kept]
+    if not results:
+        raise ValueError("nothing reads its values")
+    read = dict.fromkeys(ref for node in inside for ref in node.inputs if ref not in computed)
+    names = _input_names([ref for ref in read if ref[0] not in "@$"])
+    inner = rename(replace(graph, nodes=tuple(inside), outputs=tuple((ref, ref) for ref in results)), names)
+    function = Graph(
+        "",
+        tuple((name, graph.types[ref]) for ref, name in names.items()),
+        tuple(param for param in graph.params if f"@{param[0]}" in read),
+        inner.nodes,
+        tuple((f"y{i}" if i else "y", ref) for i, (_, ref) in enumerate(inner.outputs)),
+        tuple(scalar for scalar in graph.scalars if f"${scalar}" in read),
+    )
+    name = _name(graph, part, function, parts)
+    types = [graph.types[ref] for ref in results]
+    labels = tuple(ref.replace(".", "_").replace(":", "_") for ref in results) if len(results) > 1 else ()
+    call = Node(node_of(results[0]), Call(name, "", returned(types), labels=labels), tuple(names), tuple(types))
+    last = max(i for i, node in enumerate(graph.nodes) if node in inside)
+    before = [node for node in graph.nodes[:last] if node not in inside and not late.intersection(node.outputs)]
+    after = [node for node in graph.nodes if node not in inside and node not in before]
+    places = dict(zip(results, output_refs(call.name, len(results)), strict=True))
+    return rename(replace(graph, nodes=(*before, call, *after)), places)
+
+
+def _name(graph: Graph, part: str, function: Graph, parts: dict[str, Graph]) -> str:
+    """Returns the name of a part's function, and adds the function under this name. Blocks with equal parts share it,
+    because they share a class."""
+    method = f"{PREFIX}{part}"
+    alike = [name for name in parts if re.fullmatch(rf"{method}\d*", name.partition(".")[2])]
+    for name in alike:
+        if replace(parts[name], name="") == function:
+            return name
+    name = f"{owner(graph.name)}.{method}{len(alike) + 1 if alike else ''}"
+    parts[name] = replace(function, name=name)
+    return name
+
+
+def _input_names(refs: Sequence[str]) -> dict[str, str]:
+    """Returns a name for each value that a part reads: the last word of the value's name that is free."""
+    names: dict[str, str] = {}
+    for ref in refs:
+        words = ref.replace(":", "_").split(".")
+        options = ("_".join(words[-count:]) for count in range(1, len(words) + 1))
+        names[ref] = next(option for option in options if option not in names.values())
+    return names

@@ -1,0 +1,359 @@
+"""The values that the forward pass of a training program saves for its backward pass.
+
+On the CPU, code is not compiled, and the forward saves what the derivative of each of Torch's operations reads. On a
+GPU, Torch's compiler decides: it saves the values around products, attention and groups, and computes others again.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from specc.compiler.expr import Expr, derive, reread, variables
+from specc.compiler.expr.values import Binary, Call, Var, children
+from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ir.types import BYTES, TensorType
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.region import Fused, Scan
+from specc.compiler.programs.programs import Group, Programs, flatten
+
+Sizes = Mapping[str, int]
+_F32 = BYTES["f32"]
+
+
+def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
+    """Maps each value that is a view to the value it is a view of.
+
+    A node returns views if it has one input, computes nothing, and keeps the dtype and, in all of its outputs, the
+    number of elements. Without `parts`, a part of a value is a value of its own.
+    """
+    views: dict[str, str] = {}
+    for node in graph.nodes:
+        inputs = [ref for ref in node.inputs if ref[0] not in "@$"]
+        if len(inputs) == 1 and not is_barrier(node) and (parts or len(node.types) == 1):
+            source = graph.types[inputs[0]]
+            same = {source.dtype} == {type.dtype for type in node.types}
+            same = same and source.count(sizes) == sum(type.count(sizes) for type in node.types)
+            if same and node.op.flops([graph.types[ref] for ref in node.inputs], node.types, sizes) == 0:
+                views |= dict.fromkeys(node.outputs, views.get(inputs[0], inputs[0]))
+    return views
+
+
+def is_barrier(node: Node) -> bool:
+    """Returns whether Torch's compiler cannot fuse across a node."""
+    return isinstance(node.op, Fused | Scan) or node.op.matrix
+
+
+def learned_values(graph: Graph) -> set[str]:
+    """Returns the values that need a gradient, parameters among them."""
+    learned = {f"@{name}" for name, type in graph.params if type.floating}
+    for node in graph.nodes:
+        if learned.intersection(node.inputs):
+            learned.update(ref for ref, type in zip(node.outputs, node.types, strict=True) if type.floating)
+    return learned
+
+
+@dataclass(frozen=True, slots=True)
+class SavedByGroup:
+    """The values that a node of a fused group saves.
+
+    Attributes:
+        read: the values of the graph that the backward reads: inputs and results of the group.
+        needed: the values that the backward reads, as the group names them.
+        inside: the bytes of the values that the group computes for its backward, without its results.
+        computed: the bytes of all values that the group computes for its backward, results included.
+    """
+
+    read: frozenset[str]
+    needed: frozenset[str]
+    inside: int
+    computed: int
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A flattened training program, with groups as nodes, whose forward and backward passes run once.
+
+    Attributes:
+        graph: the program.
+        programs: the programs that hold its groups and functions.
+        sizes: the rows and tokens of a micro-batch, as the symbolic dims.
+        compiled: whether Torch's compiler compiles the program.
+    """
+
+    graph: Graph
+    programs: Programs
+    sizes: Sizes
+    compiled: bool
+
+    @cached_property
+    def views(self) -> Mapping[str, str]:
+        """Maps each view to the value it is a view of."""
+        return aliases(self.graph, self.sizes)
+
+    @cached_property
+    def learned(self) -> frozenset[str]:
+        """The values that need a gradient."""
+        return frozenset(learned_values(self.graph))
+
+    @cached_property
+    def groups(self) -> Mapping[str, SavedByGroup]:
+        """The values that each group saves, by the name of its node."""
+        nodes = (node for node in self.graph.nodes if isinstance(node.op, Fused))
+        return {node.name: self._saved_by(node) for node in nodes}
+
+    @cached_property
+    def saved(self) -> Mapping[str, int]:
+        """The bytes of the values that the forward saves for the backward, by value, as in `_read`.
+
+        Of a region that the backward computes again, only the values that it reads are saved, and some of those that it
+        returns.
+        """
+        inputs = {self.views.get(ref, ref) for node in self.graph.nodes if node.region for ref in node.inputs}
+        inputs = {ref for ref in inputs if self._region(ref) == "" or self._leaves(ref)}
+        return {ref: size for ref, size in self._read.items() if not self._is_computed_again(ref)} | self.bytes_of(
+            inputs
+        )
+
+    @cached_property
+    def again(self) -> Mapping[str, Mapping[str, int]]:
+        """The bytes of the values that the backward of each region computes again, by region and value."""
+        regions: dict[str, dict[str, int]] = {}
+        for ref, size in self._read.items():
+            if self._is_computed_again(ref):
+                regions.setdefault(self._region(ref), {})[ref] = size
+        return regions
+
+    def _region(self, ref: str) -> str:
+        node = self.graph.by_name.get(node_of(ref).removesuffix("#"))
+        return node.region if node is not None else ""
+
+    def _leaves(self, ref: str) -> bool:
+        """Returns whether a value of a region is saved: the caller reads it, or another region. Code that is not
+        compiled also saves it for nodes outside of all regions. For these, Torch's compiler computes it again."""
+        own = {self._region(ref), *([""] if self.compiled else [])}
+        return ref in self._returned or any(reader.region not in own for reader in self._readers.get(ref, ()))
+
+    @cached_property
+    def _returned(self) -> frozenset[str]:
+        return frozenset(self.views.get(ref, ref) for _, ref in self.graph.outputs)
+
+    @cached_property
+    def _readers(self) -> Mapping[str, list[Node]]:
+        """The nodes that read each value or a view of it."""
+        readers: dict[str, list[Node]] = {}
+        for node in self.graph.nodes:
+            for ref in node.inputs:
+                readers.setdefault(self.views.get(ref, ref), []).append(node)
+        return readers
+
+    def _is_computed_again(self, ref: str) -> bool:
+        return bool(self._region(ref)) and (ref.endswith("#") or not self._leaves(ref))
+
+    @cached_property
+    def _read(self) -> Mapping[str, int]:
+        """The bytes of the values that the backward reads.
+
+        An entry `value#` holds values without a name in the graph: intermediate values of an expression that is not
+        compiled, and those inside a recurrence or a group.
+        """
+        refs, inside = (self._kept_by_compiler(), Counter[str]()) if self.compiled else self._kept_by_autograd()
+        values = (self.views.get(ref, ref) for ref in refs)
+        saved = Counter(self.bytes_of(values)) + Counter({f"{ref}#": size for ref, size in inside.items()})
+        for node in self.graph.nodes:
+            size = node.op.saved_inside([self.graph.types[ref] for ref in node.inputs], node.types, self.sizes)
+            if isinstance(node.op, Scan):
+                step = flatten(self.programs, self.programs.function(node.op.callee), at=node.op.at)
+                read = {name for name, _ in step.inputs[node.op.carried :]}  # by all steps, or parts of a sequence
+                kept = Pass(step, self.programs, self.sizes, self.compiled).saved.items()
+                size = node.types[-1].extents(self.sizes)[1] * sum(size for ref, size in kept if ref not in read)
+            elif isinstance(node.op, Fused):
+                size = self.groups[node.name].inside
+            if size:
+                saved[f"{node.outputs[0]}#"] += size
+        return saved
+
+    def bytes_of(self, refs: Iterable[str]) -> dict[str, int]:
+        """Returns the bytes of the floating values among `refs` that are not parameters."""
+        types = self.graph.types
+        return {
+            ref: types[ref].bytes(self.sizes) for ref in sorted(set(refs)) if ref[0] not in "@$" and types[ref].floating
+        }
+
+    def _saved_by(self, node: Node) -> SavedByGroup:
+        """Returns the values that a group saves. If the compiler moves nodes of the backward to the forward, they are
+        the results of these nodes."""
+        assert isinstance(node.op, Fused)
+        group, sizes = self.programs.group(node.op.group), self.sizes
+        outside = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
+        labels = dict(group.forward.outputs)
+        results = {ref: out for (_, ref), out in zip(group.forward.outputs, node.outputs, strict=False)}
+        needed = _needed(group, self.compiled)
+        outside |= {name: results[labels[name]] for name in group.saved if labels.get(name) in results}
+        types = {**dict(group.backward.inputs), **group.backward.types}
+        inside = {name: types[name] for name in sorted(needed) if name not in outside}
+        size = sum(type.bytes(sizes) // (group.chunks if has_rows(type) else 1) for type in inside.values())
+        if group.chunks > 1:  # the gradients are computed with the results; sums of those of weights are in f32
+            gradients = [types[ref] for _, ref in group.backward.outputs]
+            wide = (0 if has_rows(type) else _F32 * type.count(sizes) for type in gradients)
+            size += sum(max(type.bytes(sizes), sums) for type, sums in zip(gradients, wide, strict=True))
+        read = frozenset(outside[name] for name in needed if name in outside)
+        own = sum(self.graph.types[ref].bytes(sizes) for ref in read & frozenset(node.outputs))
+        return SavedByGroup(read, needed, size, size + own)
+
+    # Compiled code
+
+    def _kept_by_compiler(self) -> set[str]:
+        """Returns the values of the graph that compiled code saves.
+
+        The forward saves the values that the backward passes of products, attention and groups read. Torch's compiler
+        recomputes the values that other derivatives read, from the nearest values that are saved anyway, that a barrier
+        returns, or that it never computes again.
+        """
+        kept: set[str] = set()
+        for node in filter(is_barrier, self.graph.nodes):
+            kept |= self.groups[node.name].read if node.name in self.groups else {*node.inputs}
+            kept |= {*node.outputs} if node.op.matrix and node.op.mixes_tokens else set()
+        kept = {self.views.get(ref, ref) for ref in kept}
+        final = self._never_recomputed()
+        for node in self.graph.nodes:
+            if not is_barrier(node) and self.learned.intersection(node.outputs):
+                for ref in sorted(_derivative_reads(node)):
+                    kept |= self._sources(self.views.get(ref, ref), kept, final)
+        return kept
+
+    def _sources(self, ref: str, kept: Collection[str], final: Collection[str]) -> set[str]:
+        """Returns the values to save so that the backward can read `ref`: the value itself, or the values that it is
+        computed from, if these are smaller."""
+        waiting, visited, new = [ref], set[str](), set[str]()
+        while waiting:
+            if (value := waiting.pop()) in visited or value in kept or value[0] in "@$":
+                continue
+            visited.add(value)
+            node = self.graph.by_name.get(node_of(value))
+            if node is None or value in final:
+                new.add(value)
+            else:
+                waiting += (self.views.get(source, source) for source in node.inputs)
+        sources, alone = (sum(self.bytes_of(refs).values()) for refs in (new, [ref]))
+        return {ref} if alone < sources else new
+
+    def _never_recomputed(self) -> frozenset[str]:
+        """Returns the values that compiled code saves if the backward needs them, instead of computing them again.
+
+        They are the results of barriers, of nodes that concatenate, and of nodes that read a value which a barrier has
+        read before: Torch's compiler assumes that computing such a node in the backward would need a kernel of its own.
+        """
+        order = {node.name: i for i, node in enumerate(self.graph.nodes)}
+        first: dict[str, int] = {}  # the first barrier that reads a value, or a value computed from it
+        for node in reversed(self.graph.nodes):
+            after = min((first[ref] for ref in node.outputs if ref in first), default=len(order))
+            reached = order[node.name] if is_barrier(node) else after
+            first |= {ref: min(reached, first.get(ref, reached)) for ref in node.inputs}
+        final: set[str] = set()
+        for node in self.graph.nodes:
+            values = [self.views.get(ref, ref) for ref in node.inputs if ref[0] not in "@$"]
+            late = any(self._first_use(ref, first) < order[node.name] for ref in values)
+            if is_barrier(node) or late or node.op.concatenates:
+                final.update(self.views.get(ref, ref) for ref in node.outputs)
+        return frozenset(final)
+
+    def _first_use(self, ref: str, first: Mapping[str, int]) -> int:
+        return first.get(ref, len(self.graph.nodes))
+
+    # Code that is not compiled
+
+    def _kept_by_autograd(self) -> tuple[set[str], Counter[str]]:
+        """Returns the values that Torch saves if code is not compiled, and the bytes of values without a name, by the
+        value that they are computed for."""
+        saved: set[str] = set()
+        inside: Counter[str] = Counter()
+        for node in self.graph.nodes:
+            if node.outputs[0] in self.views or not self.learned.intersection(node.outputs):
+                continue
+            if isinstance(node.op, Pointwise):
+                names = dict(zip(node.op.variables, node.inputs, strict=True))
+                learned = {name for name, ref in names.items() if ref in self.learned}
+                for text, out in zip(node.op.outputs, node.outputs, strict=True):
+                    expr = reread(text)
+                    for value in _read_by_autograd(expr, learned):
+                        if isinstance(value, Var):
+                            saved.add(names[value.name])
+                        elif value == expr:
+                            saved.add(out)
+                        else:
+                            inside[out] += node.types[0].bytes(self.sizes)
+            elif isinstance(node.op, Fused):
+                saved |= self.groups[node.name].read
+            elif is_barrier(node) or node.op.flops_per_output:
+                saved.update(node.inputs[node.op.linear_in :])
+                saved.update(node.outputs if node.op.matrix and node.op.mixes_tokens else ())
+        return saved, inside
+
+
+def has_rows(type: TensorType) -> bool:
+    """Returns whether the first dim is one of rows or tokens."""
+    return bool(type.shape) and isinstance(type.shape[0], str)
+
+
+def moved(group: Group, compiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Returns the nodes of the backward of a group that run at the end of the forward, and the others.
+
+    Torch's compiler moves the nodes that do not depend on the gradient of the result, such as the products of a loss.
+    """
+    nodes = group.backward.nodes
+    if not compiled or group.chunks > 1:
+        return (), nodes
+    given = {name for name, _ in group.backward.inputs if name not in group.saved}
+    for node in nodes:
+        if given.intersection(node.inputs):
+            given.update(node.outputs)
+    return tuple(n for n in nodes if n.outputs[0] not in given), tuple(n for n in nodes if n.outputs[0] in given)
+
+
+def _needed(group: Group, compiled: bool) -> frozenset[str]:
+    """Returns the values that the backward of a group reads and does not compute, without the gradient of the
+    result."""
+    early, late = moved(group, compiled)
+    computed = {ref for node in late for ref in node.outputs}
+    known = {*group.saved, *(ref for node in early for ref in node.outputs)}
+    read = {ref for node in late for ref in node.inputs} | {ref for _, ref in group.backward.outputs}
+    return frozenset((read & known) - computed)
+
+
+def _derivative_reads(node: Node) -> frozenset[str]:
+    """Returns the inputs that the derivative of a node reads. The derivative of a copy reads no inputs."""
+    if not isinstance(node.op, Pointwise):
+        return frozenset(node.inputs[node.op.linear_in :] if node.op.flops_per_output else ())
+    values = dict(zip(node.op.variables, node.inputs, strict=True))
+    slopes = (derive(reread(text), name) for text in node.op.outputs for name in values)
+    return frozenset(values[name] for slope in slopes for name in variables(slope))
+
+
+def _read_by_autograd(expr: Expr, learned: Iterable[str]) -> frozenset[Expr]:
+    """Returns the parts of an expression that its derivatives read, if each operation is one of Torch.
+
+    `learned` are the variables that need a gradient.
+    """
+    names = set(learned)
+    read: set[Expr] = set()
+
+    def visit(part: Expr) -> bool:
+        """Returns whether a part needs a gradient."""
+        needs = [visit(inner) for inner in children(part)]
+        match part:
+            case Var(name):
+                return name in names
+            case Binary("*" | "/", a, b) if any(needs):
+                read.update(other for other, need in ((b, needs[0]), (a, needs[1])) if need and variables(other))
+            case Binary("**", a, _) if any(needs):
+                read.add(a)
+            case Call(function, args) if any(needs):
+                read.update([part] if function in _OF_RESULT else [arg for arg in args if variables(arg)])
+        return any(needs)
+
+    visit(expr)
+    return frozenset(read)
+
+
+_OF_RESULT = ("relu", "sigmoid", "tanh", "exp", "sqrt")  # functions whose derivative in Torch reads their result

@@ -1,0 +1,58 @@
+"""Deterministic training: the same bits from the same seed, on one kind of device."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from specc.runtime.errors import EnvironmentFailure, RunFailure
+
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when a process first multiplies matrices
+SIZES = (":4096:8", ":16:8")  # with which the sums of cuBLAS have a fixed order
+REDUCTION = "NCCL_ALGO"  # a ring adds the gradients of the ranks in the order of the ranks
+_MISSING = "does not have a deterministic implementation"
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
+    """A context manager in which Torch, its compiler and its libraries return the same bits in repeated calls, if
+    `wanted`. It begins before the first product on a GPU and before the processes form a group.
+
+    Raises:
+        EnvironmentFailure: if the environment sets cuBLAS to a workspace with which sums have no fixed order.
+        RunFailure: if an operation of Torch has no deterministic form on the device.
+    """
+    if not wanted:
+        yield
+        return
+    if device.type == "cuda":
+        if (size := os.environ.setdefault(WORKSPACE, SIZES[0])) not in SIZES:
+            message = f"train.deterministic needs {WORKSPACE}={SIZES[0]}, but the environment has {size}"
+            raise EnvironmentFailure(message, f"unset {WORKSPACE}")
+        os.environ.setdefault(REDUCTION, "Ring")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with ExitStack() as stack:
+        stack.callback(torch.use_deterministic_algorithms, before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(True)
+        _set(stack, torch.utils.deterministic, "fill_uninitialized_memory", False)  # every kernel writes its outputs
+        _set(stack, torch.backends.cudnn, "deterministic", True)
+        _set(stack, torch.backends.cudnn, "benchmark", False)
+        if device.type == "cuda":
+            from torch._inductor import config
+
+            stack.enter_context(config.patch(deterministic=True))  # its kernels are not chosen by their times
+        try:
+            yield
+        except RuntimeError as error:
+            if _MISSING not in str(error):
+                raise
+            operation = str(error).partition(_MISSING)[0].strip()
+            message = f"{operation} has no deterministic form on {device.type}, but train.deterministic is set"
+            raise RunFailure(message, "remove train.deterministic, or the layer that needs it") from error
+
+
+def _set(stack: ExitStack, owner: object, name: str, value: bool) -> None:
+    """Sets an attribute until the stack is closed."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
