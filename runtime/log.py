@@ -61,7 +61,7 @@ class Follower(Protocol):
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
-    The field `event` of an object is one of: machine, start, step, validation, experts, reached,
+    The field `event` of an object is one of: machine, start, start_up, step, validation, experts, reached,
     checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
 
     Args:

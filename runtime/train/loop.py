@@ -21,6 +21,7 @@ from specc.runtime.log import Reporter, Step
 from specc.runtime.metrics.expert_load import imbalance
 from specc.runtime.metrics.validation import Measured, Validates
 from specc.runtime.storage.checkpoint import Snapshot
+from specc.runtime.train.start_times import StartTimes
 from specc.runtime.train.trainer import Trainer
 
 _MEMORY = "lower train.micro_batch; the size of a step need not change"
@@ -100,6 +101,7 @@ class Loop:
         reporter: the log, the progress display and the function that prints lines.
         limits: the limits that end this run early.
         save: commits a snapshot and returns the path of its checkpoint. Raises RunFailure if the disk is full.
+        start: the seconds of the phases so far. None if the start begins here.
     """
 
     def __init__(
@@ -110,9 +112,10 @@ class Loop:
         reporter: Reporter,
         limits: Limits,
         save: Callable[[Snapshot], Path],
+        start: StartTimes | None = None,
     ) -> None:
         self._run, self._trainer, self._validation = run, trainer, validation
-        self._limits, self._save = limits, save
+        self._limits, self._save, self._start = limits, save, start or StartTimes()
         self._log, self._progress, self._say = reporter.log, reporter.progress, reporter.say
         self._signal = 0  # the number of the first signal received
         self._began = time.monotonic()
@@ -156,6 +159,7 @@ class Loop:
     def _train(self) -> None:
         trainer, train = self._trainer, self._trainer.train
         trainer.require_same()
+        self._start.mark("model")
         self._log.write(
             "start",
             step=trainer.step,
@@ -169,7 +173,7 @@ class Loop:
         )
         if (trainer.compiled or train.budget_seconds is not None) and not self._ended():
             began = time.monotonic()
-            trainer.warm_up(self._validation.vocabulary)  # before the clock starts, so that compilation does not count
+            trainer.warm_up(self._validation.vocabulary, self._start.mark)
             if left := trainer.segments_left:
                 seconds = time.monotonic() - began
                 self._say(f"compiled {left + 1} segments of the run in {seconds:.1f} s, before the clock starts")
@@ -177,10 +181,14 @@ class Loop:
         self._agree()
         if self._begins_with_validation():
             self._stop_at_loss(self._validate("raw", None))
+            self._start.mark("scoring")
         trainer.clock.start()
         while not self._ended():
             before = trainer.segment
             self._report(trainer.advance())
+            if not self._start.ended:
+                self._report(trainer.settle())
+                self._log_start(self._start.end())
             if trainer.segment != before:
                 self._say(f"step {trainer.step:,}: continues with {trainer.segment.description}")
             self._agree()
@@ -197,6 +205,13 @@ class Loop:
                 self._agree()
         self._report(trainer.settle())
         trainer.clock.stop()
+
+    def _log_start(self, phases: Mapping[str, float]) -> None:
+        """Logs the seconds of each phase of the start. A compiled run also prints those of at least 0.1 s."""
+        self._log.write("start_up", step=self._trainer.step, **phases)
+        parts = [f"{name.replace('_', ' ')} {part:.1f}" for name, part in phases.items() if part >= 0.1]
+        if self._trainer.compiled:
+            self._say(f"first step after {phases['seconds']:.1f} s: {', '.join(parts[:-1])}")
 
     def _begins_with_validation(self) -> bool:
         """Returns whether a validation is due at the step that the run resumes from, and was interrupted. Also returns

@@ -28,6 +28,7 @@ from specc.runtime.distributed.world import World
 from specc.runtime.log import Reporter, RunLog, Say, Silence, open_progress, unfailing
 from specc.runtime.machine import device_name, peak_memory
 from specc.runtime.metrics.validation import Validates
+from specc.runtime.model.code_cache import trim
 from specc.runtime.model.load import Loaded, device_asked_for, initialize, instantiate
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import (
@@ -46,6 +47,7 @@ from specc.runtime.trackers.tracker import TrackedRun
 from specc.runtime.train.loop import Limits, Loop, TrainResult
 from specc.runtime.train.resume import restore_newest, run_to_resume
 from specc.runtime.train.sources.source import OpenData, source_of
+from specc.runtime.train.start_times import StartTimes
 from specc.runtime.train.trainer import TrainableModel, Trainer
 from specc.runtime.weights.start import start_from
 
@@ -71,6 +73,7 @@ class TrainOptions:
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
         lock: the measured kernels. A new run stores them; a resumed run uses the stored ones.
         track: the names of trackers that receive the records of the log.
+        began: the value of `time.monotonic` when the command began, so that the log states the time of its imports.
     """
 
     spec: Spec
@@ -87,6 +90,7 @@ class TrainOptions:
     compiled: bool = True
     lock: Lock = NO_LOCK
     track: tuple[str, ...] = ()
+    began: float | None = None
 
 
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
@@ -116,6 +120,9 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 
 
 def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> TrainResult:
+    times = StartTimes(options.began)
+    if options.began is not None:
+        times.mark("imports")
     spec, device = options.spec, device_asked_for(TARGETS[options.target], options.device)
     source = source_of(spec)(spec, options.search)
     world = world.on(device)
@@ -133,6 +140,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     # Open the data before anything is written, so that a failure leaves no folder.
     with world.in_turn("data"):  # rank 0 tokenizes; the others read its cache
         opened = source.open(data, options.cache, stack)
+    times.mark("data")
     directory = world.first(lambda: resumed or options.run or default_run(spec.name))
     if leads:
         if begun is None:
@@ -146,7 +154,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     run = begun.with_data(data) if begun is not None else fresh
     run.require_data(opened.digests)
     start = _start(run, begun is not None)
-    trainer, validation, started = _prepare(run, options, world, opened, stack, say, start)
+    trainer, validation, started = _prepare(run, options, world, opened, stack, say, start, times)
     if begun is None:
         run = replace(run, start=started)
     elif started != begun.start and start is not None:
@@ -164,7 +172,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         log.write("machine", name=device_name(world.device), system=platform.system(), cores=os.cpu_count())
         reporter = Reporter(log, stack.enter_context(open_progress(say)), say)
     limits = Limits(options.stop_after_steps, options.max_seconds)
-    return Loop(run, trainer, validation, reporter, limits, partial(checkpoint.save, run.checkpoints)).run()
+    return Loop(run, trainer, validation, reporter, limits, partial(checkpoint.save, run.checkpoints), times).run()
 
 
 def _start(run: Run, resumes: bool) -> StartSpec | None:
@@ -190,6 +198,7 @@ def _prepare(
     stack: ExitStack,
     say: Say,
     start: StartSpec | None,
+    times: StartTimes,
 ) -> tuple[Trainer, Validates, StartRecord | None]:
     """Returns the trainer of a run at step 0, its validation data, and the record of the weights `start`."""
     spec, gpu = run.spec, world.device.type == "cuda"
@@ -198,6 +207,8 @@ def _prepare(
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
         if gpu and world.rank == 0:
             compile_ahead(loaded.directory)
+            stack.callback(trim)
+    times.mark("build")
     digests = opened.digests
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
     initialize(loaded, spec.train.seed)

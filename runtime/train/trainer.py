@@ -252,19 +252,28 @@ class Trainer:
             self.clock.start()
             self._last_seconds = self.clock.seconds
 
-    def warm_up(self, vocabulary: int) -> None:
+    def warm_up(self, vocabulary: int, mark: Callable[[str], None] = lambda phase: None) -> None:
         """Compiles everything that a step runs, in the current and all later segments, by running steps on random
-        tokens. Restores the state afterwards."""
+        tokens. Restores the state afterwards.
+
+        Args:
+            vocabulary: the number of token ids.
+            mark: called with `trace` after the first gradients of a segment, which trace and compile its program, and
+                with `warm_up` after the rest, which also captures CUDA graphs.
+        """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
         shape = (self.train.at_once(self.world.size), self.window)
         for index in range(self._index, len(self._segments)):
             self._enter(index)
-            for step in self._steps_of_each_work():
-                for _ in range(WARM_UP_STEPS):
-                    batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
-                    self._gradients(batches, Moment(step=step), wait=True)
-                    self.update(Moment(step=step))
+            steps = [step for step in self._steps_of_each_work() for _ in range(WARM_UP_STEPS)]
+            for count, step in enumerate(steps):
+                batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
+                self._gradients(batches, Moment(step=step), wait=True)
+                if count == 0:
+                    mark("trace")
+                self.update(Moment(step=step))
+            mark("warm_up")
         self.restore(before)
 
     def evaluate(
