@@ -319,6 +319,10 @@ class Loop:
         quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"
         quantized += ", inputs not" if quantized and trainer.segment.phase.rounds else ""
         self._say(f"step {trainer.step:,}  validation, {which} weights{quantized}: {result.line()}")
+        if trainer.terms:
+            self._log.write("losses", step=trainer.step, weights=which, terms=trainer.terms)
+            values = ", ".join(f"{name} {value:.4g}" for name, value in trainer.terms.items())
+            self._say(f"step {trainer.step:,}  losses, {which} weights: {values}")
         if trainer.loads:
             self._log.write("experts", step=trainer.step, weights=which, loads=trainer.loads)
             largest = f"the largest load is {imbalance(trainer.loads):.2f} times the mean"
