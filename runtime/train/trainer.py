@@ -49,6 +49,7 @@ from specc.runtime.train.sources.feed import Batch, Feed
 
 WARM_UP_STEPS = 3
 WORK_STEPS = 10_000  # the steps whose work is compiled before the clock starts
+PART_TOKENS = 16384  # of the windows in which the terms of the loss are measured, but at least one window
 PART_WINDOWS = 4  # validation windows in which the load of experts and the terms of the loss are measured
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
 
@@ -323,7 +324,8 @@ class Trainer:
                 self.loads = expert_loads(self._module, getattr(self._module, program), *rows)
             if batch and len(self.train.losses) > 1:
                 train = self._module if (name := self.segment.phase.train) == "train" else getattr(self._module, name)
-                self.terms = loss_terms(self._module, train, self.train.losses, rows)
+                count = min(self.train.at_once(self.world.size), max(PART_TOKENS // self.window, 1))
+                self.terms = loss_terms(self._module, train, self.train.losses, [value[:count] for value in rows])
         if not math.isfinite(result.nats):
             raise RunFailure(f"step {self.step}: the validation loss is {result.nats}", _NOT_FINITE)
         return result
