@@ -115,7 +115,7 @@ specc = click.option(
             "import": "Turn a folder of Hugging Face Transformers into a spec and a run with its weights.",
             "size": "Count the bytes of an artifact or a submission exactly.",
             "report": "Write a report of a run: one HTML page that needs nothing else, or a model card.",
-            "inspect": "Measure the final weights of a run: ranks, heads, units, norms, sensitivity.",
+            "inspect": "Measure the final weights of a run: ranks, heads, units, norms, experts, sensitivity.",
             "bench": "Time kernels, fused groups and the training step against eager Torch, torch.compile and cuBLAS.",
             "profile": "Record a trace of training steps, and list the kernels that take most of the time.",
             "tune": "Search for the fastest kernel and tile of each node, at the sizes of the spec.",

@@ -6,6 +6,7 @@ compiler or the file changed, would be reviewed but not run.
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,27 @@ def require_built(spec: Path, name: str, target: str) -> None:
 
     files = compile_spec(spec, (), (target,)).files
     require_current(folder, files, target, f"specc build {shlex.quote(str(spec))}")
+
+
+def compile_committed(path: Path, spec: Any, target: str | None) -> None:
+    """Starts nvcc on the committed CUDA C++ of a spec, in the background, before Torch is imported.
+
+    Torch then takes seconds to import and to trace, and nvcc takes longer than both. Does nothing on a machine without
+    an NVIDIA driver, without committed code, or if several targets are possible.
+
+    Args:
+        path: the file of the spec.
+        spec: the spec.
+        target: the target that the user chose. None if the machine decides.
+    """
+    from specc.compiler.targets import TARGETS
+
+    possible = [target] if target else [name for name in spec.targets if TARGETS[name].arch]
+    folder = generated_beside(path) / spec.name / (possible or [""])[0]
+    if len(possible) == 1 and any(folder.glob("*.cu")) and shutil.which("nvidia-smi"):
+        from specc.runtime.support.native import compile_ahead
+
+        compile_ahead(folder)
 
 
 def require_built_run(directory: Path) -> None:

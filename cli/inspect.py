@@ -23,7 +23,7 @@ from specc.cli.output import Stages, say
     "--only",
     "parts",
     multiple=True,
-    type=click.Choice(["ranks", "heads", "units", "norms", "sensitivity"]),
+    type=click.Choice(["ranks", "heads", "units", "norms", "experts", "sensitivity"]),
     help="Measure only this part. Repeatable. By default, all of them.",
 )
 @click.option(
@@ -59,6 +59,13 @@ from specc.cli.output import Stages, say
     help="Tokens of the validation split that the sensitivity is measured on.",
 )
 @click.option("--data", callback=stated, help="Data to measure on. By default, the data of the run.")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    metavar="NAME=DATA",
+    help="A kind of documents that the load of experts is measured on. Repeatable. By default, the data of the run.",
+)
 @click.option("--picture", type=folder, metavar="DIR", help="Folder to draw one PNG per part in. Needs matplotlib.")
 @device_option
 @tokenizers_option
@@ -72,16 +79,18 @@ def command(
     window: int,
     max_tokens: int,
     data: str | None,
+    kinds: tuple[str, ...],
     picture: Path | None,
     target: str | None,
     tokenizers: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """Measure the final weights of a run: ranks, heads, units, norms, sensitivity.
+    """Measure the final weights of a run: ranks, heads, units, norms, experts, sensitivity.
 
     Ranks come from the singular values of each matrix. Types of attention heads, dead units of MLPs and the growth of
-    the residual stream are measured on the validation split. The sensitivity of a matrix is the rise of bits per byte
-    when this matrix alone is quantized. The estimate that bit allocation uses is shown beside it.
+    the residual stream are measured on the validation split, and the load of each expert on each kind of documents. The
+    sensitivity of a matrix is the rise of bits per byte when this matrix alone is quantized. The estimate that bit
+    allocation uses is shown beside it.
     """
     from specc.runtime.inspection.inspect import PARTS, InspectOptions
     from specc.runtime.inspection.inspect import inspect as measure
@@ -94,8 +103,16 @@ def command(
     chosen = tuple(part for part in PARTS if part in parts) if parts else PARTS
     if bits and "sensitivity" not in chosen:
         raise click.UsageError("--bits is for the sensitivity")
+    by_kind = dict[str, str]()
+    for text in kinds:
+        name, _, place = text.partition("=")
+        if not name or not place or name in by_kind:
+            raise click.UsageError(f"--kind {text}: it is NAME=DATA, with a different NAME for each kind")
+        by_kind[name] = place
+    if kinds and "experts" not in chosen:
+        raise click.UsageError("--kind is for experts")
     search = with_data(tokenizers, data)
-    options = InspectOptions(chosen, bits, top, sequences, window, max_tokens, data, target, search)
+    options = InspectOptions(chosen, bits, top, sequences, window, max_tokens, data, target, search, kinds=by_kind)
     result = measure(run, options, say, Stages())
     click.echo(json.dumps(result.facts(), indent=1, allow_nan=False) if as_json else "\n".join(tables(result)))
     if picture is not None:

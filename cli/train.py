@@ -1,13 +1,14 @@
 """The `train` command. Torch is imported only when it runs."""
 
 import shlex
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import rich_click as click
 
-from specc.cli.committed import require_built
+from specc.cli.committed import compile_committed, require_built
 from specc.cli.options import (
     SPECS,
     device_option,
@@ -95,6 +96,7 @@ def command(
     from specc.compiler.build import plan_spec
     from specc.runtime.distributed.launch import is_launched, target_of
 
+    began = time.monotonic()
     end_with_parent()
     if track:
         from specc.runtime.trackers.open import require_trackers
@@ -115,6 +117,8 @@ def command(
             overrides = (*overrides, *selecting(path, overrides, data))
             planned = plan_spec(path, overrides)
             loaded, lock = planned.spec, planned.lock
+            if world is None and not dry_run:
+                compile_committed(path, loaded, target)
         if dry_run:
             _dry_run(loaded, target, data, (*with_data(tokenizers, data), beside, Path()), lock)
             return 0
@@ -139,6 +143,7 @@ def command(
             lock=lock,
             track=track,
             place=place_of_training(built, overrides) if built is not None else "",
+            began=began,
         )
         result = run(options, say, world)
         if world is None or world.rank == 0:

@@ -5,21 +5,21 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from platformdirs import user_cache_dir
-
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import RuntimeFailure
-from specc.runtime.support.native import find_cutlass, find_nvcc, nvcc_release
+from specc.runtime.model.code_cache import CACHES, entries, size_limit
+from specc.runtime.support.native import cache_root, find_cutlass, find_nvcc, nvcc_release
 
 State = Literal["ok", "note", "failed"]
 LEAST_DISK = 2 * 10**9  # bytes: a compile cache and the checkpoints of a small model
@@ -184,24 +184,14 @@ def _optional(name: str, purpose: str, extra: str) -> Check:
 
 def _caches() -> Iterator[Check]:
     """The folders from which code is loaded: only their owner may write there."""
-    cache = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"))
-    inductor = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{_user()}")
-    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
-    for name, folder, variable in (
-        ("cache specc", cache, "SPECC_CACHE_DIR"),
-        ("cache inductor", inductor, "TORCHINDUCTOR_CACHE_DIR"),
-        ("cache triton", triton, "TRITON_CACHE_DIR"),
-    ):
-        yield cache_check(name, folder, variable)
-
-
-def _user() -> str:
-    import getpass
-
-    try:
-        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
-    except (KeyError, OSError):
-        return str(os.getuid())
+    root, size = cache_root(), sum(entry.size for entry in entries())
+    found = cache_check("cache specc", root, "SPECC_CACHE_DIR")
+    if found.state == "ok" and root.exists():
+        bound = f"{size / 1e9:,.2f} GB of at most {size_limit() / 1e9:g} GB"
+        found = replace(found, detail=f"{found.detail}, {bound}, cleared by: rm -r {shlex.quote(str(root))}")
+    yield found
+    for variable, name in CACHES.items():
+        yield cache_check(f"cache {name}", Path(os.environ.get(variable) or root / name), variable)
 
 
 def cache_check(name: str, folder: Path, variable: str) -> Check:

@@ -17,7 +17,7 @@ from rich.progress import Progress as RichProgress
 from specc.runtime.errors import cannot_write
 
 Say = Callable[[str], None]
-Value = str | int | float | bool | None | Mapping[str, Sequence[float]]
+Value = str | int | float | bool | None | Mapping[str, Sequence[float]] | Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Follower(Protocol):
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
-    The field `event` of an object is one of: machine, start, step, validation, experts, reached,
+    The field `event` of an object is one of: machine, start, start_up, step, validation, losses, experts, reached,
     checkpoint, end, stopped, failure. All methods raise EnvironmentFailure if the file cannot be written.
 
     Args:

@@ -19,19 +19,22 @@ from specc.runtime.calibration.calibrate import calibration_windows, capture_gra
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.eval.text import evaluate_text
+from specc.runtime.inspection.experts import ExpertLoad, expert_loads_by_kind
 from specc.runtime.inspection.heads import Head, HeadPatterns, repeated_tokens
 from specc.runtime.inspection.norms import BlockNorm, ResidualNorms
 from specc.runtime.inspection.ranks import RankUse, is_matrix, rank_uses
 from specc.runtime.inspection.sensitivity import Sensitivity, schemes_at, sensitivities
 from specc.runtime.inspection.units import UnitActivity, Units
 from specc.runtime.log import Say
+from specc.runtime.metrics.expert_load import expert_loads
 from specc.runtime.open_model import OpenedModel, as_trained, data_of, opened_run, realize
 from specc.runtime.quantize.assignment import base_schemes
 from specc.runtime.quantize.quantizer import Quantizer, Statistics
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.sources.source import source_of
 
-PARTS = ("ranks", "heads", "units", "norms", "sensitivity")
+PARTS = ("ranks", "heads", "units", "norms", "experts", "sensitivity")
+VALIDATION = "validation split"  # the kind of the documents if none is given
 Progress = Callable[[str, int, int], None]
 
 
@@ -50,6 +53,8 @@ class InspectOptions:
         target: a target of the spec. None selects the best target that this machine can run.
         search: folders to search for the tokenizer.
         cache: the folder of tokenized text.
+        kinds: the data of each kind of documents that the load of experts is measured on, by the name of the kind. If
+            empty, the validation split of `data`.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -62,6 +67,7 @@ class InspectOptions:
     target: str | None = None
     search: tuple[Path, ...] = ()
     cache: Path | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,7 @@ class Inspection:
     heads: tuple[Head, ...] = ()
     units: tuple[Units, ...] = ()
     norms: tuple[BlockNorm, ...] = ()
+    experts: tuple[ExpertLoad, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
     rows: tuple[int, int] | None = None
     scored: Mapping[str, float] | None = None
@@ -122,6 +129,8 @@ def inspect(path: Path, options: InspectOptions, say: Say, progress: Progress | 
             result = replace(result, ranks=work.ranks())
         if {"heads", "units", "norms"} & set(options.parts):
             result = work.activations(result)
+        if "experts" in options.parts:
+            result = replace(result, experts=work.experts())
         if "sensitivity" in options.parts:
             result = work.sensitivity(result)
         return replace(result, notes=work.notes)
@@ -217,11 +226,33 @@ class _Work:
             data = source_of(spec)(spec, self.opened.search).open(*data_of(self.run, self.options), self.stack)
             yield from data.calibration(options.sequences, 2)
             return
-        settings = Calibrate(sequences=options.sequences, batch=min(2, options.sequences))
-        stream = self._stream("val")
-        window = min(options.window, spec.model.window, stream.tokens - 1)
-        for ids, targets in calibration_windows(stream, settings, window, spec.train.seed):
+        for ids, targets in self._windows(*data_of(self.run, options)):
             yield {"ids": ids, "targets": targets}
+
+    def _windows(self, data: str, cache: Path) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields ids and targets, i64 [1 or 2, T], of rows of the validation split of text."""
+        spec, options = self.run.spec, self.options
+        settings = Calibrate(sequences=options.sequences, batch=min(2, options.sequences))
+        stream = self._stream("val", data, cache)
+        window = min(options.window, spec.model.window, stream.tokens - 1)
+        yield from calibration_windows(stream, settings, window, spec.train.seed)
+
+    def experts(self) -> tuple[ExpertLoad, ...]:
+        """Returns the load of each expert on each kind of documents. Empty if the model has no experts."""
+        data, cache = data_of(self.run, self.options)
+        model: Any = self.opened.model
+        score, device = model.score, self.opened.device
+        measured: dict[str, list[dict[str, list[float]]]] = {}
+        if self.is_text and any(parameter.dim() == 3 for parameter in model.parameters()):
+            for kind, path in (self.options.kinds or {VALIDATION: data}).items():
+                measured[kind] = loads = []
+                for ids, targets in self._windows(path, cache):
+                    loads.append(expert_loads(model, score, ids.to(device), targets.to(device)))
+                    self.progress(f"experts, {kind}", 2 * len(loads), self.options.sequences)
+        found = tuple(expert_loads_by_kind(measured))
+        if self.options.kinds and not found:
+            self.notes["experts"] = "the model has no mixture of experts"
+        return found
 
     def _repeated(self, heads: HeadPatterns) -> None:
         """Measures induction on random tokens and their repetition."""
@@ -248,7 +279,8 @@ class _Work:
         calibrate = quant.calibrate if quant is not None else Calibrate()
         target = opened.loaded.target.name
         unfused = realize(spec.at_rest, target, None, self.on_device, fuse=False).model
-        train = self._stream("train")
+        data, cache = data_of(self.run, self.options)
+        train = self._stream("train", data, cache)
         windows = partial(calibration_windows, train, calibrate, spec.model.window, spec.train.seed)
 
         def counted(stage: str) -> Callable[[int], None]:
@@ -257,7 +289,6 @@ class _Work:
         hessians = capture_hessians(unfused, windows(), opened.device, counted("calibrate"))
         gradients = capture_gradients(unfused, windows(), opened.device, counted("gradients"))
         quantizer = Quantizer(self.on_device, Statistics(hessians, gradients))
-        data, cache = data_of(self.run, self.options)
         settings = EvaluateOptions(data, max_tokens=self.options.max_tokens, cache=cache, compiled=False)
         measure = partial(evaluate_text, opened, settings)
         rows: list[Sensitivity] = []
@@ -269,8 +300,7 @@ class _Work:
         scored = {"tokens": score.tokens, "bytes": score.piece_bytes, "bpb": score.bpb or score.bpb_pieces}
         return replace(result, sensitivity=tuple(rows), scored=scored)
 
-    def _stream(self, split: str) -> TokenStream:
-        data, cache = data_of(self.run, self.options)
+    def _stream(self, split: str, data: str, cache: Path) -> TokenStream:
         stream = open_stream(data, split, self.opened.tokenizer, cache)  # type: ignore[arg-type]
         self.stack.callback(stream.close)
         return stream

@@ -52,6 +52,7 @@ def draw(result: Inspection, folder: Path) -> Iterator[Path]:
         "heads": (_heads, result.heads),
         "units": (_units, result.units),
         "norms": (_norms, result.norms),
+        "experts": (_experts, result.experts),
         "sensitivity": (_sensitivity, result.sensitivity),
     }
     for name, (picture, measured) in parts.items():
@@ -172,6 +173,26 @@ def _units(result: Inspection) -> "Figure":
     axes.set_ylabel("share of the units, %")
     axes.set_ylim(0, max(1.0, *(1.1 * value for value in [*dead, *weak])))
     axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _experts(result: Inspection) -> "Figure":
+    """Draws a map of experts and of layers and kinds of documents."""
+    count = max(len(row.loads) for row in result.experts)
+    height = max(3.2, 1.6 + 0.32 * len(result.experts))
+    figure = _figure(max(6.0, 2.5 + 0.4 * min(count, 40)), height, f"{result.name}: experts, step {result.step:,}")
+    axes = figure.subplots()
+    cells = [[100 * load for load in row.loads] + [float("nan")] * (count - len(row.loads)) for row in result.experts]
+    image = axes.imshow(cells, cmap="Greys", vmin=0, aspect="auto")
+    axes.set_xlabel("expert")
+    axes.set_yticks(range(len(cells)), [f"{row.layer}, {row.kind}" for row in result.experts], fontsize=8)
+    if count <= LETTERED and len(cells) <= LETTERED:
+        most = max(value for row in cells for value in row if value == value)
+        for y, row in enumerate(cells):
+            for x, value in enumerate(row):
+                color = "white" if value > 0.55 * most else "black"
+                axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
+    figure.colorbar(image, ax=axes, label="share of the tokens, %")
     return figure
 
 

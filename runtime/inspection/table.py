@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from specc.runtime.inspection.inspect import Inspection
 
+SHOWN = 16  # experts of a layer that a table shows
+
 
 def tables(result: Inspection) -> Iterator[str]:
     """Yields one table per part that was measured, each with a line that explains it, then the notes."""
@@ -53,6 +55,19 @@ def tables(result: Inspection) -> Iterator[str]:
                 for n in result.norms
             ],
         )
+    if result.experts:
+        yield "experts      share of the tokens of each expert in %, by kind of documents"
+        shown = min(max(len(row.loads) for row in result.experts), SHOWN)
+        yield _aligned(
+            ("layer", "kind", "largest / mean", "differs", *map(str, range(shown))),
+            [
+                (e.layer, e.kind, f"{e.largest:.2f}", _number(e.differs, ".3f"),
+                 *(f"{100 * load:.1f}" for load in e.loads[:shown]), *[""] * (shown - len(e.loads)))
+                for e in result.experts
+            ],
+        )  # fmt: skip
+        if (most := max(len(row.loads) for row in result.experts)) > SHOWN:
+            yield f"note         experts: {SHOWN} of {most:,} experts are shown; --json has all"
     if result.sensitivity:
         assert result.scored is not None
         over = f"{result.scored['tokens']:,} tokens at {result.scored['bpb']:.4f} bits per byte"

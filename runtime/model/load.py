@@ -1,6 +1,5 @@
 """Creates a module from a spec: generates its code with the installed compiler, imports it, and fills parameters."""
 
-import hashlib
 import importlib.util
 import sys
 import warnings
@@ -20,7 +19,7 @@ from specc.compiler.render.function import applied
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS, Target
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
-from specc.runtime.model.compiler_caches import use_private_caches
+from specc.runtime.model.code_cache import cached_code, content_digest, use_private_caches
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +59,10 @@ def instantiate(
             from its training module.
 
     Returns:
-        The module with its spec, target, programs and code folder.
+        The module with its spec, target, programs and code folder. The code of a GPU target is loaded from the cache.
 
     Raises:
-        IntegrityError: for a GPU target, if others can write to the caches of torch.compile or Triton.
+        IntegrityError: for a GPU target, if others can write to the cache of generated and compiled code.
     """
     if TARGETS[target].arch:  # code for the CPU is not compiled
         use_private_caches()
@@ -71,6 +70,8 @@ def instantiate(
     built = compile_loaded(spec, None, (target,), lock)
     write(directory, built.files, force=True)
     code = directory / target / DEPLOYED if deployed else directory / target
+    if TARGETS[target].arch:
+        code = cached_code(code)
     plan = built.deployed[target] if deployed else built.plans[target]
     model = import_model(code).Model()
     for name, type in plan.programs.buffers:
@@ -95,20 +96,17 @@ def import_model(directory: Path) -> ModuleType:
 def import_file(directory: Path, name: str) -> ModuleType:
     """Imports a Python file of a generated folder.
 
-    The package name contains a digest of the folder's path and content, so that two builds never share a module.
+    The package name contains a digest of the folder's content, and so do the names of its custom ops, which are in the
+    keys of the caches of torch.compile: equal code of two runs shares their entries, and different code never does.
     Raises RunFailure if the file does not exist.
     """
     if not (directory / f"{name}.py").is_file():
         raise RunFailure(f"{directory} has no {name}.py", "build the spec first: specc build")
-    content = hashlib.sha256(str(directory.resolve()).encode())
-    for path in sorted([*directory.glob("*.py"), *directory.glob("*.cu")]):
-        content.update(path.name.encode() + path.read_bytes())
-    package = f"specc_generated_{content.hexdigest()[:16]}"
+    package = f"specc_generated_{content_digest(directory)[:16]}"
     if f"{package}.{name}" in sys.modules:
         return sys.modules[f"{package}.{name}"]
-    holder = ModuleType(package)
-    holder.__path__ = [str(directory.resolve())]
-    sys.modules[package] = holder
+    holder = sys.modules.setdefault(package, ModuleType(package))
+    holder.__path__ = [str(directory.resolve())]  # also if another folder with this content was deleted since
     spec = importlib.util.spec_from_file_location(f"{package}.{name}", directory / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

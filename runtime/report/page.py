@@ -18,7 +18,7 @@ from specc.compiler.changing_values import Schedule
 from specc.runtime.metrics.expert_load import imbalance
 from specc.runtime.report.charts import Series, cells, curves
 from specc.runtime.run_facts import RunFacts
-from specc.runtime.storage.records import Record, is_number
+from specc.runtime.storage.records import Record, Records, is_number
 from specc.runtime.storage.run_directory import readable
 from specc.runtime.storage.samples import Samples
 
@@ -152,6 +152,9 @@ def _training(facts: RunFacts) -> Iterator[Picture | None]:
         plain = Series("plain weights" if several else "final weights", records.series("validation", key, **raw), True)
         averages = Series("averaged weights", records.series("validation", key, **averaged), True)
         yield chart(title, label, [plain, averages], zero=key == "exact_match")
+    for name, points in _terms(records).items():
+        caption = "At each validation, on its first windows, before the factor of its weight."
+        yield chart(f"Term of the loss: {name}", "mean", [Series(name, points, True)], caption)
     yield chart(
         "Learning rate", "multiplier of the rate", [Series("multiplier", records.series("step", "lr"))], zero=True,
         caption=f"Each optimizer multiplies its own rate by it: {_rates(facts)}.",
@@ -166,6 +169,17 @@ def _training(facts: RunFacts) -> Iterator[Picture | None]:
         points = [(r["step"], imbalance(r["loads"])) for r in records.of("experts", weights="raw") if _are_loads(r)]
         series = [Series("all layers", points, True)]
         yield chart("Largest load of an expert in any layer", "largest load / mean load", series)
+
+
+def _terms(records: Records) -> dict[str, list[tuple[float, float]]]:
+    """Returns the points (step, mean) of each term of the training loss by its name."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for record in records.of("losses", weights="raw"):
+        step, terms = record.get("step"), record.get("terms")
+        for name, value in terms.items() if isinstance(terms, Mapping) else ():
+            if is_number(step) and is_number(value):
+                points.setdefault(name, []).append((step, value))
+    return points
 
 
 def _rates(facts: RunFacts) -> str:

@@ -17,6 +17,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -42,6 +43,7 @@ CUTLASS = "nvidia-cutlass"
 ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)  # the architecture of a source; sm_90a if absent
 RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)")  # the release in the output of `nvcc --version`
 LOG_LINES = 40
+waited = [0.0]  # seconds that `library` has waited for nvcc in this process
 
 
 def library(source: Path) -> ctypes.CDLL:
@@ -50,13 +52,17 @@ def library(source: Path) -> ctypes.CDLL:
     Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing, RunFailure if nvcc rejects the source or
     ptxas reports a slow kernel, and IntegrityError if others can write to the cache directory.
     """
-    return ctypes.CDLL(str(compile_only(source)))
+    began = time.monotonic()
+    compiled = compile_only(source)
+    waited[0] += time.monotonic() - began
+    return ctypes.CDLL(str(compiled))
 
 
 def compile_only(source: Path) -> Path:
     """Compiles a .cu file, unless it is cached, and returns the path of the shared library.
 
-    The cache key ignores `//` comment lines. Raises under the conditions of `library`.
+    The cache key ignores `//` comment lines. A damaged library is compiled again. Raises under the conditions of
+    `library`.
     """
     text = source.read_bytes()
     nvcc, (version, headers) = find_nvcc(), find_cutlass()
@@ -66,7 +72,7 @@ def compile_only(source: Path) -> Path:
     folder = cache_folder()
     compiled = folder / f"{source.stem}-{key}.so"
     with FileLock(folder / f"{source.stem}-{key}.lock", mode=0o600):
-        if not compiled.is_file():
+        if not _is_sound(compiled):
             _compile(nvcc, headers, source.name, text, compiled)
     return compiled
 
@@ -107,7 +113,18 @@ def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -
             raise RunFailure(f"nvcc cannot compile {name} (exit {done.returncode})", end)
         if reason := slow(log):
             raise RunFailure(f"the kernel {name} is slow: {reason}", end)
+        content = library.read_bytes()
+        library.write_bytes(content + hashlib.sha256(content).digest())
         os.replace(library, compiled)
+
+
+def _is_sound(compiled: Path) -> bool:
+    """Returns whether a library is in the cache and ends with the digest of its content, which loaders ignore."""
+    try:
+        content = compiled.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def slow(log: str) -> str | None:
@@ -118,12 +135,17 @@ def slow(log: str) -> str | None:
     return ", ".join(spilled) or None
 
 
+def cache_root() -> Path:
+    """Returns the folder of all caches of code: SPECC_CACHE_DIR, or `specc` in the user's cache directory."""
+    return Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"))
+
+
 def cache_folder(name: str = "native") -> Path:
     """Returns a folder of files that are loaded as code, created with mode 0700.
 
     Raises IntegrityError under the conditions of `private_folder`.
     """
-    return private_folder(Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), name))
+    return private_folder(cache_root() / name)
 
 
 def private_folder(folder: Path) -> Path:

@@ -70,5 +70,6 @@ def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:
             numbers[f"{start}/{name}"] = float(value)
         elif isinstance(value, Mapping):
             for layer, load in value.items():
-                numbers[f"{start}/{layer}"] = len(load) * max(load)
+                number = load if isinstance(load, int | float) else len(load) * max(load)
+                numbers[f"{start}/{layer}"] = float(number)
     return numbers

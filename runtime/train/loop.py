@@ -22,6 +22,7 @@ from specc.runtime.metrics.expert_load import imbalance
 from specc.runtime.metrics.validation import Measured, Validates
 from specc.runtime.storage.checkpoint import Snapshot
 from specc.runtime.train.out_of_memory import GENERAL
+from specc.runtime.train.start_times import StartTimes
 from specc.runtime.train.trainer import Trainer
 
 
@@ -100,6 +101,7 @@ class Loop:
         limits: the limits that end this run early.
         save: commits a snapshot and returns the path of its checkpoint. Raises RunFailure if the disk is full.
         advice: returns what to change after a GPU ran out of memory.
+        start: the seconds of the phases so far. None if the start begins here.
     """
 
     def __init__(
@@ -111,9 +113,10 @@ class Loop:
         limits: Limits,
         save: Callable[[Snapshot], Path],
         advice: Callable[[], str] = lambda: GENERAL,
+        start: StartTimes | None = None,
     ) -> None:
         self._run, self._trainer, self._validation = run, trainer, validation
-        self._limits, self._save, self._advice = limits, save, advice
+        self._limits, self._save, self._advice, self._start = limits, save, advice, start or StartTimes()
         self._log, self._progress, self._say = reporter.log, reporter.progress, reporter.say
         self._signal = 0  # the number of the first signal received
         self._began = time.monotonic()
@@ -157,6 +160,7 @@ class Loop:
     def _train(self) -> None:
         trainer, train = self._trainer, self._trainer.train
         trainer.require_same()
+        self._start.mark("model")
         self._log.write(
             "start",
             step=trainer.step,
@@ -170,7 +174,7 @@ class Loop:
         )
         if (trainer.compiled or train.budget_seconds is not None) and not self._ended():
             began = time.monotonic()
-            trainer.warm_up(self._validation.vocabulary)  # before the clock starts, so that compilation does not count
+            trainer.warm_up(self._validation.vocabulary, self._start.mark)
             if left := trainer.segments_left:
                 seconds = time.monotonic() - began
                 self._say(f"compiled {left + 1} segments of the run in {seconds:.1f} s, before the clock starts")
@@ -178,10 +182,14 @@ class Loop:
         self._agree()
         if self._begins_with_validation():
             self._stop_at_loss(self._validate("raw", None))
+            self._start.mark("scoring")
         trainer.clock.start()
         while not self._ended():
             before = trainer.segment
             self._report(trainer.advance())
+            if not self._start.ended:
+                self._report(trainer.settle())
+                self._log_start(self._start.end())
             if trainer.segment != before:
                 self._say(f"step {trainer.step:,}: continues with {trainer.segment.description}")
             self._agree()
@@ -198,6 +206,13 @@ class Loop:
                 self._agree()
         self._report(trainer.settle())
         trainer.clock.stop()
+
+    def _log_start(self, phases: Mapping[str, float]) -> None:
+        """Logs the seconds of each phase of the start. A compiled run also prints those of at least 0.1 s."""
+        self._log.write("start_up", step=self._trainer.step, **phases)
+        parts = [f"{name.replace('_', ' ')} {part:.1f}" for name, part in phases.items() if part >= 0.1]
+        if self._trainer.compiled:
+            self._say(f"first step after {phases['seconds']:.1f} s: {', '.join(parts[:-1])}")
 
     def _begins_with_validation(self) -> bool:
         """Returns whether a validation is due at the step that the run resumes from, and was interrupted. Also returns
@@ -305,6 +320,10 @@ class Loop:
         quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"
         quantized += ", inputs not" if quantized and trainer.segment.phase.rounds else ""
         self._say(f"step {trainer.step:,}  validation, {which} weights{quantized}: {result.line()}")
+        if trainer.terms:
+            self._log.write("losses", step=trainer.step, weights=which, terms=trainer.terms)
+            values = ", ".join(f"{name} {value:.4g}" for name, value in trainer.terms.items())
+            self._say(f"step {trainer.step:,}  losses, {which} weights: {values}")
         if trainer.loads:
             self._log.write("experts", step=trainer.step, weights=which, loads=trainer.loads)
             largest = f"the largest load is {imbalance(trainer.loads):.2f} times the mean"

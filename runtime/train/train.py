@@ -28,6 +28,7 @@ from specc.runtime.distributed.world import World
 from specc.runtime.log import Reporter, RunLog, Say, Silence, open_progress, unfailing
 from specc.runtime.machine import device_name, peak_memory
 from specc.runtime.metrics.validation import Validates
+from specc.runtime.model.code_cache import trim
 from specc.runtime.model.load import Loaded, device_asked_for, initialize, instantiate
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import (
@@ -48,6 +49,7 @@ from specc.runtime.train.loop import Limits, Loop, TrainResult
 from specc.runtime.train.out_of_memory import Advice, capacity_of, out_of_memory_named
 from specc.runtime.train.resume import restore_newest, run_to_resume
 from specc.runtime.train.sources.source import OpenData, source_of
+from specc.runtime.train.start_times import StartTimes
 from specc.runtime.train.trainer import TrainableModel, Trainer
 from specc.runtime.weights.start import start_from
 
@@ -74,6 +76,7 @@ class TrainOptions:
         lock: the measured kernels. A new run stores them; a resumed run uses the stored ones.
         track: the names of trackers that receive the records of the log.
         place: the position of the settings of training, as `file:line`, for errors; empty if it is not known.
+        began: the value of `time.monotonic` when the command began, so that the log states the time of its imports.
     """
 
     spec: Spec
@@ -91,6 +94,7 @@ class TrainOptions:
     lock: Lock = NO_LOCK
     track: tuple[str, ...] = ()
     place: str = ""
+    began: float | None = None
 
 
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
@@ -120,6 +124,9 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 
 
 def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> TrainResult:
+    times = StartTimes(options.began)
+    if options.began is not None:
+        times.mark("imports")
     spec, device = options.spec, device_asked_for(TARGETS[options.target], options.device)
     source = source_of(spec)(spec, options.search)
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
@@ -138,6 +145,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     # Open the data before anything is written, so that a failure leaves no folder.
     with world.in_turn("data"):  # rank 0 tokenizes; the others read its cache
         opened = source.open(data, options.cache, stack)
+    times.mark("data")
     directory = world.first(lambda: resumed or options.run or default_run(spec.name))
     if leads:
         if begun is None:
@@ -154,7 +162,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     advice = Advice(spec, run.target, run.lock, world.size, options.place)
     hint = lambda: advice.hint(capacity_of(world.device))  # noqa: E731
     with out_of_memory_named("before the first step", hint):
-        trainer, validation, started = _prepare(run, options, world, opened, stack, say, start)
+        trainer, validation, started = _prepare(run, options, world, opened, stack, say, start, times)
     if begun is None:
         run = replace(run, start=started)
     elif started != begun.start and start is not None:
@@ -173,7 +181,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         reporter = Reporter(log, stack.enter_context(open_progress(say)), say)
     limits = Limits(options.stop_after_steps, options.max_seconds)
     save = partial(checkpoint.save, run.checkpoints)
-    return Loop(run, trainer, validation, reporter, limits, save, hint).run()
+    return Loop(run, trainer, validation, reporter, limits, save, hint, times).run()
 
 
 def _start(run: Run, resumes: bool) -> StartSpec | None:
@@ -199,6 +207,7 @@ def _prepare(
     stack: ExitStack,
     say: Say,
     start: StartSpec | None,
+    times: StartTimes,
 ) -> tuple[Trainer, Validates, StartRecord | None]:
     """Returns the trainer of a run at step 0, its validation data, and the record of the weights `start`."""
     spec, gpu = run.spec, world.device.type == "cuda"
@@ -207,6 +216,8 @@ def _prepare(
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
         if gpu and world.rank == 0:
             compile_ahead(loaded.directory)
+            stack.callback(trim)
+    times.mark("build")
     digests = opened.digests
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
     initialize(loaded, spec.train.seed)

@@ -23,6 +23,7 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import Step
 from specc.runtime.metrics.expert_load import expert_loads
+from specc.runtime.metrics.loss_terms import loss_terms
 from specc.runtime.metrics.share import Share, Sums
 from specc.runtime.metrics.validation import Measured, Scorer, Validates
 from specc.runtime.model.cuda_graph import Captured
@@ -48,7 +49,8 @@ from specc.runtime.train.sources.feed import Batch, Feed
 
 WARM_UP_STEPS = 3
 WORK_STEPS = 10_000  # the steps whose work is compiled before the clock starts
-LOAD_WINDOWS = 4  # validation windows in which the load of experts is counted
+PART_TOKENS = 16384  # of the windows in which the terms of the loss are measured, but at least one window
+PART_WINDOWS = 4  # validation windows in which the load of experts and the terms of the loss are measured
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
 
 
@@ -107,6 +109,7 @@ class Trainer:
 
     Attributes:
         loads: the load of each expert by layer in the last evaluation, as from `expert_loads`.
+        terms: the terms of the training loss in the last evaluation, as from `loss_terms`. Empty if there is only one.
         loss_scale: the factor of the loss in backward passes. None if the loss is not scaled.
 
     Raises:
@@ -147,6 +150,7 @@ class Trainer:
         self.masters.release()
         self._updates: dict[tuple[tuple[str, ...], Work], Callable[[], None]] = {}
         self.loads: Mapping[str, Sequence[float]] = {}
+        self.terms: Mapping[str, float] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled)
         # Graphs that run one at a time share their memory. An update in f32 of masters in bf16 has that of activations.
         shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
@@ -252,19 +256,28 @@ class Trainer:
             self.clock.start()
             self._last_seconds = self.clock.seconds
 
-    def warm_up(self, vocabulary: int) -> None:
+    def warm_up(self, vocabulary: int, mark: Callable[[str], None] = lambda phase: None) -> None:
         """Compiles everything that a step runs, in the current and all later segments, by running steps on random
-        tokens. Restores the state afterwards."""
+        tokens. Restores the state afterwards.
+
+        Args:
+            vocabulary: the number of token ids.
+            mark: called with `trace` after the first gradients of a segment, which trace and compile its program, and
+                with `warm_up` after the rest, which also captures CUDA graphs.
+        """
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
         shape = (self.train.at_once(self.world.size), self.window)
         for index in range(self._index, len(self._segments)):
             self._enter(index)
-            for step in self._steps_of_each_work():
-                for _ in range(WARM_UP_STEPS):
-                    batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
-                    self._gradients(batches, Moment(step=step), wait=True)
-                    self.update(Moment(step=step))
+            steps = [step for step in self._steps_of_each_work() for _ in range(WARM_UP_STEPS)]
+            for count, step in enumerate(steps):
+                batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
+                self._gradients(batches, Moment(step=step), wait=True)
+                if count == 0:
+                    mark("trace")
+                self.update(Moment(step=step))
+            mark("warm_up")
         self.restore(before)
 
     def evaluate(
@@ -306,9 +319,13 @@ class Trainer:
         scorer = Scorer(self._module, score, self.window, self.device, share, progress, self.compiled)
         with self.masters.swapped(weights) if weights is not None else nullcontext():
             result = validation.measure(scorer)
+            rows = [value[:PART_WINDOWS] for value in batch[0]] if batch else []
             if batch and any(parameter.dim() == 3 for parameter in self._module.parameters()):
-                rows = [value[:LOAD_WINDOWS] for value in batch[0]]
                 self.loads = expert_loads(self._module, getattr(self._module, program), *rows)
+            if batch and len(self.train.losses) > 1:
+                train = self._module if (name := self.segment.phase.train) == "train" else getattr(self._module, name)
+                count = min(self.train.at_once(self.world.size), max(PART_TOKENS // self.window, 1))
+                self.terms = loss_terms(self._module, train, self.train.losses, [value[:count] for value in rows])
         if not math.isfinite(result.nats):
             raise RunFailure(f"step {self.step}: the validation loss is {result.nats}", _NOT_FINITE)
         return result

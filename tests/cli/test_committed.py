@@ -4,14 +4,16 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from specc.cli.committed import require_built, require_built_run
+from specc.cli.committed import compile_committed, require_built, require_built_run
 from specc.compiler.build import build
 from specc.compiler.generated_folder import StaleCode
 from specc.compiler.spec.check import load
 from specc.runtime.storage.run_directory import Run
+from specc.runtime.support import native
 
 BASE = Path(__file__).parents[1] / "errors/decoder.yaml"
 SPEC = Path("specs/tiny.yaml")
@@ -81,3 +83,28 @@ def test_the_folder_of_another_spec_of_the_same_name_is_not_compared(project: Pa
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "source": "specs/other.yaml"}))
     edit_code()
     require_built(SPEC, "tiny", "cpu")
+
+
+def test_nvcc_starts_on_committed_code_before_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, compiled = tmp_path / "generated" / "tiny" / "sm90", list[Path]()
+    folder.mkdir(parents=True)
+    (folder / "a.cu").write_text("// kernel")
+    (tmp_path / "specs").mkdir()
+    path = tmp_path / "specs" / "tiny.yaml"
+    monkeypatch.setattr(native, "compile_ahead", compiled.append)
+    spec, both = (
+        SimpleNamespace(name="tiny", targets=("cpu", "sm90")),
+        SimpleNamespace(name="tiny", targets=("sm90", "sm100")),
+    )
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    compile_committed(path, spec, "sm90")
+    assert compiled == []  # no driver
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    for other, target in ((both, None), (spec, "cpu"), (SimpleNamespace(name="other", targets=("sm90",)), None)):
+        compile_committed(path, other, target)
+    assert compiled == []
+    for case in ((spec, None), (both, "sm90")):
+        compile_committed(path, *case)
+    assert compiled == [folder, folder]

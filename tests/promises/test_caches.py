@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tiers import Trials, tiers
 
 from specc.compiler.spec.check import load
 from specc.runtime.errors import IntegrityError
-from specc.runtime.model import compiler_caches
+from specc.runtime.model import code_cache
 from specc.runtime.model.load import instantiate
 from specc.runtime.support import native
 
@@ -19,11 +20,11 @@ SPEC = Path(__file__).parents[2] / "specs" / "gpt_mini.yaml"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for variable in compiler_caches.CACHES:
+    for variable in code_cache.CACHES:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
     yield tmp_path / "cache"
-    for variable in compiler_caches.CACHES:
+    for variable in code_cache.CACHES:
         os.environ.pop(variable, None)
 
 
@@ -78,7 +79,7 @@ ATTACKS: dict[str, Callable[[Path], None]] = {
 def test_attacks_on_each_folder_are_refused(trials: Trials, cache: Path, tmp_path: Path) -> None:
     assert len(ATTACKS) + 1 == trials["attacks_of_each_folder"]
     for number, (name, attack) in enumerate(ATTACKS.items()):
-        for folder in ("native", *compiler_caches.CACHES.values()):
+        for folder in code_cache.FOLDERS:
             place = tmp_path / f"{number}" / folder / "cache"
             attack(place / folder)
             os.environ["SPECC_CACHE_DIR"] = str(place)
@@ -89,26 +90,29 @@ def test_attacks_on_each_folder_are_refused(trials: Trials, cache: Path, tmp_pat
 
 
 def test_a_folder_of_another_user_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler_caches.use_private_caches()
+    code_cache.use_private_caches()
     monkeypatch.setattr(os, "getuid", lambda: os.stat(cache).st_uid + 1)
-    for variable in compiler_caches.CACHES:
+    for variable in code_cache.CACHES:
         os.environ.pop(variable)
         with pytest.raises(IntegrityError, match="belongs to user"):
-            compiler_caches.use_private_caches()
+            code_cache.use_private_caches()
 
 
 def test_a_folder_that_the_user_set_is_judged_too(tmp_path: Path) -> None:
-    for variable in compiler_caches.CACHES:
+    for variable in code_cache.CACHES:
         mine = tmp_path / variable
         mine.mkdir(mode=0o700)
         os.environ[variable] = str(mine)
-    compiler_caches.use_private_caches()
-    assert {variable: os.environ[variable] for variable in compiler_caches.CACHES} == {
-        variable: str(tmp_path / variable) for variable in compiler_caches.CACHES
+    code_cache.use_private_caches()
+    assert {variable: os.environ[variable] for variable in code_cache.CACHES} == {
+        variable: str(tmp_path / variable) for variable in code_cache.CACHES
     }
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_somebody"  # of Torch, not the user
+    code_cache.use_private_caches()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
     (tmp_path / "TRITON_CACHE_DIR").chmod(0o777)
     with pytest.raises(IntegrityError, match="has mode 777"):
-        compiler_caches.use_private_caches()
+        code_cache.use_private_caches()
 
 
 def test_code_for_a_gpu_is_compiled_in_private_folders(cache: Path, tmp_path: Path) -> None:

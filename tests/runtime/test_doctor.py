@@ -33,6 +33,22 @@ def test_torch_is_not_imported_without_a_request() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
+def test_the_cache_is_shown_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "the cache"
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(root))
+    monkeypatch.setenv("SPECC_CACHE_GB", "2.5")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert by_name()["cache specc"].detail == f"{root}, not created yet"
+    for name in ("native", "inductor/ab"):
+        (root / name).mkdir(mode=0o700, parents=True)
+        (root / name / "file").write_bytes(bytes(10_000_000))
+    results = by_name()
+    wanted = f"{root}, user {os.getuid()}, mode 700, 0.02 GB of at most 2.5 GB, cleared by: rm -r '{root}'"
+    root.chmod(0o700)
+    assert by_name()["cache specc"].detail == wanted
+    assert results["cache inductor"].detail.startswith(f"{root / 'inductor'}, ")
+
+
 def test_caches_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache"
     assert cache_check("c", folder, "V").state == "ok"

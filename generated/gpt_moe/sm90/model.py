@@ -125,17 +125,17 @@ def combine(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tens
 
 
 class AttachedLoss(torch.autograd.Function):
-    """Adds the gradient of weight * loss to that of the output."""
+    """Adds the gradients of weight * loss to that of the output."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(loss, weight)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return d, weight, None
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss, weight = ctx.saved_tensors
+        return d, weight, loss
 
 
 def attach_loss(x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:

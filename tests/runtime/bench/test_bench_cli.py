@@ -177,14 +177,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "step, fused: builds and compiles" in shown.err
 
 
-def spoiled(change: Callable[[Any], Any]) -> Callable[..., Loaded]:
-    """`instantiate`, with the outputs of one kernel of the fused build changed."""
+def spoiled(change: Callable[[Any], Any], patch: pytest.MonkeyPatch) -> Callable[..., Loaded]:
+    """`instantiate`, with the outputs of one kernel of the fused build changed while `patch` applies."""
 
     def instance(*args: Any, **words: Any) -> Loaded:
         loaded = instantiate(*args, **words)
         module = vars(suite.source_of(loaded))
         if (right := module.get("dgrad_mul")) is not None:
-            module["dgrad_mul"] = lambda *given: change(right(*given))
+            patch.setitem(module, "dgrad_mul", lambda *given: change(right(*given)))
         return loaded
 
     return instance
@@ -204,7 +204,7 @@ def test_a_wrong_kernel_gets_no_time(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(suite, "instantiate", spoiled(change))
+    monkeypatch.setattr(suite, "instantiate", spoiled(change, monkeypatch))
     monkeypatch.setattr("specc.runtime.bench.variants.MODES", {})  # nothing that compiles
     assert run(["bench", str(SPEC), "--target", "cpu", *SETS, "--only", part]) == 4
     shown = capsys.readouterr()

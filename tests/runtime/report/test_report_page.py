@@ -225,6 +225,19 @@ def test_the_load_of_experts_is_shown(tmp_path: Path, data: Path) -> None:
     assert "expert, by load" in text_of(page_of(run))
 
 
+def test_each_term_of_the_loss_has_a_curve(run: Run) -> None:
+    shown = text_of(page_of(run))
+    assert "Term of the loss" not in shown
+    with run.log.open("a") as log:
+        for step, value in ((1, 7.25), (2, 3.5), ("3", 1.0), (4, None)):
+            terms = {"moe.<balance>": value, "z": value}
+            log.write(json.dumps({"event": "losses", "step": step, "weights": "raw", "terms": terms}) + "\n")
+        log.write(json.dumps({"event": "losses", "step": 5, "weights": "raw", "terms": [1]}) + "\n")
+    page = page_of(run)
+    assert "Term of the loss: moe.<balance>" in text_of(page) and "moe.<balance>" not in page
+    assert "Term of the loss: z" in text_of(page)
+
+
 def test_the_records_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
     lines = [{"event": "start", "step": 0}, *({"event": "step", "step": i, "loss": float(i)} for i in (1, 2, 3, 4))]
     lines += [{"event": "start", "step": 2}, {"event": "step", "step": 3, "loss": 30.0}]

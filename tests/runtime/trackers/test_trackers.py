@@ -202,6 +202,9 @@ def test_the_help_names_every_tracker_and_each_has_its_extra(capsys: pytest.Capt
 
 def test_the_numbers_of_records() -> None:
     loads = {"blocks.0.moe": [0.5, 0.25, 0.25, 0.0]}
+    terms = {"z": 2.5, "moe.balance": 1}
+    shown = {"losses/raw/z": 2.5, "losses/raw/moe.balance": 1.0}
+    assert numbers_of("losses", {"step": 3, "weights": "raw", "terms": terms}) == shown
     assert numbers_of("experts", {"step": 3, "weights": "raw", "loads": loads}) == {"experts/raw/blocks.0.moe": 2.0}
     record = {"step": 3, "weights": "average", "nats": 1.5, "tokens": 7, "bpb": None, "name": "x", "complete": True}
     assert numbers_of("validation", record) == {"validation/average/nats": 1.5, "validation/average/tokens": 7.0}

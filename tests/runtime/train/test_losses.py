@@ -8,7 +8,9 @@ import torch
 from log_lines import read_log
 from run_samples import small_spec, write_text
 
+from specc.runtime.metrics.loss_terms import loss_terms
 from specc.runtime.model.load import instantiate
+from specc.runtime.train import trainer as trainer_module
 from specc.runtime.train.train import TrainOptions, train
 
 TERMS = (
@@ -50,6 +52,63 @@ def test_gradients_are_those_of_the_weighted_sum(fuse: bool, tmp_path: Path, mon
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 0
         torch.testing.assert_close(results[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+def test_each_term_is_measured_by_its_name(fuse: bool, tmp_path: Path) -> None:
+    """Against the formulas in float64; a layer's loss is summed over the blocks. Buffers and gradients stay."""
+    spec = small_spec(TERMS.replace("weight: 0.5", "weight: 1"))
+    loaded = instantiate(spec, "cpu", tmp_path, fuse)
+    model = filled(loaded)
+    model.register_buffer("counts", torch.zeros(()))
+    ids, targets = torch.randint(257, (2, 3, 32), generator=torch.Generator().manual_seed(1))
+
+    def program(*inputs: torch.Tensor) -> torch.Tensor:
+        model.counts += 1
+        loss: torch.Tensor = model(*inputs)
+        return loss
+
+    values = loss_terms(model, program, spec.train.losses, (ids, targets))
+    assert model.counts == 0 and all(parameter.grad is None for parameter in model.parameters())
+    assert list(values) == ["next_token", "z", "mlp.activation", "attention.activation"]
+    outputs: dict[str, float] = {"mlp.activation": 0.0, "attention.activation": 0.0}
+    module: Any = __import__("sys").modules[type(model).__module__]
+    real, weights = module.attach_loss, [torch.tensor(value, dtype=torch.float64) for value in (0.1, 0.2)]
+    try:
+
+        def noted(x: torch.Tensor, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            outputs["mlp.activation" if weight is weights[0] else "attention.activation"] += float(
+                x.detach().square().mean()
+            )
+            return x
+
+        module.attach_loss = noted
+        x = model.features(ids, mlp_activation_weight=weights[0], attention_activation_weight=weights[1])
+    finally:
+        module.attach_loss = real
+    logits = 30 * torch.tanh(x.detach() @ model.embed.token.detach().T / 30)
+    wanted = {
+        "next_token": float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())),
+        "z": float(logits.logsumexp(-1).square().mean()),
+        **outputs,
+    }
+    assert values == pytest.approx(wanted, rel=1e-6)
+
+
+def test_terms_are_logged_and_measuring_them_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, records = str(write_text(tmp_path / "data")), dict[str, list[dict[str, Any]]]()
+    for name in ("measured", "not"):
+        if name == "not":
+            monkeypatch.setattr(trainer_module, "loss_terms", lambda *given: {})
+        spec = small_spec("train.steps=4", "train.validate_every=2", TERMS)
+        result = train(TrainOptions(spec, "cpu", data, tmp_path / name), lambda line: None)
+        records[name] = read_log(result.run / "log.jsonl")
+    terms = [record for record in records["measured"] if record["event"] == "losses"]
+    assert [record["step"] for record in terms if record["weights"] == "raw"] == [2, 4]
+    assert terms[0]["terms"].keys() == {"next_token", "z", "mlp.activation", "attention.activation"}
+    assert min(terms[0]["terms"].values()) > 0
+    losses = [[r["loss"] for r in records[name] if "loss" in r] for name in records]
+    assert losses[0] == losses[1] and not [record for record in records["not"] if record["event"] == "losses"]
 
 
 def test_scores_have_no_terms(tmp_path: Path) -> None:

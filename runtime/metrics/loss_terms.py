@@ -1,0 +1,52 @@
+"""The value of each term of the training loss on a batch."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.losses.term import LossTerm
+
+
+def loss_terms(
+    model: nn.Module, program: Callable[..., Tensor], terms: Sequence[LossTerm], inputs: Sequence[Tensor]
+) -> dict[str, float]:
+    """Returns the mean of each term over a batch, without its weight, by the title of the term.
+
+    The loss of the program is linear in the weights of the terms that are functions of tokens, so it is computed with a
+    weight of 1 for one term at a time. A loss that layers state is the gradient of its weight: its sum over the blocks.
+
+    Args:
+        model: the model. The buffers that the program writes, such as statistics of 8-bit products, are restored.
+        program: the training program of `model`, not compiled. It returns the loss, f32 [].
+        terms: the terms, in the order of the weights that the program takes after `inputs`.
+        inputs: the other inputs, such as ids and targets, i64 [B, T].
+    """
+    weighted = [term for term in terms if term.input]
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def loss(*ones: LossTerm) -> tuple[Tensor, list[Tensor]]:
+        weights = [torch.full((), float(term in ones), device=inputs[0].device) for term in weighted]
+        for weight, term in zip(weights, weighted, strict=True):
+            weight.requires_grad_(bool(term.states) and torch.is_grad_enabled())
+        return program(*inputs, *weights), weights
+
+    values: dict[str, float] = {}
+    try:
+        with torch.no_grad():
+            rest = float(loss()[0])  # of the terms without a weight
+            for term in terms:
+                if not term.states:
+                    values[term.title] = float(loss(term)[0]) - rest if term.input else rest
+        if any(term.states for term in terms):
+            with torch.enable_grad():
+                total, weights = loss()
+                stated = [(term, weight) for term, weight in zip(weighted, weights, strict=True) if term.states]
+                gradients = torch.autograd.grad(total, [weight for _, weight in stated], allow_unused=True)
+            for (term, _), gradient in zip(stated, gradients, strict=True):
+                values[term.title] = float(gradient) if gradient is not None else 0.0
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)
+    return {term.title: values[term.title] for term in terms}

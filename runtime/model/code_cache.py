@@ -1,0 +1,125 @@
+"""The cache of generated and compiled code: private folders, whose files are loaded as code.
+
+By default, torch uses a folder of a known name in /tmp, which another user can create first. Every entry is named by
+the content that it was made from, so runs and processes share entries, and a stale entry is never read.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.support.native import cache_folder, cache_root, private_folder
+
+# The variable that each compiler reads, and the name of its folder in the cache of specc.
+CACHES: Mapping[str, str] = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+FOLDERS = ("generated", "native", *CACHES.values())
+LIMIT = 20.0  # GB, without SPECC_CACHE_GB
+IN_USE = 24 * 3600  # seconds: entries that were used this recently are kept at any size
+
+
+def use_private_caches() -> None:
+    """Sets the variables of `CACHES`, for this process and those that it starts. Folders that the user set are kept.
+
+    Also lets torch.compile cache graphs with an `autograd.Function`, as generated groups are. Torch does not by
+    default, although the forward and the backward of the function are parts of the graph, and thus of the key.
+
+    Raises IntegrityError if a folder is a link, belongs to another user, or is writable by others.
+    """
+    shared = f"{tempfile.gettempdir()}/torchinductor_"  # Inductor sets its variable to this folder once it is imported
+    for variable, name in CACHES.items():
+        chosen = os.environ.get(variable)
+        chosen = None if chosen is not None and chosen.startswith(shared) else chosen
+        os.environ[variable] = str(private_folder(Path(chosen)) if chosen else cache_folder(name))
+
+    import torch._functorch.config
+
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+
+
+def code_files(directory: Path) -> list[Path]:
+    """Returns the files of a generated folder that are code, in order of their names."""
+    return sorted([*directory.glob("*.py"), *directory.glob("*.cu")])
+
+
+def content_digest(directory: Path) -> str:
+    """Returns the SHA-256 of the names and contents of the code in a generated folder, in hexadecimal digits."""
+    content = hashlib.sha256()
+    for path in code_files(directory):
+        data = path.read_bytes()
+        content.update(f"{path.name}\0{len(data)}\0".encode() + data)
+    return content.hexdigest()
+
+
+def cached_code(directory: Path) -> Path:
+    """Copies the code of a generated folder into the cache, unless it is there, and returns the folder of the copy.
+
+    A file of the copy that differs is replaced. The copy outlives the run, so that bytecode and libraries are reused.
+    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others.
+    """
+    copy = private_folder(cache_folder("generated") / content_digest(directory)[:32])
+    with FileLock(copy.with_suffix(".lock"), mode=0o600):
+        for path in code_files(directory):
+            data, target = path.read_bytes(), copy / path.name
+            if not target.is_file() or target.is_symlink() or target.read_bytes() != data:
+                write_atomically(target, [data])
+    return copy
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of the cache, which is removed as a whole.
+
+    Attributes:
+        path: a file or a folder.
+        size: its bytes.
+        used: the time of its last use that the file system recorded, in seconds since 1970.
+    """
+
+    path: Path
+    size: int
+    used: float
+
+
+def entries() -> Iterator[Entry]:
+    """Yields the entries of the cache, without folders outside of it that the user set."""
+    for name in FOLDERS:
+        folder = cache_root() / name
+        # Inductor's files are independent of each other, and its folders are named by two letters of a key.
+        for path in filter(Path.is_file, folder.rglob("*")) if name == "inductor" else folder.glob("*"):
+            try:
+                facts = [part.lstat() for part in (path, *path.rglob("*")) if part.is_file()]
+            except FileNotFoundError:  # another process removed it
+                continue
+            used = max((max(fact.st_atime, fact.st_mtime) for fact in facts), default=path.lstat().st_mtime)
+            yield Entry(path, sum(fact.st_size for fact in facts), used)
+
+
+def size_limit() -> float:
+    """Returns the limit of the size of the cache in bytes: SPECC_CACHE_GB, or `LIMIT`."""
+    try:
+        return float(os.environ.get("SPECC_CACHE_GB") or LIMIT) * 1e9
+    except ValueError:
+        return LIMIT * 1e9
+
+
+def trim() -> None:
+    """Removes the entries that were not used for the longest time, until the cache is within its limit. Entries of the
+    last day are kept, because a run may read them."""
+    found = sorted(entries(), key=lambda entry: entry.used)
+    excess = sum(entry.size for entry in found) - size_limit()
+    for entry in found:
+        if excess <= 0 or entry.used > time.time() - IN_USE:
+            return
+        if entry.path.is_dir():
+            shutil.rmtree(entry.path, ignore_errors=True)
+        else:
+            entry.path.unlink(missing_ok=True)
+        excess -= entry.size
