@@ -16,6 +16,8 @@ import specc.compiler
 import specc.runtime
 from specc.compiler.build import canonical, compile_loaded
 from specc.compiler.ops import dropout, fp8
+from specc.compiler.passes.assign_quant import reused
+from specc.compiler.pipeline import lower
 from specc.compiler.plan.lock import Lock
 from specc.compiler.spec.spec import SCHEMES, QuantSpec, Spec
 from specc.compiler.spec.train import BitsSpec
@@ -47,8 +49,8 @@ _WHEN_USED: Mapping[Symbol, Callable[[Spec, QuantSpec], bool]] = {
     ("specc.runtime.quantize.written_text", "write_text"): lambda spec, quant: quant.calibrate.source == "self",
     ("specc.runtime.quantize.promotion", "promote"): lambda spec, quant: quant.allocate is None,
     ("specc.runtime.quantize.bit_allocation", "allocate_bits"): lambda spec, quant: quant.allocate is not None,
-    ("specc.runtime.quantize.bit_allocation", "added_nats"): lambda spec, quant: quant.allocate is not None,
-    ("specc.runtime.calibration.calibrate", "capture_gradients"): lambda spec, quant: quant.allocate is not None,
+    ("specc.runtime.calibration.added_nats", "added_nats"): lambda spec, quant: quant.allocate is not None,
+    ("specc.runtime.calibration.uses", "capture_uses"): lambda spec, quant: bool(_reused(spec, quant)),
     ("specc.runtime.quantize.bit_allocation", "largest_errors"): lambda spec, quant: quant.correct is not None,
     ("specc.runtime.train.loss_scale", "LossScale"): lambda spec, quant: spec.train.precision.scaling is not None,
 }  # the functions and classes that only some settings of a spec call
@@ -187,6 +189,7 @@ def _plan(
         "QUANT": quant.model_copy(update={"rules": (), "default": None}),
         "PARAMS": params,
         "INITS": initial_values(first),
+        "REUSED": sorted(_reused(spec, quant)),
         "BASE": base,
         "SCHEMES": used,
         "RULES": {optimizer.kind: rule_of(optimizer) for optimizer in spec.train.optimizers},
@@ -210,6 +213,13 @@ def _plan(
     }
     storages = {type.storage for program in programs.values() for _, type in program.buffers}
     return "\n".join((*imports, *lines)) + "\n", generated, storages
+
+
+def _reused(spec: Spec, quant: QuantSpec) -> frozenset[str]:
+    """Returns the parameters whose uses calibration measures."""
+    programs = lower(spec, spec.targets[0])
+    solved = {name for name, scheme in base_schemes(quant, programs.params).items() if scheme.needs_hessian}
+    return reused(programs) & solved
 
 
 def spelled(value: Any, classes: set[type]) -> str:
