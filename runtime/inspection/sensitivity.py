@@ -90,16 +90,16 @@ def sensitivities(
     parameters = dict(model.named_parameters())
     before = measure()
     per_byte = before.tokens / _size(before) / math.log(2)  # nats per token -> bits per byte
-    errors: dict[tuple[str, Scheme], Tensor] = {}
     options: dict[str, list[Scheme]] = {}
     for name, scheme in pairs:
         try:
-            errors[name, scheme] = quantizer.error(name, scheme)
+            quantizer.model({name: scheme})
             options.setdefault(name, []).append(scheme)
         except QuantizeError as problem:
             refused[name] = f"not quantized: {problem.message}"
     estimates = {name: dict(zip(options[name], rises, strict=True)) for name, rises in quantizer.rises(options).items()}
-    for (name, scheme), error in errors.items():
+    for name, scheme in ((name, scheme) for name, scheme in pairs if scheme in estimates.get(name, ())):
+        error = quantizer.error(name, scheme)
         parameter = parameters[name]
         trained = parameter.detach().clone()
         with torch.no_grad():

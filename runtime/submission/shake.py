@@ -4,7 +4,7 @@ Modules are parsed, never executed. The search starts at the entry function. A n
 it, and an import leads to statements of other modules. Every reached statement is included. A class is included with
 its special methods, and with those other methods whose names occur anywhere in the included code as an attribute or a
 string. Docstrings and annotations are removed and imports are regenerated, so that a module that is used only in
-annotations is not included.
+annotations is not included. Local variables and parameters have short names (shorten.py).
 """
 
 import ast
@@ -12,6 +12,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard, cast
+
+from specc.runtime.submission.shorten import shorten
 
 Symbol = tuple[str, str | None]  # a module and a name in it; None for the module itself
 
@@ -56,6 +58,7 @@ class Shaker:
         self._queue: list[tuple[str, ast.stmt]] = []
         self._named: set[str] = set()  # the attributes and strings of the included code
         self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}  # by name, those that no included code names
+        self._keywords: set[str] = set()  # the keyword arguments of the calls in the included code
 
     def reach(self, module: str, name: str) -> None:
         """Keeps the statements that bind `name` in `module`, and all statements that they need."""
@@ -90,6 +93,9 @@ class Shaker:
                 body = [_without(module.body[i], unnamed) for i in sorted(module.needed)]
                 tree = ast.Module([*self._import_lines(module), *body], [])
                 tree = ast.fix_missing_locations(_Imports(self).visit(tree))
+                classes = [each for each in body if isinstance(each, ast.ClassDef)]
+                opaque = [each.name for each in classes if self._is_called_from_outside(name, each)]
+                shorten(tree, {*module.bound, *module.used}, self._keywords, opaque)
                 texts[f"{_flat(name)}.py"] = _text(tree)
         return texts
 
@@ -196,6 +202,8 @@ class Shaker:
 
     def _name(self, node: ast.AST) -> None:
         """Includes the methods that a node names: an attribute, or a string that `getattr` may get."""
+        if isinstance(node, ast.keyword) and node.arg is not None:
+            self._keywords.add(node.arg)
         name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
         if isinstance(name, str) and name not in self._named:
             self._named.add(name)

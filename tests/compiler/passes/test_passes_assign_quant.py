@@ -94,7 +94,7 @@ def test_a_table_that_is_only_looked_up_is_solved_by_its_lookups() -> None:
     rules = [{"match": "*.scale", "scheme": "none", "dtype": "f16"}]
     quant = {"default": {"scheme": "gptq", "bits": 5}, "rules": rules}
     result = quantized(quant, embed=embed, head={"tied": False})
-    assert result["embed.bigram.table"] == result["embed.token"] == result["head"] == "int5"
+    assert result["embed.bigram.table"] == result["embed.token"] == result["head.logits"] == "int5"
 
 
 @pytest.mark.parametrize(

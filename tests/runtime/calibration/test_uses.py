@@ -148,6 +148,25 @@ def test_the_estimate_is_the_mean_square_of_the_derivative(stream: TokenStream, 
             assert estimate == pytest.approx(wanted, rel=0.25, abs=1e-12), name
 
 
+@pytest.mark.gpu
+def test_a_gpu_measures_the_same(stream: TokenStream) -> None:
+    """Uses, estimates, and the codes of a tied table, of the same float64 model on the CPU and on a GPU."""
+    model = model_of(small_spec("model.blocks.count=1"), fuse=False).model.double()
+    windows = list(calibration_windows(stream, Calibrate(sequences=8, batch=4), 32, seed=1))
+    weight, results = model.get_parameter("embed.token").detach().clone(), []
+    for device in (CPU, torch.device("cuda")):
+        on_device = weight.to(device)
+        seen = capture_uses(model.to(device), {"embed.token"}, iter(windows), device)["embed.token"]
+        codes = Gptq(bits=5).quantize_seen(on_device, Seen(uses=seen))["codes"]
+        estimate = added_nats(model, lambda: iter(windows), {"embed.token": [0.01 * on_device]}, device)
+        results.append((seen, codes, estimate["embed.token"]))
+    for use, other in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(use.rows, other.rows.cpu(), rtol=1e-6, atol=1e-15)
+        torch.testing.assert_close(use.columns, other.columns.cpu(), rtol=1e-6, atol=1e-15)
+    assert float((results[0][1] != results[1][1]).mean()) < 1e-3
+    assert results[0][2] == pytest.approx(results[1][2], rel=1e-3)
+
+
 def test_a_gradient_that_is_not_finite_is_an_error(stream: TokenStream) -> None:
     model = model_of(small_spec("model.blocks.count=1"), fuse=False).model
     windows = list(calibration_windows(stream, Calibrate(sequences=4, batch=4), 32, seed=1))
