@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command("compare")
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUNS...")
-@picture_option("Write the curves of the loss over tokens and over seconds.")
+@picture_option("Write the curves of the loss over tokens and over seconds, beside the recorded evaluations.")
 @click.option(
     "--calibration",
     is_flag=True,
@@ -59,7 +59,8 @@ def command(
     NAME=RUNS makes all these runs one group. Without a name, runs that differ only in the seed are one group.
 
     Each pair of groups has Welch's t, its degrees of freedom and the two-sided p, and the values of the specs that
-    differ. Runs that were scored on different data are refused.
+    differ. Runs that were scored on different data are refused. The results of `specc eval` that the runs record are
+    tables, with one row for each group.
     """
     from specc.runtime.compare.comparison import compare
     from specc.runtime.compare.groups import groups_of
@@ -88,7 +89,7 @@ def command(
     if picture is not None:
         from specc.runtime.compare.picture import comparison_picture
 
-        picture.write_bytes(comparison_picture(groups, calibrations))
+        picture.write_bytes(comparison_picture(groups, calibrations, comparison.evaluations))
         say(f"wrote {picture}")
 
 

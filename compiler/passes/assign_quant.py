@@ -1,6 +1,7 @@
 """Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default. Also checks the
 promotion, allocation and correction, which are carried out after training."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 
@@ -64,7 +65,7 @@ def allocation(
         path: Path = ("quant", "default") if index is None else ("quant", "rules", index)
         if reason := scheme.rejects(param.shape):
             refused.setdefault(path, []).append((param.name, reason))
-        elif scheme.needs_hessian and seen is not None and param.name not in seen:
+        elif scheme.needs_hessian and seen is not None and param.name not in seen | looked:
             blind.setdefault(path, []).append(param.name)
         chosen[param.name] = scheme
     for path, reasons in refused.items():
@@ -111,9 +112,9 @@ def and_more(items: Sized) -> str:
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    """Returns the problem of parameters whose scheme needs inputs of a product although calibration observes none. An
-    example is a table that is only looked up."""
-    needs = f"{chosen[names[0]].label()} needs inputs of its product"
+    """Returns the problem of parameters whose scheme needs products or lookups although calibration observes none. An
+    example is any parameter of a model that does not read text."""
+    needs = f"{chosen[names[0]].label()} needs products or lookups"
     message = f"{names[0]}: {needs}, but calibration observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
     return Problem(path, "S307", message, f"use `scheme: round`, which needs none, e.g. by a rule {rule}")
@@ -233,15 +234,24 @@ def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
     """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model, and
     the tables that it looks up. Both are empty for other models. `programs` are the programs before any pass that
     rewrites graphs."""
+    return frozenset(_calls(programs, Linear, GroupedLinear)), frozenset(_calls(programs, Embedding))
+
+
+def reused(programs: Programs) -> frozenset[str]:
+    """Returns the parameters whose uses in `score` of a text model are not a single product: tables that it looks up,
+    among them tied ones, and weights that a loop of blocks multiplies with more than once. The matrices of experts are
+    not among them: their metric is the sum of X^T X over their calls."""
+    repeated = (name for name, count in _calls(programs, Linear).items() if count > 1)
+    return frozenset(_calls(programs, Embedding)).union(repeated)
+
+
+def _calls(programs: Programs, *kinds: type[Op]) -> Counter[str]:
+    """Returns the number of nodes of `kinds` that read each parameter in `score`; none if the model reads no text."""
     graph = flatten(programs, programs.program("score"))
     if [name for name, _ in graph.inputs] != ["ids", "targets"]:
-        return frozenset(), frozenset()
-
-    def read_by(*kinds: type[Op]) -> frozenset[str]:
-        refs = (ref for node in graph.nodes if isinstance(node.op, kinds) for ref in node.inputs[1:])
-        return frozenset(ref[1:] for ref in refs if ref.startswith("@"))
-
-    return read_by(Linear, GroupedLinear), read_by(Embedding)
+        return Counter()
+    refs = (ref for node in graph.nodes if isinstance(node.op, kinds) for ref in node.inputs[1:])
+    return Counter(ref[1:] for ref in refs if ref.startswith("@"))
 
 
 def storage_name(scheme: Scheme) -> str:

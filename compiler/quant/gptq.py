@@ -6,7 +6,7 @@ from pydantic import Field
 
 from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.entropy import normal_clip
-from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
+from specc.compiler.quant.gptq_solver import Factor, factorize, row_groups, solve, weighted_error
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
 from specc.compiler.quant.scheme import Array, SchemeError, Seen, Solution, check_weight
 from specc.compiler.strict import Positive, PositiveFloat, later
@@ -63,14 +63,15 @@ class Gptq(PerRow):
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """Quantizes with the Hessian [columns, columns], which must be symmetric positive semidefinite.
 
-        The matrices [experts, rows, columns] of experts have one Hessian each, of the rows that the expert multiplies.
+        If the parameter has several uses, each group of `row_groups` is solved with the metric of its rows. The
+        matrices [experts, rows, columns] of experts have one Hessian each, of the rows that the expert multiplies.
         Raises SchemeError as the base class does, and if the Hessian is missing, has another shape, holds NaN or
         infinity, or is indefinite under the largest damping.
         """
-        import torch
-
         shape = tuple(weight.shape)
         check_weight(self, weight)
+        if seen.uses:
+            return self._of_groups(weight, seen)
         if seen.hessian is None:
             raise SchemeError("gptq needs the Hessian of the input, which was not measured")
         if (have := list(seen.hessian.shape)) != (want := [*shape[:-2], shape[-1], shape[-1]]):
@@ -79,12 +80,34 @@ class Gptq(PerRow):
             return self._of_experts(weight, seen)
         factor = factorize(seen.hessian.to(weight.device).double(), self.damping, self.order)
         seen.solved(factor.solution)
+        return self.mended(arrays_of(*self._solved(weight, factor), shape), weight, factor.hessian)
+
+    def _of_groups(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
+        """Quantizes the rows of each group with the metric of the group. A correction has the mean metric."""
+        import torch
+
+        solutions: list[Solution] = []
+        codes = torch.empty(weight.shape, dtype=torch.float64, device=weight.device)
+        scales = torch.empty(weight.shape[0], dtype=torch.float16, device=weight.device)
+        for rows, metric in row_groups(seen.uses):
+            factor = factorize(metric.to(weight.device).double(), self.damping, self.order)
+            solutions.append(factor.solution)
+            rows = rows.to(weight.device)
+            codes[rows], scales[rows] = self._solved(weight[rows], factor)
+        damping = max(solution.damping for solution in solutions)
+        seen.solved(Solution(self.damping, damping, max(solution.dead for solution in solutions)))
+        mean = torch.stack([use.rows.mean() * use.columns for use in seen.uses]).sum(0)
+        return self.mended(arrays_of(codes, scales, tuple(weight.shape)), weight, mean)
+
+    def _solved(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
+        """Returns the codes [rows, columns], float64, and the scales [rows], float16, in chunks of rows."""
+        import torch
+
         candidates = len(self.clip_stds or self.clip_quantiles)
-        step = max(1, CHUNK_VALUES // (shape[1] * (candidates + 1)))
-        starts = range(0, shape[0], step)
+        step = max(1, CHUNK_VALUES // (weight.shape[1] * (candidates + 1)))
+        starts = range(0, weight.shape[0], step)
         parts = [self._rows(weight[start : start + step].detach().double(), factor) for start in starts]
-        arrays = arrays_of(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), shape)
-        return self.mended(arrays, weight, factor.hessian)
+        return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
     def _of_experts(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """Quantizes each of the matrices [experts, rows, columns]. An expert without rows is rounded to nearest."""

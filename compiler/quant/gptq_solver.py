@@ -5,12 +5,15 @@ Let H^-1 = U^T U with U upper triangular. Columns are rounded from left to right
 of H with reversed columns yields H = R R^T with R upper triangular, and U = R^-1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from specc.compiler.ir.types import Tensor
-from specc.compiler.quant.scheme import SchemeError, Solution
+from specc.compiler.quant.scheme import SchemeError, Solution, Use
 
+TINY = 1e-300
+SMALLEST_SHARE = 10  # a use with less than 2^-10 of the weight of another counts as 2^-10
 LARGEST_DAMPING = 10.0  # in mean diagonals; with more damping the solution is practically rounding to nearest
 
 
@@ -29,6 +32,30 @@ class Factor:
     upper: Tensor
     order: Tensor
     solution: Solution
+
+
+def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
+    """Divides the rows of a parameter into groups whose metrics nearly agree up to a factor.
+
+    The metric of row i is sum_u rows_ui columns_u over the uses u. GPTQ factorizes one metric per group: the weights of
+    the uses in it, relative to the largest of the row, are rounded to powers of 2, of at least 2^-10. Two uses have at
+    most 21 groups.
+
+    Args:
+        uses: at least one use.
+
+    Returns:
+        The indices i64 [rows] of the rows of each group, and its metric [n, n], float64.
+    """
+    import torch
+
+    columns = [use.columns.double() / use.columns.diagonal().mean().clamp(min=TINY) for use in uses]
+    weights = torch.stack([use.rows.double() * use.columns.diagonal().mean() for use in uses])
+    shares = weights / weights.amax(0).clamp(min=TINY)
+    steps = shares.log2().clamp(min=-SMALLEST_SHARE).round()
+    kinds, group = torch.unique(steps, dim=1, return_inverse=True)
+    metrics = torch.einsum("ug,ukl->gkl", kinds.exp2(), torch.stack(columns))
+    return [((group == number).nonzero()[:, 0], metric) for number, metric in enumerate(metrics)]
 
 
 def factorize(hessian: Tensor, damping: float, order: Literal["descending", "natural"]) -> Factor:

@@ -13,8 +13,11 @@ from typing import Annotated, ClassVar, Self, TypeGuard
 from pydantic import Field, ValidationError
 
 from specc.compiler.ir.types import Tensor
-from specc.compiler.quant import low_rank
 from specc.compiler.quant.entropy import normal_bits, normal_clip
+from specc.compiler.quant.low_rank import bits as correction_bits
+from specc.compiler.quant.low_rank import correction
+from specc.compiler.quant.low_rank import product as correction_product
+from specc.compiler.quant.low_rank import stored as correction_arrays
 from specc.compiler.quant.scheme import Array, Scheme, SchemeError, Stored, check_arrays, check_codes
 from specc.compiler.strict import later
 
@@ -56,7 +59,7 @@ class PerRow(Scheme):
         codes = (Stored("codes", "i8", shape), Stored("scale", "f16", shape[:-1]))
         if not self.correction_rank:
             return codes
-        return (*codes, *low_rank.stored(shape[0], math.prod(shape[1:]), self.correction_rank))
+        return (*codes, *correction_arrays(shape[0], math.prod(shape[1:]), self.correction_rank))
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:
@@ -77,7 +80,7 @@ class PerRow(Scheme):
         plain = dequantized(codes, scale)
         if not self.correction_rank:
             return plain
-        return (plain.double() + low_rank.product(arrays).reshape(shape)).float()
+        return (plain.double() + correction_product(arrays).reshape(shape)).float()
 
     def mended(self, arrays: dict[str, Array], weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
         """Adds the arrays of the low-rank correction to the codes and scales of `weight`, if the scheme has a
@@ -88,7 +91,7 @@ class PerRow(Scheme):
             return arrays
         plain = dequantized(torch.from_numpy(arrays["codes"]), torch.from_numpy(arrays["scale"]))
         error = weight.detach().double() - plain.to(weight.device).double()
-        return arrays | low_rank.correction(error.flatten(1), self.correction_rank, hessian)
+        return arrays | correction(error.flatten(1), self.correction_rank, hessian)
 
     def with_correction(self, rank: int) -> Self:
         """Returns this scheme with a correction of rank `rank`."""
@@ -102,7 +105,7 @@ class PerRow(Scheme):
         """
         bits = normal_bits(self.normal_clip(shape[-1]), self.top)
         codes = math.ceil(math.prod(shape) * bits / 8) + 2 * math.prod(shape[:-1])
-        return codes + math.ceil(low_rank.bits(shape[0], math.prod(shape[1:]), self.correction_rank) / 8)
+        return codes + math.ceil(correction_bits(shape[0], math.prod(shape[1:]), self.correction_rank) / 8)
 
     def with_bits(self, bits: int) -> Self:
         try:

@@ -97,6 +97,21 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
+class Use:
+    """A use of a parameter [N, K] that raises the loss by 1/2 sum_i rows_i d_i columns d_i^T for an error d.
+
+    A parameter with several uses, such as a tied embedding table, has the sum of their effects.
+
+    Attributes:
+        rows: the weight of each row, f64 [N], at least 0.
+        columns: symmetric positive semidefinite, f64 [K, K].
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """Calibration data of the product that a parameter is the weight or bias of.
 
@@ -105,12 +120,14 @@ class Seen:
         input_scale: the scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
         weight: for a bias, the stored arrays of the weight of the same product.
         solved: called with a `Solution` if the Hessian is used.
+        uses: the uses of a parameter, if `hessian` does not describe all of them. They replace it.
     """
 
     hessian: Tensor | None = None
     input_scale: Tensor | None = None
     weight: Mapping[str, Array] | None = None
     solved: Callable[[Solution], None] = lambda solution: None
+    uses: Sequence[Use] = ()
 
 
 class Scheme(StrictModel):

@@ -1,4 +1,4 @@
-"""Captures calibration statistics of a model: GPTQ Hessians of linear inputs, and gradients of linears and lookups.
+"""Captures calibration statistics of a model: its products and lookups, and the GPTQ Hessians of linear inputs.
 
 The unfused model is traced by torch.fx. Its `score` program becomes a flat list of calls that names each parameter. An
 interpreter of that list observes every `F.linear` and grouped product of experts with its input and output, and every
@@ -6,9 +6,8 @@ interpreter of that list observes every `F.linear` and grouped product of expert
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
 from types import FunctionType
 from typing import Any
 
@@ -19,11 +18,9 @@ from torch.nn import functional as F
 
 from specc.compiler.ops.experts.dispatch import GROUPED_LINEAR
 from specc.compiler.spec.spec import Calibrate
-from specc.runtime.calibration.gradients import Gradients, Lookups
-from specc.runtime.calibration.hessian import Hessians, rows_of_experts
+from specc.runtime.calibration.hessian import Hessians
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.stream import TokenStream
-from specc.runtime.errors import QuantizeError
 
 Observe = Callable[[str, Tensor, Tensor | None], None]
 Looked = Callable[[str, Tensor, Tensor], None]
@@ -79,20 +76,8 @@ class Capture(fx.Interpreter):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the weights of linears, in the order of their first use."""
-        return tuple(dict.fromkeys(product.weight for product in self._products))
-
-    @property
-    def repeated(self) -> frozenset[str]:
-        """The names of the weights that the program uses for the same tokens more than once, in a loop of blocks.
-
-        Experts are not among them: in each run of a block they have other tokens.
-        """
-        names = [product.weight for product in self._products if product.ends is None]
-        return frozenset(name for name in names if names.count(name) > 1)
-
-    @property
-    def _products(self) -> Iterator[Product]:
-        return (product for node in self.graph.nodes if (product := _product(node)) is not None)
+        products = (product for node in self.graph.nodes if (product := _product(node)) is not None)
+        return tuple(dict.fromkeys(product.weight for product in products))
 
     def run_node(self, n: fx.Node) -> Any:
         product = _product(n)
@@ -198,99 +183,3 @@ def capture_hessians(
             if progress is not None:
                 progress(done)
     return hessians.a_token(tokens)
-
-
-def capture_gradients(
-    model: nn.Module,
-    windows: Iterator[tuple[Tensor, Tensor]],
-    device: torch.device,
-    progress: Callable[[int], None] | None = None,
-) -> Mapping[str, Gradients]:
-    """Returns second moments of the gradients of the loss l, the sum of nats over all targets, by parameter.
-
-    For the weight of a linear with outputs y, `products` is the mean of (dl/dy_i)^2 over all rows of all calls, or of
-    each expert over the rows of that expert. A weight that a loop of blocks reuses has several calls per token. The
-    Hessian accounts for the number of calls, because `capture_hessians` sums over calls. Except for experts, this
-    function accounts for the correlation of the calls by the factor
-    sum_n |sum_c g_cn x_cn^T|^2 / sum_n sum_c |g_cn x_cn^T|^2 over tokens n and calls c with inputs x and gradients g
-    (Frobenius norms). For a table that is looked up, `lookups` is the result of `Lookups`. A tied table has both.
-
-    Args:
-        model: the model, generated without fusions, on `device`.
-        windows: batches of (ids, targets), i64 [rows, window].
-        device: the device of the model and of the result.
-        progress: called with the number of processed rows after each batch.
-
-    Returns:
-        The second moments by parameter name, f64 on `device`.
-
-    Raises:
-        QuantizeError: a gradient contains NaN or infinity.
-    """
-    sums: dict[str, Tensor] = {}
-    rows: dict[str, Tensor] = {}
-    together: dict[str, tuple[float, float]] = {}
-    inputs: list[tuple[str, Tensor]] = []
-    outputs: list[tuple[str, Tensor, Tensor | None]] = []
-    looked: list[tuple[str, Tensor, Tensor]] = []
-    lookups = Lookups()
-    capture = Capture(
-        model,
-        lambda name, value, ends: inputs.append((name, value.detach() if name in repeated else value[:0])),
-        lambda name, value, ends: outputs.append((name, value, ends)),
-        lambda name, ids, value: looked.append((name, ids, value)),
-    )
-    repeated = capture.repeated
-    done = tokens = 0
-    for ids, targets in windows:
-        for seen in (inputs, outputs, looked):
-            seen.clear()
-        with torch.enable_grad():
-            nats = capture.run(ids.to(device), targets.to(device))
-        values = [*(value for _, value, _ in outputs), *(value for *_, value in looked)]
-        both = torch.autograd.grad(nats.sum(), values)
-        gradients, of_rows = both[: len(outputs)], both[len(outputs) :]
-        for (name, _, ends), gradient in zip(outputs, gradients, strict=True):
-            squares = gradient.detach().flatten(0, -2).double().square()
-            parts = [squares] if ends is None else rows_of_experts(squares, ends)
-            sum_of_rows = torch.stack([part.sum(0) for part in parts])
-            counts = squares.new_tensor([[len(part)] for part in parts])
-            for totals, value in ((sums, sum_of_rows), (rows, counts)):
-                value = value[0] if ends is None else value
-                totals[name] = totals[name] + value if name in totals else value
-        for (name, places, _), gradient in zip(looked, of_rows, strict=True):
-            lookups.add(name, len(model.get_parameter(name)), places, gradient)
-        for name in repeated:
-            calls = [(x, g) for (other, x), g in zip(inputs, gradients, strict=True) if other == name]
-            before, more = together.get(name, (0.0, 0.0)), _whole_and_alone(calls)
-            together[name] = (before[0] + more[0], before[1] + more[1])
-        done += ids.shape[0]
-        tokens += ids.numel()
-        if progress is not None:
-            progress(done)
-    for name, total in sums.items():
-        if not bool(total.isfinite().all()):
-            raise QuantizeError(f"{name}: the gradient of its output holds NaN or infinity", "calibrate otherwise")
-    factors = {name: whole / alone for name, (whole, alone) in together.items() if alone}
-    products = {name: total / rows[name].clamp(min=1) * factors.get(name, 1.0) for name, total in sums.items()}
-    entries = {name: entry.to(device) for name, entry in lookups.a_token(tokens).items()}
-    return {name: Gradients(products.get(name), entries.get(name)) for name in (products | entries)}
-
-
-def _whole_and_alone(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Returns two sums over tokens: of |sum_c g_c x_c^T|^2, and of sum_c |g_c x_c^T|^2.
-
-    `calls` holds (x, g) for each call c, with x [..., input features] and g [..., output features]. Each norm is
-    computed from inner products, without the outer product.
-    """
-    whole = alone = 0.0
-    assert len({x.shape[:-1] for x, _ in calls}) == 1, "calls of one weight are of the same tokens"
-    for (i, (x, g)), (j, (other, beside)) in combinations_with_replacement(enumerate(calls), 2):
-        product = float((_inner(x, other) * _inner(g, beside)).sum())
-        whole += product if i == j else 2 * product
-        alone += product if i == j else 0.0
-    return whole, alone
-
-
-def _inner(a: Tensor, b: Tensor) -> Tensor:
-    return (a.detach().float() * b.detach().float()).sum(-1, dtype=torch.float64)

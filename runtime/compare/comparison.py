@@ -3,10 +3,11 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from specc.runtime.compare.evaluations import EvaluationResult, evaluations_of
 from specc.runtime.compare.groups import CompareError, Group, Member
 from specc.runtime.compare.statistics import Summary, Welch, welch
 from specc.runtime.metrics.names import BITS, NATS, Metric, metric_of
@@ -73,7 +74,8 @@ class Comparison:
     metric: Metric
     groups: tuple[GroupResult, ...]
     pairs: tuple[PairResult, ...]
-    notes: tuple[str, ...] = field(default=())
+    evaluations: tuple[EvaluationResult, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
         """Returns the comparison as JSON data."""
@@ -81,6 +83,7 @@ class Comparison:
             "metric": asdict(self.metric),
             "groups": [asdict(group) for group in self.groups],
             "pairs": [asdict(pair) for pair in self.pairs],
+            "evaluations": [asdict(evaluation) for evaluation in self.evaluations],
             "threshold": {"nats": THRESHOLD, "p": LEVEL},
             "notes": list(self.notes),
         }
@@ -115,7 +118,8 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
     pairs = tuple(_pair((groups[a], results[a]), (groups[b], results[b])) for a, b in numbers)
     if len(pairs) > 1:
         notes.append(f"{len(pairs)} pairs were tested, and p is not corrected for their number")
-    return Comparison(metric, results, pairs, tuple(notes)), groups
+    evaluations = evaluations_of(groups, notes)
+    return Comparison(metric, results, pairs, evaluations, tuple(notes)), groups
 
 
 def _complete(group: Group, notes: list[str]) -> Group:

@@ -1,10 +1,11 @@
-"""The picture of a comparison: training and validation loss over tokens and over seconds, and calibration."""
+"""The picture of a comparison: loss over tokens and over seconds, recorded evaluations, and calibration."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specc.runtime.compare.evaluations import EvaluationResult
 from specc.runtime.compare.groups import Group
 from specc.runtime.pictures import Style, new_figure, png, require_matplotlib, style_of
 
@@ -13,26 +14,32 @@ if TYPE_CHECKING:
 
     from specc.runtime.compare.calibration import Calibration
 
+EVALUATIONS = 6  # the number of recorded evaluations that are drawn
 POINTS = 100  # of a training curve: each is the mean of so many steps that about this many remain
 SKIPPED = 0.02  # the share of the first steps that may leave the picture: their loss would hide the differences
 
 
-def comparison_picture(groups: Sequence[Group], calibrations: Mapping[str, Sequence["Calibration"]]) -> bytes:
+def comparison_picture(
+    groups: Sequence[Group],
+    calibrations: Mapping[str, Sequence["Calibration"]],
+    evaluations: Sequence[EvaluationResult] = (),
+) -> bytes:
     """Draws the curves of groups of runs.
 
     Args:
         groups: the groups, without incomplete runs.
         calibrations: group -> the calibration of each run; empty to leave that part out.
+        evaluations: the recorded evaluations of the groups. The first `EVALUATIONS` are drawn.
 
     Returns:
-        A PNG with a plot of the loss over tokens, one over seconds, and a reliability diagram if there are
-        calibrations.
+        A PNG with a plot of the loss over tokens, one over seconds, the recorded evaluations if there are
+        any, and a reliability diagram if there are calibrations.
 
     Raises:
         EnvironmentFailure: if matplotlib is missing.
     """
     require_matplotlib("the picture of a comparison")
-    count = 3 if calibrations else 2
+    count = 2 + bool(evaluations) + bool(calibrations)
     figure = new_figure(5.5 * count, 5.2)
     plots = figure.subplots(1, count)
     most = max(step.tokens for group in groups for member in group.members for step in member.history.steps)
@@ -53,8 +60,10 @@ def comparison_picture(groups: Sequence[Group], calibrations: Mapping[str, Seque
         axes.set_ylim(*_limits(groups))
     plots[0].set_title("loss over tokens", fontsize=11, loc="left")
     plots[1].set_title("loss over time", fontsize=11, loc="left")
+    if evaluations:
+        _evaluations(plots[2], [group.name for group in groups], evaluations[:EVALUATIONS])
     if calibrations:
-        _reliability(plots[2], calibrations)
+        _reliability(plots[-1], calibrations)
     figure.legend(*plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return png(figure)
 
@@ -115,6 +124,27 @@ def _limits(groups: Sequence[Group]) -> tuple[float, float]:
     low, high = min(losses), max(losses)
     margin = 0.04 * (high - low) or 0.1
     return low - margin, high + margin
+
+
+def _evaluations(place: "Axes", groups: Sequence[str], evaluations: Sequence[EvaluationResult]) -> None:
+    """Draws the first measure of each evaluation in axes of its own, which replace `place`: a row per group."""
+    whole, figure = place.get_subplotspec(), place.figure
+    assert whole is not None
+    rows = whole.subgridspec(len(evaluations), 1)
+    place.remove()
+    for number, evaluation in enumerate(evaluations):
+        axes = figure.add_subplot(rows[number, 0])
+        measure = evaluation.measures[0]
+        for index, group in enumerate(groups):
+            if (result := evaluation.groups.get(group, {}).get(measure)) is not None:
+                style = style_of(index)
+                mean, spread = result.summary.mean, result.spread
+                axes.errorbar([mean], [index], xerr=spread, color=style.color, marker=style.marker, capsize=3)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_yticks(range(len(groups)), groups)
+        axes.set_xlabel(measure, fontsize=9)
+        axes.set_title(evaluation.title, fontsize=9, loc="left")
+        axes.grid(color="#e5e7eb")
 
 
 def _reliability(axes: "Axes", calibrations: Mapping[str, Sequence["Calibration"]]) -> None:

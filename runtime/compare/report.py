@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from specc.runtime.compare.comparison import LEVEL, SHOWN, THRESHOLD, Comparison, PairResult
+from specc.runtime.compare.evaluations import evaluation_lines
 from specc.runtime.metrics.names import Metric
 from specc.runtime.tables import aligned
 
 
 def report(comparison: Comparison) -> list[str]:
-    """Returns the lines of a comparison: a table of the groups, then the pairs, then notes."""
+    """Returns the lines of a comparison: tables of groups, pairs and recorded evaluations, and notes."""
     metric = comparison.metric
     rows = [["group", "n", f"mean {metric.label}", "std", "nats/token", "seconds", "tokens/s", "seeds"]]
     for group in comparison.groups:
@@ -33,6 +34,7 @@ def report(comparison: Comparison) -> list[str]:
         lines += ["", *_pair(pair, metric)]
     if comparison.pairs and any(pair.nats is not None for pair in comparison.pairs):
         lines += ["", _meaning()]
+    lines += evaluation_lines(comparison.evaluations)
     if comparison.notes:
         lines += ["", *(f"note: {note}" for note in comparison.notes)]
     return lines

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from specc.compiler.ir.graph import Node
+from specc.compiler.passes.assign_quant import reused
 from specc.compiler.pipeline import lower
 from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Programs, flatten
 from specc.compiler.spec.spec import Calibrate
-from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
+from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.eval.text import evaluate_text
@@ -29,7 +30,8 @@ from specc.runtime.log import Say
 from specc.runtime.metrics.expert_load import expert_loads
 from specc.runtime.open_model import OpenedModel, as_trained, data_of, opened_run, realize
 from specc.runtime.quantize.assignment import base_schemes
-from specc.runtime.quantize.quantizer import Quantizer, Statistics
+from specc.runtime.quantize.quantizer import Quantizer
+from specc.runtime.quantize.weights import statistics_of
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.sources.source import source_of
 
@@ -282,13 +284,10 @@ class _Work:
         data, cache = data_of(self.run, self.options)
         train = self._stream("train", data, cache)
         windows = partial(calibration_windows, train, calibrate, spec.model.window, spec.train.seed)
-
-        def counted(stage: str) -> Callable[[int], None]:
-            return lambda done: self.progress(stage, done, calibrate.sequences)
-
-        hessians = capture_hessians(unfused, windows(), opened.device, counted("calibrate"))
-        gradients = capture_gradients(unfused, windows(), opened.device, counted("gradients"))
-        quantizer = Quantizer(self.on_device, Statistics(hessians, gradients))
+        solved = reused(self.programs) & {name for name, scheme in pairs if scheme.needs_hessian}
+        sequences = calibrate.sequences
+        statistics = statistics_of(unfused, windows, opened.device, solved, self.progress, sequences, rises=True)
+        quantizer = Quantizer(self.on_device, statistics)
         settings = EvaluateOptions(data, max_tokens=self.options.max_tokens, cache=cache, compiled=False)
         measure = partial(evaluate_text, opened, settings)
         rows: list[Sensitivity] = []

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
-from specc.compiler.quant.scheme import Scheme, SchemeError, variants
+from specc.compiler.quant.scheme import Scheme, variants
 from specc.runtime.errors import QuantizeError
 from specc.runtime.metrics.bits_per_byte import BitsPerByte
 from specc.runtime.quantize.quantizer import Quantizer
@@ -27,8 +27,7 @@ class Sensitivity:
         bits: bits per value.
         mse: the mean squared error of the quantized values.
         rise: the measured rise of bits per byte, against the same text with no matrix quantized.
-        estimate: the rise by the second-order estimate that bit allocation uses (`added_nats`), in bits per byte; None
-            without gradients of the parameter.
+        estimate: the rise by the second-order estimate that bit allocation uses (`added_nats`), in bits per byte.
     """
 
     name: str
@@ -36,12 +35,12 @@ class Sensitivity:
     bits: float
     mse: float
     rise: float
-    estimate: float | None
+    estimate: float
 
     @property
     def ratio(self) -> float | None:
         """The estimate divided by the measured rise; None if the loss did not rise."""
-        return self.estimate / self.rise if self.estimate is not None and self.rise > 0 else None
+        return self.estimate / self.rise if self.rise > 0 else None
 
 
 def schemes_at(
@@ -91,13 +90,16 @@ def sensitivities(
     parameters = dict(model.named_parameters())
     before = measure()
     per_byte = before.tokens / _size(before) / math.log(2)  # nats per token -> bits per byte
+    options: dict[str, list[Scheme]] = {}
     for name, scheme in pairs:
         try:
-            error = quantizer.error(name, scheme)
-            estimate = quantizer.cost(name, scheme)
-        except (QuantizeError, SchemeError) as problem:
-            refused[name] = f"not quantized: {getattr(problem, 'message', problem)}"
-            continue
+            quantizer.model({name: scheme})
+            options.setdefault(name, []).append(scheme)
+        except QuantizeError as problem:
+            refused[name] = f"not quantized: {problem.message}"
+    estimates = {name: dict(zip(options[name], rises, strict=True)) for name, rises in quantizer.rises(options).items()}
+    for name, scheme in ((name, scheme) for name, scheme in pairs if scheme in estimates.get(name, ())):
+        error = quantizer.error(name, scheme)
         parameter = parameters[name]
         trained = parameter.detach().clone()
         with torch.no_grad():
@@ -112,7 +114,7 @@ def sensitivities(
             bits=scheme.bits_per_value(),
             mse=float(error.double().square().mean()),
             rise=(after.nats - before.nats) / math.log(2) / _size(before),
-            estimate=None if estimate is None else estimate * per_byte,
+            estimate=estimates[name][scheme] * per_byte,
         )
 
 

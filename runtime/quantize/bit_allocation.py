@@ -1,11 +1,11 @@
 """Bit allocation under a byte budget: chooses the bits of each parameter such that the loss increases least.
 
-Each choice of bits for a parameter has a size in bytes, measured by quantizing it, and a cost in nats per token, by the
-second-order estimate of `added_nats`. The choice over all parameters is a multiple-choice knapsack problem, solved by
-dynamic programming over bytes.
+Each choice of bits for a parameter has a size in bytes, measured by quantizing it, and a cost in nats per token,
+estimated by runtime/calibration/added_nats.py. The choice over all parameters is a multiple-choice knapsack problem,
+solved by dynamic programming over bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from specc.compiler.pattern import matches
 from specc.compiler.quant.scheme import Scheme, variants
 from specc.compiler.spec.spec import Allocate
-from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.promotion import Allocation, Measure, too_large
 
@@ -23,33 +22,7 @@ ROUNDS = 8  # the maximum number of exact measurements, each of which compresses
 ENOUGH = 0.0005  # the search ends when less than this share of the budget is unused
 
 Option = tuple[int, float]  # bytes, cost
-
-
-def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> float:
-    """Returns the second-order increase of the loss, in nats per token, by an error `delta` [rows, columns].
-
-    An error of the matrices of experts is [experts, rows, columns], with a Hessian and gradients of each.
-
-    The increase is the sum over the products that read the parameter and the lookups in it. A tied embedding table has
-    both.
-
-    Products add 1/2 sum_i g_i dw_i H dw_i^T, with H = `hessian` [columns, columns] = E[x x^T] of the inputs, summed
-    over the calls per token, and g = `gradients.products`. This is the Fisher information under the assumptions that
-    inputs and gradients are independent and that outputs are uncorrelated (Martens and Grosse 2015, "K-FAC", with a
-    diagonal output factor). For a weight with several calls per token, g includes their correlation. Lookups add the
-    diagonal of the Fisher information, 1/2 sum_vj f_vj dw_vj^2 with f = `gradients.lookups`.
-
-    Raises ValueError if `gradients.products` is set and `hessian` is None.
-    """
-    exact, total = delta.double(), 0.0
-    if gradients.products is not None:
-        if hessian is None:
-            raise ValueError("gradients of products need a Hessian, which is None")
-        curved = ((exact @ hessian.double()) * exact).sum(-1).clamp_(min=0.0)
-        total += 0.5 * float((curved * gradients.products.double()).sum())
-    if gradients.lookups is not None:
-        total += 0.5 * float((exact.square() * gradients.lookups.double()).sum())
-    return total
+Costs = Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]]
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
@@ -93,7 +66,7 @@ def allocate_bits(
     allocate: Allocate,
     budget: int,
     base: Allocation,
-    cost: Callable[[str, Scheme], float | None],
+    costs: Costs,
     estimate: Callable[[str, Scheme], int],
     exact: Measure,
     say: Callable[[str], None],
@@ -101,14 +74,14 @@ def allocate_bits(
 ) -> dict[str, Scheme]:
     """Returns `base` with bits from `allocate.bits`, chosen such that the loss increases least within `budget` bytes.
 
-    Bits are chosen for each parameter that matches `allocate.match`, has a scheme with several variants, and has a
-    known `cost`. The schemes of other parameters are unchanged.
+    Bits are chosen for each parameter that matches `allocate.match` and has a scheme with several variants. The schemes
+    of other parameters are unchanged.
 
     Args:
         allocate: the bits and clips to choose from, and the pattern of parameter names.
         budget: the size limit of the artifact in bytes, with `reserved` already subtracted.
         base: the scheme of each parameter before allocation.
-        cost: returns the increase of the loss by a parameter at a scheme, in nats per token; None if it is unknown.
+        costs: returns the rise of the loss by each parameter at each of its schemes, in nats per token.
         estimate: returns the estimated bytes of a parameter at a scheme.
         exact: returns the bytes of the whole artifact. This size decides whether an allocation fits, and corrects the
             sum of the estimates.
@@ -121,13 +94,15 @@ def allocate_bits(
     Raises:
         QuantizeError: the smallest allocation exceeds the budget, or no parameter has a choice of bits.
     """
-    choices = {name: options for name in base if len(options := _widths(name, base[name], allocate, cost)) > 1}
-    if not choices:
+    able = {name: _variants(name, scheme, allocate) for name, scheme in base.items()}
+    able = {name: schemes for name, schemes in able.items() if len(schemes) > 1}
+    if not able:
         message = f"allocate: no parameter of {allocate.match!r} supports several of the bits {list(allocate.bits)}"
         raise QuantizeError(
             message, "widen quant.allocate.match, or give the parameters a scheme with a number of bits"
         )
-    names = list(choices)
+    rises, names = costs(able), list(able)
+    choices = {name: tuple(zip(able[name], rises[name], strict=True)) for name in names}
     sized = [[(estimate(name, scheme), nats) for scheme, nats in choices[name]] for name in names]
 
     def schemes(picks: tuple[int, ...]) -> dict[str, Scheme]:
@@ -166,15 +141,9 @@ def allocate_bits(
     return schemes(min(fitting, key=lambda picks: (nats(picks), tried[picks])))
 
 
-def _widths(
-    name: str, scheme: Scheme, allocate: Allocate, cost: Callable[[str, Scheme], float | None]
-) -> list[tuple[Scheme, float]]:
-    """Returns the (scheme, cost) variants of a parameter; empty if no pattern matches the parameter or no cost is
-    known."""
-    if not matches(allocate.match, name):
-        return []
-    costs = ((other, cost(name, other)) for other in variants(scheme, allocate.bits, allocate.clip_stds))
-    return [(other, nats) for other, nats in costs if nats is not None]
+def _variants(name: str, scheme: Scheme, allocate: Allocate) -> tuple[Scheme, ...]:
+    """Returns the variants of the scheme of a parameter; empty if `allocate.match` does not match the parameter."""
+    return variants(scheme, allocate.bits, allocate.clip_stds) if matches(allocate.match, name) else ()
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
 """Chooses the bits of each parameter by the spec's `quant`: promotion or allocation, with low-rank corrections."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from specc.compiler.pattern import matches
+from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.rows import correctable, largest_rank
+from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import Correct, QuantSpec
 from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.calibration.hessian import traces
@@ -81,11 +83,16 @@ def _widths(
     if quant.allocate is None or quant.budget_bytes is None:
         hessians = traces(quantizer.statistics.hessians)
         return promote(quant, base, hessians, quantizer.estimate, exact, say, reserved)
+
+    def costs(options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
+        others = {name: (scheme,) for name, scheme in base.items() if not isinstance(scheme, Unquantized)}
+        return quantizer.rises({**others, **options})  # the report states the rises of all quantized parameters
+
     return allocate_bits(
         quant.allocate,
         quant.budget_bytes,
         base,
-        quantizer.cost,
+        costs,
         lambda name, scheme: quantizer.estimate({name: scheme}),
         exact,
         say,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specc.compiler.int8.editor import Source
 from specc.compiler.int8.products import integer_products
+from specc.compiler.passes.assign_quant import reused
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import Calibrate, QuantSpec, Spec
 from specc.runtime.artifact.artifact import ArtifactSize, measured_bytes
@@ -125,8 +126,10 @@ class _Quantization:
 
     @property
     def model(self) -> TrainedModel:
-        spec = self.run.spec
-        return TrainedModel(self.opened, self.weights, spec.train.seed, spec.model.window, self._unfused, self._windows)
+        spec, train = self.run.spec, self.run.spec.train
+        several = reused(lower(spec, self.opened.loaded.target.name))
+        window = spec.model.window
+        return TrainedModel(self.opened, self.weights, train.seed, window, several, self._unfused, self._windows)
 
     def _unfused(self) -> nn.Module:
         target = self.opened.loaded.target.name
@@ -186,8 +189,8 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         path: the run directory.
         options: the options of the quantization.
         say: called with a line of text per stage.
-        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`
-            and `evaluate`.
+        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
+            `quantize` and `evaluate`.
 
     Returns:
         The path and size of the artifact, the resolved spec and the report rows.

@@ -7,11 +7,10 @@ from functools import partial
 from torch import Tensor
 
 from specc.compiler.int8.editor import Source
-from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
+from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution, Use
 from specc.runtime.artifact.quantized_model import QuantizedModel, entropy_bytes, quantize_tensors
-from specc.runtime.calibration.gradients import Gradients
-from specc.runtime.quantize.bit_allocation import added_nats
 
+Estimate = Callable[[Mapping[str, Sequence[Tensor]]], Mapping[str, Sequence[float]]]
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
@@ -21,11 +20,14 @@ class Statistics:
 
     Attributes:
         hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
-        gradients: second moments of the gradients of the loss.
+        uses: the uses of the parameters that have others than a single product.
+        rises: returns the estimated rises of the loss, in nats per token, by errors of parameters; None if the
+            quantization does not need them.
     """
 
     hessians: Mapping[str, Tensor] = field(default_factory=dict)
-    gradients: Mapping[str, Gradients] = field(default_factory=dict)
+    uses: Mapping[str, Sequence[Use]] = field(default_factory=dict)
+    rises: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Quantizer:
         self.solutions: dict[tuple[str, Scheme], Solution] = {}
         self._stored: dict[tuple[str, Scheme], QuantizedModel] = {}
         self._sizes: dict[tuple[str, Scheme], int] = {}
+        self._rises: dict[tuple[str, Scheme], float] = {}
 
     def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
         """Returns every parameter quantized by its scheme.
@@ -98,7 +101,8 @@ class Quantizer:
             if scheme.integer and name in ranges and self._trained_scale(name, scheme) is None:
                 hessian = ranges[name].products
             solved = partial(self.solutions.__setitem__, (name, scheme))
-            seen = Seen(hessian, self._input_scale(name, scheme), beside, solved)
+            uses = self.statistics.uses.get(name, ()) if scheme.needs_hessian else ()
+            seen = Seen(hessian, self._input_scale(name, scheme), beside, solved, uses)
             stored = quantize_tensors({name: self.weights[name]}, {name: scheme}, hessians, seen={name: seen})
             self._stored[name, scheme] = stored
             self._sizes[name, scheme] = entropy_bytes(stored)
@@ -138,12 +142,26 @@ class Quantizer:
         weight = self.weights[name]
         return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
 
-    def cost(self, name: str, scheme: Scheme) -> float | None:
-        """Returns the estimated increase of the loss by that error, in nats per token; None without gradients."""
-        gradients = self.statistics.gradients.get(name)
-        if gradients is None:
-            return None
-        return added_nats(self.error(name, scheme), self.statistics.hessians.get(name), gradients)
+    def rises(self, options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
+        """Returns the estimated rise of the loss by each parameter at each of its schemes, in nats per token.
+
+        All of them are estimated in one pass over the calibration text.
+
+        Raises:
+            QuantizeError: a scheme refuses its parameter, or a gradient is not finite.
+            ValueError: the statistics have no estimate of rises.
+        """
+        if self.statistics.rises is None:
+            raise ValueError("the calibration measured no gradients")
+        errors = {name: [self.error(name, scheme) for scheme in schemes] for name, schemes in options.items()}
+        rises = self.statistics.rises(errors) if errors else {}
+        for name, schemes in options.items():
+            self._rises |= {(name, scheme): rise for scheme, rise in zip(schemes, rises[name], strict=True)}
+        return rises
+
+    def rise(self, name: str, scheme: Scheme) -> float | None:
+        """Returns the rise of the loss that `rises` has estimated; None without an estimate."""
+        return self._rises.get((name, scheme))
 
     def estimate(self, schemes: Mapping[str, Scheme]) -> int:
         """Returns the estimated compressed size of the arrays in bytes."""

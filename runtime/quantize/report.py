@@ -11,7 +11,6 @@ from specc.compiler.int8.editor import Source
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.quant.scheme import Range, Scheme, Solution
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
-from specc.runtime.quantize.bit_allocation import added_nats
 from specc.runtime.quantize.quantizer import Quantizer
 
 COLUMNS = 100  # the maximum number of columns of a text table
@@ -32,7 +31,7 @@ class Row:
         bytes: the stored bytes before compression.
         compressed: the estimated bytes after compression.
         added_nats: the estimated increase of the loss by the error, in nats per token, as used by bit allocation; None
-            without gradients.
+            if it was not estimated.
         solution: the damping that the solver used, and the number of dead columns; None without a Hessian.
     """
 
@@ -143,7 +142,7 @@ def input_table(rows: Sequence[InputRow]) -> str:
 
 def report(quantizer: Quantizer, schemes: Mapping[str, Scheme]) -> tuple[Row, ...]:
     """Returns one row per parameter, in the order of `schemes`, with errors relative to the trained parameters."""
-    hessians, gradients = quantizer.statistics.hessians, quantizer.statistics.gradients
+    hessians = quantizer.statistics.hessians
     rows: list[Row] = []
     for name, scheme in schemes.items():
         weight = quantizer.weights[name].detach().cpu().double()
@@ -159,7 +158,7 @@ def report(quantizer: Quantizer, schemes: Mapping[str, Scheme]) -> tuple[Row, ..
                 None if hessian is None else _output_error(delta, weight, hessian),
                 sum(array.bytes for array in scheme.stored(stored.shapes[name])),
                 quantizer.estimate({name: scheme}),
-                added_nats(delta, hessian, gradients[name].cpu()) if name in gradients else None,
+                quantizer.rise(name, scheme),
                 quantizer.solutions.get((name, scheme)),
             )
         )

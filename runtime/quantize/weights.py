@@ -4,8 +4,9 @@
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import QuantSpec
 from specc.runtime.artifact.quantized_model import QuantizedModel
-from specc.runtime.calibration.calibrate import capture_gradients, capture_hessians
+from specc.runtime.calibration.added_nats import added_nats
+from specc.runtime.calibration.calibrate import capture_hessians
+from specc.runtime.calibration.uses import capture_uses
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import Say
 from specc.runtime.quantize.choose_bits import Measure, choose_bits
@@ -32,6 +35,7 @@ class TrainedModel:
         weights: the trained parameters, f32 on that device, by name.
         seed: the seed of the run.
         window: the length of the context in tokens.
+        reused: the parameters with other uses than a single product, by `reused` of compiler/passes/assign_quant.py.
         unfused: returns the module without fusions, with `weights`, in eval mode on the device. Each linear is a node.
         windows: yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes of
             `quant.calibrate`.
@@ -41,6 +45,7 @@ class TrainedModel:
     weights: Mapping[str, Tensor]
     seed: int
     window: int
+    reused: frozenset[str]
     unfused: Callable[[], nn.Module]
     windows: Callable[[], Windows]
 
@@ -83,7 +88,8 @@ def quantize_weights(
         base: the scheme of each parameter by the rules of `quant`.
         measure: returns the exact bytes of an artifact, while bits are chosen.
         say: called with a line of text for each stage and each allocation that is measured.
-        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`.
+        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
+            `quantize`.
         integer_inputs: measures the inputs of int8 products on the given text, or on the training data if the text is
             None. None if the model has no int8 products.
         reserved: bytes of the budget that the artifact must not use, for the code of a submission.
@@ -106,7 +112,7 @@ def quantize_weights(
         capture = f", {text.capture_seconds:.1f} s of them to capture its steps" if text.capture_seconds else ""
         say(f"wrote {text.tokens[:, 1:].numel():,} tokens to calibrate on in {text.seconds:.1f} s{capture}")
     try:
-        statistics = _statistics(model, quant, text, progress) if hessians else Statistics()
+        statistics = _statistics(model, quant, base, text, progress) if hessians else Statistics()
         inputs = integer_inputs(text) if integer_inputs else IntegerInputs()
     except torch.OutOfMemoryError as error:
         hint = f"lower quant.calibrate.batch, to {max(quant.calibrate.batch // 2, 1)} for instance"
@@ -119,20 +125,50 @@ def quantize_weights(
     return QuantizedWeights(schemes, quantizer.model(schemes), quantizer, text, seconds)
 
 
-def _statistics(model: TrainedModel, quant: QuantSpec, text: WrittenText | None, progress: Progress) -> Statistics:
-    """Returns Hessians, and gradients if `quant.allocate` is set, of the unfused model.
-
-    The calibration text is `text`, or the training text if `text` is None.
-    """
-    calibrate, unfused = quant.calibrate, model.unfused()
+def _statistics(
+    model: TrainedModel, quant: QuantSpec, base: Mapping[str, Scheme], text: WrittenText | None, progress: Progress
+) -> Statistics:
+    """Returns the statistics of the unfused model on `text`, or on the training text if `text` is None."""
 
     def windows() -> Windows:
-        return model.windows() if text is None else text.windows(calibrate.batch)
+        return model.windows() if text is None else text.windows(quant.calibrate.batch)
+
+    reused = {name for name in model.reused if base[name].needs_hessian}
+    device, sequences = model.text.device, quant.calibrate.sequences
+    return statistics_of(model.unfused(), windows, device, reused, progress, sequences, quant.allocate is not None)
+
+
+def statistics_of(
+    unfused: nn.Module,
+    windows: Callable[[], Windows],
+    device: torch.device,
+    reused: Collection[str],
+    progress: Progress,
+    sequences: int,
+    rises: bool,
+) -> Statistics:
+    """Measures a model on text.
+
+    Args:
+        unfused: the model without fusions, on `device`.
+        windows: returns batches of (ids, targets) of the text, i64 [rows, window] each.
+        device: the device of the model.
+        reused: the parameters whose uses are measured.
+        progress: called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and `gradients`.
+        sequences: the rows of the text.
+        rises: measure the rise of the loss by errors too.
+
+    Returns:
+        The Hessians of all weights, the uses of `reused`, and the estimate of rises, which runs when it is called.
+    """
 
     def counted(stage: str) -> Callable[[int], None]:
-        return lambda done: progress(stage, done, calibrate.sequences)
+        return lambda done: progress(stage, done, sequences)
 
-    hessians = capture_hessians(unfused, windows(), model.text.device, counted("calibrate"))
-    if quant.allocate is None:
-        return Statistics(hessians)
-    return Statistics(hessians, capture_gradients(unfused, windows(), model.text.device, counted("gradients")))
+    hessians = capture_hessians(unfused, windows(), device, counted("calibrate"))
+    uses = capture_uses(unfused, reused, windows(), device, counted("uses")) if reused else {}
+
+    def estimate(errors: Mapping[str, Sequence[Tensor]]) -> Mapping[str, Sequence[float]]:
+        return added_nats(unfused, windows, errors, device, partial(progress, "gradients"))
+
+    return Statistics(hessians, uses, estimate if rises else None)

@@ -2,9 +2,10 @@
 
 The needed code is extracted from the sources of specc (shake.py), stripped of docstrings and annotations, and
 compressed. At start train_gpt.py unpacks it into a temporary folder, because Triton and nvcc read sources from files.
+The file is in Latin-1, so that a string holds the compressed bytes as characters: base85 would be 25 % larger.
 """
 
-import base64
+import bz2
 import dataclasses
 import lzma
 import re
@@ -16,10 +17,14 @@ import specc.compiler
 import specc.runtime
 from specc.compiler.build import canonical, compile_loaded
 from specc.compiler.ops import dropout, fp8
+from specc.compiler.passes.assign_quant import reused
+from specc.compiler.pipeline import lower
 from specc.compiler.plan.lock import Lock
+from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import SCHEMES, QuantSpec, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
+from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
@@ -43,15 +48,56 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "parsed"): (_KNOWN, "parsed"),
 }
-_WHEN_USED: Mapping[Symbol, Callable[[Spec, QuantSpec], bool]] = {
-    ("specc.runtime.quantize.written_text", "write_text"): lambda spec, quant: quant.calibrate.source == "self",
-    ("specc.runtime.quantize.promotion", "promote"): lambda spec, quant: quant.allocate is None,
-    ("specc.runtime.quantize.bit_allocation", "allocate_bits"): lambda spec, quant: quant.allocate is not None,
-    ("specc.runtime.quantize.bit_allocation", "added_nats"): lambda spec, quant: quant.allocate is not None,
-    ("specc.runtime.calibration.calibrate", "capture_gradients"): lambda spec, quant: quant.allocate is not None,
-    ("specc.runtime.quantize.bit_allocation", "largest_errors"): lambda spec, quant: quant.correct is not None,
-    ("specc.runtime.train.loss_scale", "LossScale"): lambda spec, quant: spec.train.precision.scaling is not None,
-}  # the functions and classes that only some settings of a spec call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The facts about a submission that decide what it needs.
+
+    Attributes:
+        spec, quant: the settings.
+        base: the scheme of each parameter by the rules.
+        reused: the parameters whose uses calibration measures.
+        experts: whether the model has experts.
+        gpu: whether a target is a GPU.
+    """
+
+    spec: Spec
+    quant: QuantSpec
+    base: Mapping[str, Scheme]
+    reused: frozenset[str]
+    experts: bool
+    gpu: bool
+
+    @property
+    def writes_text(self) -> bool:
+        """Returns True if the model writes its calibration text."""
+        return self.quant.calibrate.source == "self"
+
+    @property
+    def corrects(self) -> bool:
+        """Returns True if a matrix has a low-rank correction, by a rule or by the choice of bits."""
+        ranks = (getattr(scheme, "correction_rank", 0) for scheme in self.base.values())
+        return self.quant.correct is not None or any(ranks)
+
+
+# The functions and classes that only some submissions call.
+_WHEN_USED: Mapping[Symbol, Callable[[_Facts], bool]] = {
+    ("specc.runtime.quantize.written_text", "write_text"): lambda facts: facts.writes_text,
+    ("specc.runtime.quantize.promotion", "promote"): lambda facts: facts.quant.allocate is None,
+    ("specc.runtime.quantize.bit_allocation", "allocate_bits"): lambda facts: facts.quant.allocate is not None,
+    ("specc.runtime.calibration.added_nats", "added_nats"): lambda facts: facts.quant.allocate is not None,
+    ("specc.runtime.calibration.uses", "capture_uses"): lambda facts: bool(facts.reused),
+    ("specc.runtime.quantize.bit_allocation", "largest_errors"): lambda facts: facts.quant.correct is not None,
+    ("specc.compiler.quant.low_rank", "correction"): lambda facts: facts.corrects,
+    ("specc.compiler.quant.low_rank", "product"): lambda facts: facts.corrects,
+    ("specc.compiler.quant.low_rank", "stored"): lambda facts: facts.corrects,
+    ("specc.runtime.train.loss_scale", "LossScale"): lambda facts: facts.spec.train.precision.scaling is not None,
+    ("specc.runtime.metrics.expert_load", "expert_loads"): lambda facts: facts.experts,
+    ("specc.runtime.metrics.expert_load", "imbalance"): lambda facts: facts.experts,
+    ("specc.runtime.model.cuda_graph", "Captured"): lambda facts: facts.gpu or facts.writes_text,
+}
+NATIVE = ("specc.runtime.support.native", "compile_ahead")
 _BUFFERS: Mapping[str, Symbol] = {
     fp8.STORAGE: ("specc.runtime.train.fp8_scales", "Fp8Scales"),
     dropout.STORAGE: ("specc.runtime.train.dropout_draws", "DropoutDraws"),
@@ -61,11 +107,12 @@ MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len; all are tried, as
 # Matches the strings and characters of C++, which are preserved, and its comments, which are removed.
 _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
-import base64,lzma,os,shutil,sys,tempfile
+# coding: latin-1
+import {module},os,shutil,sys,tempfile
 if __name__=="__main__":
  d=tempfile.mkdtemp(prefix="train_gpt-");sys.path.insert(0,d)
  try:
-  f=lzma.decompress(base64.b85decode(b"{data}")).decode().split("\\0")
+  f={module}.decompress('''{data}'''.encode("latin-1")).decode().split("\\0")
   for n,t in zip(f[::2],f[1::2]):
    p=os.path.join(d,"{package}",n);os.makedirs(os.path.dirname(p),exist_ok=True)
    with open(p,"w",encoding="utf-8") as f:f.write(t)
@@ -76,8 +123,8 @@ if __name__=="__main__":
 """
 
 
-def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> str:
-    """Returns the text of train_gpt.py.
+def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> bytes:
+    """Returns the bytes of train_gpt.py, which are a Python source in Latin-1.
 
     Args:
         spec: the spec of the run, with its bits not yet chosen.
@@ -87,7 +134,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
         codec: the compression of the weights that the program writes.
 
     Returns:
-        The source text of the file.
+        The content of the file.
 
     Raises:
         ShakeError: the sources of specc contain a construct that cannot be followed.
@@ -95,9 +142,20 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     files = modules(spec, lock, targets, tokenizer, codec)
     data = "\0".join(part for file in files.items() for part in file).encode()
     filters = [{**LZMA, "nice_len": length} for length in MATCHES]
-    packed = min((lzma.compress(data, lzma.FORMAT_ALONE, filters=[chain]) for chain in filters), key=len)
-    entry = _flat(ENTRY)
-    return STUB.format(data=base64.b85encode(packed).decode(), package=PACKAGE, entry=entry)
+    choices = [("lzma", lzma.compress(data, lzma.FORMAT_ALONE, filters=[chain])) for chain in filters]
+    module, packed = min([("bz2", bz2.compress(data)), *choices], key=lambda choice: len(choice[1]))
+    return STUB.format(module=module, data=quoted(packed), package=PACKAGE, entry=_flat(ENTRY)).encode("latin-1")
+
+
+def quoted(data: bytes) -> str:
+    """Returns the content of a string literal in three single quotes, whose characters are the bytes of `data`.
+
+    Escaped are what a Python source in Latin-1 cannot contain, NUL and CR, and what has another meaning in the literal.
+    """
+    text = data.decode("latin-1")
+    text = re.sub(r"\\|'(?=''|\Z)", lambda found: "\\" + found[0], text)
+    text = re.sub(r"\0(?=[0-7])", r"\\x00", text).replace("\0", r"\0")
+    return text.replace("\r", r"\r")
 
 
 def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> dict[str, str]:
@@ -116,9 +174,11 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     Raises:
         ShakeError: the sources of specc contain a construct that cannot be followed.
     """
-    plan, generated, storages = _plan(spec, lock, targets, tokenizer, codec)
-    assert spec.quant is not None
-    unused = {symbol: (_KNOWN, "unused") for symbol, calls in _WHEN_USED.items() if not calls(spec, spec.quant)}
+    facts = _facts(spec, targets)
+    plan, generated, storages = _plan(facts, lock, targets, tokenizer, codec)
+    unused = {symbol: (_KNOWN, "unused") for symbol, calls in _WHEN_USED.items() if not calls(facts)}
+    if not any(name.endswith(".cu") for name in generated):
+        unused[NATIVE] = (_KNOWN, "nothing")
     idle = {symbol: (_KNOWN, "NoBuffers") for storage, symbol in _BUFFERS.items() if storage not in storages}
     shaker = Shaker("specc", {**_sources(), PLAN: plan}, {**REPLACED, **unused, **idle}, PACKAGE)
     shaker.reach(ENTRY, "main")
@@ -156,12 +216,22 @@ def _sources() -> dict[str, str]:
     return texts
 
 
+def _facts(spec: Spec, targets: Sequence[str]) -> _Facts:
+    assert spec.quant is not None
+    programs = lower(spec, targets[0])
+    base = base_schemes(spec.quant, programs.params)
+    solved = {name for name, scheme in base.items() if scheme.needs_hessian}
+    experts = any(len(parameter.shape) == 3 for parameter in programs.params)
+    gpu = any(TARGETS[target].arch for target in targets)
+    return _Facts(spec, spec.quant, base, reused(programs) & solved, experts, gpu)
+
+
 def _plan(
-    spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
+    facts: _Facts, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
 ) -> tuple[str, dict[str, str], set[str]]:
     """Returns the source of the module `plan`, the generated files by path, and the storages of the model's buffers."""
-    quant = spec.quant
-    assert quant is not None and isinstance(spec.eval, BitsSpec)
+    spec, quant, base = facts.spec, facts.quant, facts.base
+    assert isinstance(spec.eval, BitsSpec)
     built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, replace_fuse(spec)))
     programs = {target: plan.programs for target, plan in built.plans.items()}
     params = {
@@ -169,10 +239,9 @@ def _plan(
         for target, program in programs.items()
     }
     first = programs[targets[0]]
-    base = base_schemes(quant, first.params)
     deployed = resolved(spec, base)
     pieces = tokenizer.piece_bytes()
-    facts = (tokenizer.name, tokenizer.vocab, tokenizer.bos, tokenizer.lossless, tokenizer.digest())
+    described = (tokenizer.name, tokenizer.vocab, tokenizer.bos, tokenizer.lossless, tokenizer.digest())
     kinds = {str(scheme.model_fields["scheme"].default): scheme for scheme in SCHEMES}
     used = {word: kind for word, kind in kinds.items() if any(type(scheme) is kind for scheme in base.values())}
     values = {
@@ -187,13 +256,14 @@ def _plan(
         "QUANT": quant.model_copy(update={"rules": (), "default": None}),
         "PARAMS": params,
         "INITS": initial_values(first),
+        "REUSED": sorted(facts.reused),
         "BASE": base,
         "SCHEMES": used,
         "RULES": {optimizer.kind: rule_of(optimizer) for optimizer in spec.train.optimizers},
         "SPEC": canonical(deployed),
         "SPEC_DIGEST": "",
         "CODE": Deployment.of(deployed).code,
-        "TOKENIZER": facts,
+        "TOKENIZER": described,
         "BYTES": pieces.base.tolist(),
         "SPACES": pieces.leading_space.nonzero()[0].tolist(),
         "BOUNDARIES": pieces.boundary.nonzero()[0].tolist(),

@@ -94,11 +94,11 @@ def export_submission(
         write_quantized(weights, artifact.spec, artifact.stored, artifact.trained_on, codec)
 
         def check(temporary: Path) -> None:
-            if temporary.read_bytes() != text.encode():
+            if temporary.read_bytes() != text:
                 message = f"{code}: the data read back differ from what was written"
                 raise IntegrityError(message, "check disk and memory")
 
-        write_atomically(code, [text.encode()], check)
+        write_atomically(code, [text], check)
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write syntax that older versions cannot parse
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
@@ -129,7 +129,7 @@ def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path]
     The code is for all targets of the spec and weights compressed by brotli. Raises ExportError or DataError under the
     conditions of `export_submission`.
     """
-    return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI).encode())
+    return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI))
 
 
 def _of_text(run: Run) -> Run:
@@ -144,7 +144,7 @@ def _of_text(run: Run) -> Run:
     return run
 
 
-def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec) -> str:
+def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec) -> bytes:
     tokenizer = tokenizer_of(run.spec, [run.files, *search, *_places(run)])
     return train_gpt(run.spec, run.lock, targets or run.spec.targets, tokenizer, codec)
 

@@ -117,6 +117,7 @@ def trained_model(model: CarriedModel, stream: TokenStream) -> TrainedModel:
         model.weights,
         seed,
         window,
+        frozenset(plan.REUSED),
         lambda: realized(model.target, model.weights, model.device, plain=True),
         lambda: calibration_windows(stream, plan.QUANT.calibrate, window, seed),
     )

@@ -20,6 +20,7 @@ PHASES: tuple[Phase, ...]
 QUANT: QuantSpec  # without rules and default
 PARAMS: Mapping[str, Sequence[Parameter]]  # by target
 INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter and its numeric argument
+REUSED: Sequence[str]  # the parameters whose uses calibration measures
 BASE: Mapping[str, Scheme]  # the scheme of each parameter, before promotion or allocation
 SCHEMES: Mapping[str, type[Scheme]]
 RULES: Mapping[str, type[UpdateRule[Any]]]  # by kind of optimizer

@@ -1,16 +1,19 @@
 """Tree shaking: extracts the top-level statements of a package that an entry function needs, as a new package.
 
 Modules are parsed, never executed. The search starts at the entry function. A name leads to the statements that bind
-it, and an import leads to statements of other modules. Every reached statement is included; a class is included with
-all its methods. Docstrings and annotations are removed and imports are regenerated, so that a module that is used only
-in annotations is not included.
+it, and an import leads to statements of other modules. Every reached statement is included. A class is included with
+its special methods, and with those other methods whose names occur anywhere in the included code as an attribute or a
+string. Docstrings and annotations are removed and imports are regenerated, so that a module that is used only in
+annotations is not included. Local variables and parameters have short names (shorten.py).
 """
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeGuard, cast
+
+from specc.runtime.submission.shorten import shorten
 
 Symbol = tuple[str, str | None]  # a module and a name in it; None for the module itself
 
@@ -53,10 +56,16 @@ class Shaker:
         self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
+        self._named: set[str] = set()  # the attributes and strings of the included code
+        self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}  # by name, those that no included code names
+        self._keywords: set[str] = set()  # the keyword arguments of the calls in the included code
 
     def reach(self, module: str, name: str) -> None:
         """Keeps the statements that bind `name` in `module`, and all statements that they need."""
         self._reach(self._resolved((module, name)))
+        self._drain()
+
+    def _drain(self) -> None:
         while self._queue:
             self._follow(*self._queue.pop())
 
@@ -68,9 +77,11 @@ class Shaker:
         tree = ast.parse(text)
         _Strip(annotations=False).visit(tree)
         for node in ast.walk(tree):
+            self._name(node)
             for target in _targets_of(node):
                 if self.inside(target[0]):
                     self.reach(*target)
+        self._drain()
         return _text(ast.fix_missing_locations(_Imports(self).visit(tree)))
 
     def texts(self) -> dict[str, str]:
@@ -78,9 +89,13 @@ class Shaker:
         texts: dict[str, str] = {}
         for name, module in sorted(self._modules.items()):
             if module.needed or module.used:
-                body = [module.body[i] for i in sorted(module.needed)]
+                unnamed = {id(method) for methods in self._methods.values() for _, method in methods}
+                body = [_without(module.body[i], unnamed) for i in sorted(module.needed)]
                 tree = ast.Module([*self._import_lines(module), *body], [])
                 tree = ast.fix_missing_locations(_Imports(self).visit(tree))
+                classes = [each for each in body if isinstance(each, ast.ClassDef)]
+                opaque = [each.name for each in classes if self._is_called_from_outside(name, each)]
+                shorten(tree, {*module.bound, *module.used}, self._keywords, opaque)
                 texts[f"{_flat(name)}.py"] = _text(tree)
         return texts
 
@@ -170,7 +185,50 @@ class Shaker:
         for place in [*places, *effects]:
             if place not in module.needed and not isinstance(module.body[place], ast.Import | ast.ImportFrom):
                 module.needed.add(place)
-                self._queue.append((name, module.body[place]))
+                statement = module.body[place]
+                if isinstance(statement, ast.ClassDef) and not self._is_called_from_outside(name, statement):
+                    methods = [each for each in statement.body if _is_method(each)]
+                    for method in methods:
+                        self._offer(name, method)
+                    statement = _without(statement, {id(method) for method in methods})
+                self._queue.append((name, statement))
+
+    def _offer(self, owner: str, method: ast.FunctionDef) -> None:
+        """Includes a method if the included code names it, now or later."""
+        if method.name in self._named:
+            self._queue.append((owner, method))
+        else:
+            self._methods.setdefault(method.name, []).append((owner, method))
+
+    def _name(self, node: ast.AST) -> None:
+        """Includes the methods that a node names: an attribute, or a string that `getattr` may get."""
+        if isinstance(node, ast.keyword) and node.arg is not None:
+            self._keywords.add(node.arg)
+        name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
+        if isinstance(name, str) and name not in self._named:
+            self._named.add(name)
+            self._queue += self._methods.pop(name, [])
+
+    def _is_called_from_outside(self, owner: str, statement: ast.ClassDef) -> bool:
+        """Returns True if a base class is outside the package, such as `torch.nn.Module`, and may call any method."""
+        module = self._module(owner)
+        for base in statement.bases:
+            expression = base.value if isinstance(base, ast.Subscript) else base
+            if not isinstance(expression, ast.Name):
+                return True
+            symbol: Symbol = (owner, expression.id)
+            if expression.id in module.imports:
+                symbol = self._resolved(module.imports[expression.id])
+            source, name = symbol
+            if source not in self._sources:
+                if source not in ("typing", "abc", "enum"):
+                    return True
+            elif name in self._module(source).bound:
+                (place,) = self._module(source).bound[name]
+                definition = self._module(source).body[place]
+                if not isinstance(definition, ast.ClassDef) or self._is_called_from_outside(source, definition):
+                    return True
+        return False
 
     def _follow(self, owner: str, statement: ast.stmt) -> None:
         module = self._modules[owner]
@@ -180,6 +238,7 @@ class Shaker:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
         for node in ast.walk(statement):
+            self._name(node)
             for target in _targets_of(node):
                 if self.inside(target[0]):
                     self._reach(self._resolved(target))
@@ -206,6 +265,20 @@ class Shaker:
         if attribute is None or attribute not in self._module(module).bound:
             raise ShakeError(f"{module} is used other than to look up a name ({attribute})")
         self._reach((module, attribute))
+
+
+def _is_method(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    """Returns True for a method of a class that Python does not call by itself."""
+    return isinstance(statement, ast.FunctionDef) and not (statement.name.startswith("__"))
+
+
+def _without(statement: ast.stmt, left_out: Collection[int]) -> ast.stmt:
+    """Returns a class without those statements of its body whose ids are in `left_out`; other statements unchanged."""
+    if not isinstance(statement, ast.ClassDef):
+        return statement
+    body = [each for each in statement.body if id(each) not in left_out]
+    fields = {name: value for name, value in ast.iter_fields(statement) if name != "body"}
+    return ast.ClassDef(**fields, body=body or [ast.Pass()])
 
 
 def _absolute(tree: ast.AST, package: str) -> None:

@@ -89,21 +89,12 @@ def test_a_scheme_that_cannot_take_a_parameter_is_told_once_a_rule() -> None:
     assert '"*.residual"' in problem.hint
 
 
-def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
+def test_a_table_that_is_only_looked_up_is_solved_by_its_lookups() -> None:
     embed = [{"kind": "token"}, {"kind": "bigram", "buckets": 32, "dim": 4}]
     rules = [{"match": "*.scale", "scheme": "none", "dtype": "f16"}]
-    (problem,) = refused({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
-    assert (problem.code, problem.path) == ("S307", ("quant", "default"))
-    assert problem.message.startswith("embed.bigram.table: int5 gptq")
-    rules.append({"match": "*.table", "scheme": "gptq", "bits": 8})
-    (problem,) = refused({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
-    assert problem.path == ("quant", "rules", 1)
-    rules[1] = {"match": "*.table", **INT8}
-    result = quantized({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
-    assert result["embed.token"] == "int5"  # tied: the head multiplies with it
-    assert [problem.code for problem in refused({"default": {"scheme": "gptq", "bits": 5}}, head={"tied": False})] == [
-        "S307"
-    ]
+    quant = {"default": {"scheme": "gptq", "bits": 5}, "rules": rules}
+    result = quantized(quant, embed=embed, head={"tied": False})
+    assert result["embed.bigram.table"] == result["embed.token"] == result["head.logits"] == "int5"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from logged_runs import logged_run
@@ -10,7 +11,9 @@ from scipy import stats
 from specc.cli.app import run
 from specc.runtime.compare.comparison import Comparison, compare
 from specc.runtime.compare.groups import CompareError, groups_of
+from specc.runtime.compare.picture import comparison_picture
 from specc.runtime.compare.report import report
+from specc.runtime.storage.evaluations import record_evaluation
 
 A, B = (3.30, 3.31, 3.29), (3.27, 3.285, 3.28)
 GELU = "model.blocks.layers.1.act=gelu(x)"
@@ -175,3 +178,60 @@ def test_a_picture_without_matplotlib(
     monkeypatch.setattr("specc.runtime.pictures.find_spec", lambda name: None)
     assert run(["compare", "base-*", "--picture", "curves.png"]) == 3
     assert "pip install 'specc[bench]'" in capsys.readouterr().err
+
+
+def score(folder: Path, acc: float, *, step: int = 4, model: str = "run", file: str = "cloze.jsonl") -> None:
+    """Records a result of `specc eval` in a run."""
+    measures = {"acc": {"value": acc, "standard_error": 0.03}, "perplexity": {"value": 9.0, "standard_error": None}}
+    facts = {"task": "cloze", "file": file, "sha256": "c" * 64, "examples": 10, "measures": measures}
+    record_evaluation(folder, {**facts, "model": model, "step": step})
+
+
+def test_recorded_evaluations_are_compared(runs: Path) -> None:
+    for seed, acc in enumerate((0.25, 0.5, 0.75)):
+        score(runs / f"base-{seed}", acc)
+    score(runs / "gelu-seed0", 0.5)
+    score(runs / "gelu-seed1", 0.5, step=3)
+    score(runs / "gelu-seed2", 0.125, model="quantized")
+    result = compared("base-*", "gelu-*")
+    quantized, trained = result.evaluations
+    assert (trained.file, trained.task, trained.model) == ("cloze.jsonl", "cloze", "run")
+    assert quantized.model == "quantized" and quantized.groups.keys() == {"gelu"}
+    base, gelu = trained.groups["base"]["acc"], trained.groups["gelu"]["acc"]
+    assert (base.summary.n, base.summary.mean, base.summary.std) == (3, 0.5, 0.25)
+    assert base.spread == 0.25 and base.error == pytest.approx(0.03)
+    assert (gelu.summary.n, gelu.summary.mean, gelu.spread) == (1, 0.5, 0.03)
+    assert trained.groups["gelu"]["perplexity"].spread is None
+    text = "\n".join(report(result))
+    assert "cloze.jsonl (cloze, trained weights)" in text and "cloze.jsonl (cloze, quantized weights)" in text
+    assert "| base  | 3 | 0.5000 ± 0.2500 | 9.0000 ± 0.0000 |" in text
+    assert "| gelu  | 1 | 0.5000 ± 0.0300 |          9.0000 |" in text
+    assert "note: gelu-seed1: the result of cloze.jsonl at step 3 is left out; score it again" in text
+    assert "note: cloze.jsonl (cloze, trained weights): 1 of 3 runs of gelu have a result" in text
+    assert result.facts()["evaluations"][1]["groups"]["base"]["acc"]["summary"]["mean"] == 0.5
+
+
+def test_evaluations_of_other_examples_are_not_mixed(runs: Path) -> None:
+    score(runs / "base-0", 0.25)
+    score(runs / "gelu-seed0", 0.75, file="other.jsonl")
+    assert [(e.file, list(e.groups)) for e in compared("base-*", "gelu-*").evaluations] == [
+        ("cloze.jsonl", ["base"]),
+        ("other.jsonl", ["gelu"]),
+    ]
+
+
+def test_the_picture_draws_the_first_measure_of_each_evaluation(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("specc.runtime.compare.picture.png", lambda figure: figures.append(figure) or b"")
+    score(runs / "base-0", 0.25)
+    score(runs / "base-0", 0.5, model="quantized")
+    comparison, groups = compare(groups_of(["base-*", "gelu-*"]))
+    comparison_picture(groups, {}, comparison.evaluations)
+    (figure,) = figures
+    drawn = {axes.get_title("left"): axes for axes in figure.axes}
+    assert list(drawn)[:2] == ["loss over tokens", "loss over time"] and len(drawn) == 4
+    axes = drawn["cloze.jsonl (cloze, trained weights)"]
+    assert axes.get_xlabel() == "acc" and [tick.get_text() for tick in axes.get_yticklabels()] == ["base", "gelu"]
+    assert [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.containers[0].lines[:1]] == [
+        ([0.25], [0])
+    ]

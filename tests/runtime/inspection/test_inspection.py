@@ -155,6 +155,12 @@ def test_a_bias_and_a_low_rank_product_are_no_activations() -> None:
     assert sorted(units._read_by.values()) == ["blocks.0.mlp.act", "blocks.1.mlp.act"]
 
 
+@pytest.fixture(autouse=True)
+def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer backward passes for estimates, whose accuracy is tested in tests/runtime/calibration."""
+    monkeypatch.setattr("specc.runtime.calibration.added_nats.PASSES", 32)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "data")

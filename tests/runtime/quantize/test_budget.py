@@ -1,7 +1,7 @@
 """A budget that the widths of the rules do not meet: what is chosen then, and that nothing is lost where none fits."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -67,13 +67,13 @@ def test_coarser_steps_of_one_width_fit_too(tmp_path: Path, data: str) -> None:
 def test_a_scheme_without_such_clips_still_has_its_widths() -> None:
     asked: list[Scheme] = []
 
-    def cost(name: str, scheme: Scheme) -> float:
-        asked.append(scheme)
-        return -scheme.bits_per_value()
+    def costs(options: Mapping[str, Sequence[Scheme]]) -> dict[str, list[float]]:
+        asked.extend(scheme for schemes in options.values() for scheme in schemes)
+        return {name: [-scheme.bits_per_value() for scheme in schemes] for name, schemes in options.items()}
 
     base = {"a": Round(bits=5), "b": Gptq(bits=5)}
     wish = Allocate(bits=(4, 6), clip_stds=(9.0, 12.0))
-    allocate_bits(wish, 10**6, base, cost, lambda n, s: 1, lambda s: 1, lambda _: None)
+    allocate_bits(wish, 10**6, base, costs, lambda n, s: 1, lambda s: 1, lambda _: None)
     assert [s.bits_per_value() for s in asked if isinstance(s, Round)] == [4, 6]
     clipped = [(s.bits, s.clip_stds[0]) for s in asked if isinstance(s, Gptq)]
     assert clipped == [(4, 12.0), (4, 9.0), (6, 12.0), (6, 9.0)]
@@ -93,11 +93,12 @@ def test_two_allocations_that_take_turns_end_in_one_that_fits() -> None:
     def size(name: str, scheme: Scheme) -> int:
         return {"a": {4: 40, 5: 60}, "b": {4: 40, 5: 70}}[name][int(scheme.bits_per_value())]
 
-    def cost(name: str, scheme: Scheme) -> float:
-        return {"a": 3.0, "b": 4.0}[name] * 4.0 ** -scheme.bits_per_value()
+    def costs(options: Mapping[str, Sequence[Scheme]]) -> dict[str, list[float]]:
+        weights = {"a": 3.0, "b": 4.0}
+        return {name: [weights[name] * 4.0 ** -s.bits_per_value() for s in each] for name, each in options.items()}
 
     for budget, best in ((100, (4, 4)), (149, (4, 4)), (150, (5, 4)), (165, (4, 5)), (189, (4, 5)), (190, (5, 5))):
-        chosen = allocate_bits(Allocate(bits=(4, 5)), budget, base, cost, size, exact, lambda _: None)
+        chosen = allocate_bits(Allocate(bits=(4, 5)), budget, base, costs, size, exact, lambda _: None)
         assert bits(chosen) == best
 
 

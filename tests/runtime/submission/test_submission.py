@@ -274,9 +274,9 @@ def test_hostile_weights_are_refused(submission: Submission, tmp_path: Path) -> 
     # one process for all of them: Python takes seconds to import torch
     body = f"import sys\nfor sys.argv[2] in {[*bad]}:\n    print(main())\n"
     loop = "".join(f"  {line}\n" for line in body.splitlines())
-    text = (submission.folder / CODE).read_text()
+    text = (submission.folder / CODE).read_text("latin-1")
     assert "  c=main()\n" in text
-    (tmp_path / CODE).write_text(text.replace("  c=main()\n", f"{loop}  c=0\n"))
+    (tmp_path / CODE).write_text(text.replace("  c=main()\n", f"{loop}  c=0\n"), "latin-1")
     done = alone(submission, tmp_path, "score", "x", "--data", str(submission.shards))
     assert done.stdout.split() == ["5"] * len(bad), done.stderr
     assert done.stderr.count("error: ") == len(bad) and "Traceback" not in done.stderr
@@ -308,10 +308,10 @@ def test_the_code_is_small_and_without_specc(submission: Submission) -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert {result.partition(".")[0] for result in names} <= known, name
-    assert (submission.folder / CODE).stat().st_size < 76_000
+    assert (submission.folder / CODE).stat().st_size < 49_500
     spec = submission.run.spec
     text = bundle.train_gpt(spec, submission.run.lock, ("cpu",), ByteTokenizer(), Codec.LZMA)
-    assert text == (submission.folder / CODE).read_text()
+    assert text == (submission.folder / CODE).read_bytes()
 
 
 def test_gpu_sources_travel(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The code that is cut out of a package, and its substitute for pydantic."""
 
+import ast
 import importlib
 import json
+import random
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +12,10 @@ import pytest
 
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.submission.bundle import _without_comments, spelled
+from specc.runtime.submission.bundle import _without_comments, quoted, spelled
 from specc.runtime.submission.records import BaseModel, Field, ValidationError
 from specc.runtime.submission.shake import ShakeError, Shaker
+from specc.runtime.submission.shorten import shorten
 
 SOURCES = {
     "p": '"""The package."""\nfrom p.deep import inner\n__all__ = ["inner"]\n',
@@ -61,6 +64,92 @@ def test_what_is_kept_runs_alone(package: Path) -> None:
     for name, text in texts.items():
         (package / name).write_text(text)
     assert importlib.import_module("shaken.main").main() == ("42/a!", "mine")
+
+
+CLASSES = """
+import abc, threading
+class Base:
+    def used(self): return self._inner()
+    def _inner(self): return 1
+    def unused(self): return missing
+    def __len__(self): return 3
+class Child(Base):
+    def by_name(self): return 4
+    @property
+    def late(self): return self.later()
+    def later(self): return 5
+    def unused_too(self): return missing
+class Worker(threading.Thread):
+    def run(self): self.result = 6
+def main():
+    child, worker = Child(), Worker()
+    worker.start()
+    worker.join()
+    return child.used(), len(child), getattr(child, "by_name")(), child.late, worker.result
+"""
+
+
+def test_a_class_is_kept_with_the_methods_that_are_named(package: Path) -> None:
+    """By an attribute or a string, also by a method that is included later; all of a class that other packages call."""
+    shaker = Shaker("p", {"p": "", "p.main": CLASSES}, {}, "shaken")
+    shaker.reach("p.main", "main")
+    (text,) = shaker.texts().values()
+    package.mkdir()
+    (package / "main.py").write_text(text)
+    assert importlib.import_module("shaken.main").main() == (1, 3, 4, 5, 6)
+    assert "unused" not in text and "missing" not in text
+
+
+NAMES = """
+LIMIT = 2
+def scaled(value, factor=1, *others, shift=0):
+    total = value * factor + shift
+    def inside(value):
+        nonlocal total
+        total += 1
+        try:
+            return value + total // 0
+        except ZeroDivisionError as problem:
+            return [part for part in others] + [value, LIMIT, bool(str(problem))]
+    return inside(total), f"{total=}"
+def spoken(value):
+    local = 3
+    return locals()["local"] + value
+def shadows(LIMIT):
+    found = [LIMIT for LIMIT in range(LIMIT)]
+    return found, (lambda count: count + len(found))(1)
+class Outside(dict):
+    def get(self, key, default=None):
+        answer = super().get(key, default)
+        return answer
+"""
+
+
+def test_short_names_do_not_change_what_code_does() -> None:
+    tree = ast.parse(NAMES)
+    shorten(tree, {"LIMIT", "scaled", "spoken", "shadows", "Outside"}, {"factor", "shift"}, {"Outside"})
+    text = ast.unparse(ast.fix_missing_locations(tree))
+    for source in (NAMES, text):
+        names: dict[str, Any] = {}
+        exec(source, names)
+        assert names["scaled"](2, 3, 9, shift=1) == ([9, 7, 2, True], "total=8")
+        assert names["scaled"](2, factor=3)[1] == "total=7"
+        assert names["spoken"](4) == 7 and names["shadows"](3) == ([0, 1, 2], 4)
+        assert names["Outside"](a=1).get(key="b", default=5) == 5
+    assert "factor=1, *" in text and "shift=0)" in text and "def get(self, key, default=None)" in text
+    assert "value" not in text.partition("def spoken")[0] and "problem" not in text and "answer" not in text
+    assert "local = 3" in text
+
+
+def test_any_bytes_can_be_quoted() -> None:
+    draw = random.Random(1)
+    hostile = b"\0\r\n'\\017\"ab\x85\xff\x1a\x0c"
+    samples = [bytes(draw.choices(hostile, k=draw.randint(0, 12))) for _ in range(2000)]
+    for data in (*samples, bytes(range(256)), draw.randbytes(10_000)):
+        names: dict[str, Any] = {}
+        source = f"# coding: latin-1\nx='''{quoted(data)}'''".encode("latin-1")
+        exec(compile(source, "x", "exec"), names)
+        assert names["x"].encode("latin-1") == data
 
 
 def test_a_symbol_can_be_replaced() -> None:

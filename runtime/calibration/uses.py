@@ -1,0 +1,169 @@
+"""The uses of a parameter by a model: the products that multiply with it and the lookups of its rows.
+
+The loss rises by 1/2 E[(d . g)^2] per token if an error d is added to a parameter W [N, K], where g is the gradient of
+the loss of one token: E[g g^T] is the Fisher information F, which equals the Hessian of the loss for a model that fits
+its data. g is a sum over the uses of W, and every use adds rank-one matrices l r^T, with l [N] on the side of the rows:
+
+- a product y = W x adds l = dl/dy, r = x for each row of x. A loop of blocks that calls W several times adds one term
+  per call.
+- a lookup y = W[v] is the product of W^T with the one-hot vector of v. It adds l = one-hot(v), r = dl/dy.
+
+Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind u of use. The terms of a sum over uses, calls and
+positions are taken to be uncorrelated, as in K-FAC (Martens and Grosse 2015), so F = sum_u F_u. Each F_u is replaced by
+the Kronecker product of its partial traces, A_u B_u^T / tr F_u:
+
+    A_u = diag(sum |r|^2 l_i^2) [N],  B_u = sum |l|^2 r r^T [K, K],  sum_i A_ui = tr B_u = tr F_u
+
+Then the loss rises by 1/2 sum_i d_i M_i d_i^T with M_i = sum_u A_ui / tr(B_u) B_u [K, K], the metric of row i. The
+metric of a weight of a single product is E[x x^T] up to a factor per row, which GPTQ does not need: its rows are
+independent. For a tied embedding table, the head is a product with M_i ~ E[h h^T] of hidden states h, and the lookups
+add the second moment of their gradients, in proportion to the frequency of token i.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.quant.scheme import Use
+from specc.runtime.calibration.calibrate import Capture
+from specc.runtime.calibration.hessian import Hessians
+from specc.runtime.errors import QuantizeError
+
+Windows = Iterator[tuple[Tensor, Tensor]]
+
+
+def signed_sum(nats: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns the sum of `nats` [rows, window] with a random sign per token.
+
+    The square of its gradient has the expectation sum_n g_n^2 over the gradients g_n of single tokens, which one
+    backward pass cannot separate: for n != m, the signs make the products g_n g_m vanish in expectation.
+    """
+    signs = torch.randint(0, 2, nats.shape, generator=generator, dtype=torch.int8).to(nats.device)
+    return (nats * (2 * signs - 1)).sum()
+
+
+def capture_uses(
+    model: nn.Module,
+    names: Collection[str],
+    windows: Windows,
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> Mapping[str, tuple[Use, ...]]:
+    """Returns the uses of parameters, averaged over tokens: the factors A / tr(B) and B of the module's docstring.
+
+    Args:
+        model: the model, generated without fusions, on `device`.
+        names: the parameters [N, K].
+        windows: batches of (ids, targets), i64 [rows, window].
+        device: the device of the model and of the result.
+        progress: called with the number of processed rows after each batch.
+
+    Returns:
+        By name, one use for all products and one for all lookups, if there are any.
+
+    Raises:
+        QuantizeError: a gradient or an input contains NaN or infinity.
+    """
+    products, lookups = _Terms(device), _Terms(device)
+    inputs: list[tuple[str, Tensor]] = []
+    outputs: list[Tensor] = []
+    looked: list[tuple[str, Tensor, Tensor]] = []
+
+    def multiplied(name: str, value: Tensor, ends: Tensor | None) -> None:
+        if name in names:
+            outputs.append(value)
+
+    capture = Capture(
+        model,
+        lambda name, value, ends: inputs.append((name, value.detach())) if name in names else None,
+        multiplied,
+        lambda name, ids, value: looked.append((name, ids, value)) if name in names else None,
+    )
+    generator = torch.Generator().manual_seed(0)
+    done = tokens = 0
+    for ids, targets in windows:
+        for seen in (inputs, outputs, looked):
+            seen.clear()
+        with torch.enable_grad():
+            total = signed_sum(capture.run(ids.to(device), targets.to(device)), generator)
+        gradients = torch.autograd.grad(total, [*outputs, *(value for *_, value in looked)])
+        for (name, x), gradient in zip(inputs, gradients[: len(inputs)], strict=True):
+            products.add(name, gradient, x)
+        for (name, places, _), gradient in zip(looked, gradients[len(inputs) :], strict=True):
+            lookups.look_up(name, len(model.get_parameter(name)), places, gradient)
+        done += ids.shape[0]
+        tokens += ids.numel()
+        if progress is not None:
+            progress(done)
+    kinds = (products.a_token(tokens), lookups.a_token(tokens))
+    return {name: tuple(kind[name] for kind in kinds if name in kind) for name in names}
+
+
+class _Terms:
+    """The partial traces of the sums over rank-one terms l r^T, by parameter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._columns = Hessians(device=device)
+        self._rows: dict[str, Tensor] = {}
+        self._reads: dict[str, Tensor] = {}
+
+    def add(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Adds the terms of `left` [..., N] and `right` [..., K]."""
+        squares, right = left.detach().flatten(0, -2).double().square(), right.flatten(0, -2).double()
+        self._columns.add(name, right * squares.sum(1, keepdim=True).sqrt())
+        rows = (squares * right.square().sum(1, keepdim=True)).sum(0)
+        self._rows[name] = self._rows[name] + rows if name in self._rows else rows
+
+    def look_up(self, name: str, rows: int, ids: Tensor, gradient: Tensor) -> None:
+        """Adds lookups of the rows `ids` [...] of a table of `rows` rows, with the gradients [..., K] of the results.
+
+        Sums by row are computed on the CPU, where index_add_ has a fixed order. On a GPU its order varies, so that
+        repeated runs would not be byte-identical.
+        """
+        places, right = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).double()
+        self._columns.add(name, right)
+        total = self._rows.setdefault(name, torch.zeros(rows, dtype=torch.float64))
+        total.index_add_(0, places, right.square().sum(1).cpu())
+        reads = self._reads.setdefault(name, torch.zeros(rows, dtype=torch.int64))
+        reads += places.bincount(minlength=rows)
+
+    def a_token(self, tokens: int) -> Mapping[str, Use]:
+        """Returns the uses by name, averaged over `tokens`."""
+        uses = {}
+        for name, columns in self._columns.a_token(tokens).items():
+            rows = self._rows[name]
+            rows = with_unread(rows, self._reads[name]) if name in self._reads else rows
+            if not bool(rows.isfinite().all()):
+                raise QuantizeError(f"{name}: the gradient contains NaN or infinity", "calibrate otherwise")
+            uses[name] = Use(rows.to(columns.device) / rows.sum().clamp(min=torch.finfo(rows.dtype).tiny), columns)
+        return uses
+
+
+def with_unread(total: Tensor, reads: Tensor) -> Tensor:
+    """Returns the sums `total` [rows] over lookups with an estimate for the rows that were never read.
+
+    Later text reads rows that the calibration text missed, and errors of these rows add to the loss. The Good-Turing
+    estimate predicts how often: leave out one lookup; its row is unread in the rest if and only if the row was read
+    once. The total of the rows read once therefore estimates the total of all unread rows.
+
+    Unread rows share this total evenly. The share of a row is at most the mean of the rows read once. If no row was
+    read once, the unread rows share the mean over lookups, because an estimate of 0 would allow them any error. A
+    uniform prior of half a read per row would overestimate rows that a language does not use: of a vocabulary of 257
+    bytes, the 150 bytes that never occur in text would get 75 reads.
+
+    The rows that were read are scaled down so that the sum is unchanged, but at most by half: a text that is so short
+    that it reads nearly every row once is weak evidence about both groups.
+
+    Args:
+        total: the sums over lookups, f64 [rows].
+        reads: the number of lookups of each row, i64 [rows].
+    """
+    unread, once, count = reads == 0, reads == 1, int(reads.sum())
+    missed, single = int(unread.sum()), int(once.sum())
+    if not missed:
+        return total
+    each = total[once].sum() / max(missed, single) if single else total.sum() / count / missed
+    whole = total.sum().clamp_min(torch.finfo(total.dtype).tiny)
+    share = (1 - missed * each / whole).clamp_min(0.5)
+    return torch.where(unread, each, total * share)

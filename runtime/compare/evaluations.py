@@ -1,0 +1,130 @@
+"""The recorded evaluations of groups of runs: results of `specc eval` in the run directories, by task and model."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specc.runtime.compare.groups import Group, Member
+from specc.runtime.compare.statistics import Summary
+from specc.runtime.tables import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureResult:
+    """A measure of the runs of a group.
+
+    Attributes:
+        summary: the number, mean and sample standard deviation of the values of the runs.
+        error: the standard error over the examples of the task, as the root mean square over the runs; None if a
+            result lacks it.
+    """
+
+    summary: Summary
+    error: float | None
+
+    @property
+    def spread(self) -> float | None:
+        """The standard deviation over the runs; for one run, the standard error over its examples."""
+        return self.summary.std if self.summary.n > 1 else self.error
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """The results of one evaluation.
+
+    Attributes:
+        file, task: the name of the file or data, and the kind of the task with its settings.
+        sha256: the digest that identifies the examples, or the data and its settings.
+        model: `run` for the trained weights, `quantized` for the quantized weights.
+        groups: group -> measure -> its values, for the groups with at least one run that has a result.
+    """
+
+    file: str
+    task: str
+    sha256: str
+    model: str
+    groups: Mapping[str, Mapping[str, MeasureResult]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.file} ({self.task}, {'trained' if self.model == 'run' else self.model} weights)"
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of the measures, in the order of the first group."""
+        return tuple(dict.fromkeys(name for measures in self.groups.values() for name in measures))
+
+
+Key = tuple[str, str, str, str]
+
+
+def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[EvaluationResult, ...]:
+    """Collects the evaluations that the runs of groups record.
+
+    Two results are of one evaluation if file, task, digest and model are equal. A result of an earlier step than the
+    last of its run is left out, because it describes other weights.
+
+    Args:
+        groups: the groups, without incomplete runs.
+        notes: receives what is left out, and the evaluations that only a part of the runs has.
+
+    Returns:
+        The evaluations, by file, task and model.
+    """
+    found: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
+    for group in groups:
+        for member in group.members:
+            for facts in _of_last_step(member, notes):
+                key = (str(facts["file"]), str(facts["task"]), str(facts["model"]), str(facts["sha256"]))
+                found.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
+    results = []
+    for (file, task, model, digest), values in sorted(found.items()):
+        measured = {name: _measures(results_of) for name, results_of in values.items()}
+        result = EvaluationResult(file, task, digest, model, measured)
+        results.append(result)
+        for group in groups:
+            have, all_runs = len(values.get(group.name, ())), len(group.members)
+            if have < all_runs:
+                notes.append(f"{result.title}: {have} of {all_runs} runs of {group.name} have a result")
+    return tuple(results)
+
+
+def _of_last_step(member: Member, notes: list[str]) -> Iterator[Mapping[str, Any]]:
+    last = member.history.steps[-1].step if member.history.steps else None
+    for facts in member.evaluations:
+        step = facts.get("step")
+        if step is not None and last is not None and step != last:
+            notes.append(f"{member.name}: the result of {facts['file']} at step {step:,} is left out; score it again")
+        else:
+            yield facts
+
+
+def _measures(results: Sequence[Mapping[str, Any]]) -> dict[str, MeasureResult]:
+    """Returns the measures that all results have."""
+    names = [name for name in results[0] if all(name in result for result in results)]
+    measures = {}
+    for name in names:
+        errors = [result[name]["standard_error"] for result in results]
+        known = None not in errors
+        error = math.sqrt(sum(value**2 for value in errors) / len(errors)) if known else None
+        measures[name] = MeasureResult(Summary.of([float(result[name]["value"]) for result in results]), error)
+    return measures
+
+
+def evaluation_lines(evaluations: Sequence[EvaluationResult]) -> Iterator[str]:
+    """Yields a table for each evaluation: a row per group, a column per measure."""
+    for evaluation in evaluations:
+        rows = [["group", "n", *evaluation.measures]]
+        for name, measures in evaluation.groups.items():
+            count = max(measure.summary.n for measure in measures.values())
+            rows.append([name, str(count), *(_cell(measures.get(measure)) for measure in evaluation.measures)])
+        yield from ("", evaluation.title, *aligned(rows))
+    if evaluations:
+        yield "±: sample standard deviation over the runs; for one run, the standard error over its examples"
+
+
+def _cell(measure: MeasureResult | None) -> str:
+    if measure is None:
+        return "-"
+    return f"{measure.summary.mean:.4f}" + ("" if measure.spread is None else f" ± {measure.spread:.4f}")
