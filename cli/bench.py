@@ -60,6 +60,11 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     help="Tokens of a text at the end of `decode`. Repeatable. By default, 128, 512, 2048 and 8192, each at most "
     "the model's context; on a CPU, 128 and 512.",
 )
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    help="Tokens of each text that `decode` times, the last ones. By default 64, at most half of the context.",
+)
 @picture_option("Write a roofline picture.")
 @json_option
 def command(
@@ -73,6 +78,7 @@ def command(
     weights: Path | None,
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
+    tokens: int | None,
     picture: Path | None,
     as_json: bool,
 ) -> int:
@@ -86,6 +92,7 @@ def command(
 
     `decode` measures tokens per second of a text model with a contiguous cache and with a cache in pages, beside
     Transformers if it is installed and has the model, and the share of the floor: the weights and the cache read once.
+    On a GPU it also measures steps with the products of the library, and both kinds of steps under torch.compile.
 
     A model of pairs has more parts. `table` times training and validation on one and several GPUs, with and without a
     cache. `decode` measures lines per second in each dtype. `int8` compares deployed products with torch._int_mm.
@@ -99,7 +106,7 @@ def command(
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
         raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
-    given = {"--weights": weights, "--batch": batches or None, "--context": contexts or None}
+    given = {"--weights": weights, "--batch": batches or None, "--context": contexts or None, "--tokens": tokens}
     for option, value, part in (("--gpus", gpus, "table"), *((name, value, "decode") for name, value in given.items())):
         if value is not None and parts and part not in parts:
             raise click.UsageError(f"{option} is for {part}, which --only excludes")
@@ -125,7 +132,7 @@ def command(
 
             require()
         command = shlex.join(["specc", *given_arguments()])
-        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights, batches, contexts)
+        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights, batches, contexts, tokens)
         if world is not None and world.rank:
             follow(options, world)
             return 0

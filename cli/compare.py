@@ -136,7 +136,7 @@ def _texts(
     tokenizers: tuple[Path, ...],
 ) -> dict[str, str]:
     """Returns the text that the first run of each group writes, sampled with the same random numbers."""
-    from specc.runtime.decode.text import Sampling
+    from specc.runtime.decode.sampling import Sampling
     from specc.runtime.generate import generate
     from specc.runtime.open_model import open_model
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -13,11 +14,11 @@ from specc.cli.options import device_option, model_argument, tokenizers_option
 from specc.cli.output import say
 
 if TYPE_CHECKING:
-    from specc.runtime.decode.text import Sampling
+    from specc.runtime.decode.sampling import Sampling
     from specc.runtime.open_model import OpenedModel
 
 MAX_SEED = 2**63 - 1  # below the limit of torch generators, with room for the seeds of further samples
-OF_TEXTS = ("prompt", "prompts", "batch", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
+OF_TEXTS = ("prompt", "prompts", "batch", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples", "compile")
 OF_LINES = ("beam",)
 
 
@@ -40,7 +41,13 @@ def _utf8(prompt: str) -> bytes:
 
 
 def _write_many(
-    opened: "OpenedModel", prompts: BinaryIO, max_tokens: int, sampling: "Sampling", seed: int, batch: int
+    opened: "OpenedModel",
+    prompts: BinaryIO,
+    max_tokens: int,
+    sampling: "Sampling",
+    seed: int,
+    batch: int,
+    compiled: bool,
 ) -> None:
     """Prints one JSON object per line of `prompts`, in order, with `prompt` and `text`. Each is printed as soon as it
     and all before it are complete.
@@ -52,6 +59,7 @@ def _write_many(
         sampling: the sampling settings.
         seed: the seed of the first text; those of others follow.
         batch: the maximum number of texts at once.
+        compiled: whether to compile decoding steps with torch.compile.
 
     Raises:
         UsageError: the file has no prompt or is not valid UTF-8, or the model is one of lines.
@@ -68,7 +76,9 @@ def _write_many(
         raise click.UsageError(f"{prompts.name} has no prompts: write one per line")
     texts: dict[int, bytes] = {}
     printed, seeds = 0, range(seed, seed + len(starts))
-    for index, text in generate_many(opened, starts, max_tokens, sampling, seeds, batch=batch, say=say):
+    for index, text in generate_many(
+        opened, starts, max_tokens, sampling, seeds, batch=batch, say=say, compiled=compiled
+    ):
         texts[index] = text
         while printed in texts:
             entry = {"prompt": starts[printed], "text": texts.pop(printed).decode(errors="replace")}
@@ -125,6 +135,7 @@ def _write_many(
     show_default=True,
     help="Number of texts. Their seeds are SEED, SEED + 1, ...",
 )
+@click.option("--compile", is_flag=True, help="Compile decoding steps with torch.compile, which takes a minute.")
 @click.option("--quantized", is_flag=True, help="Use the quantized model of a run.")
 @device_option
 @tokenizers_option
@@ -141,6 +152,7 @@ def command(
     top_p: float,
     seed: int,
     samples: int,
+    compile: bool,
     quantized: bool,
     target: str | None,
     tokenizers: tuple[Path, ...],
@@ -169,7 +181,7 @@ def command(
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
         return
     from specc.runtime.decode.pages import in_pages
-    from specc.runtime.decode.text import Sampling
+    from specc.runtime.decode.sampling import Sampling
     from specc.runtime.generate import generate as write
     from specc.runtime.generate import generate_several
     from specc.runtime.open_model import open_model
@@ -179,7 +191,7 @@ def command(
     if prompts is not None:
         _refuse_options("--prompts", ("prompt", "samples"))
         opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say, prepared=in_pages)
-        _write_many(opened, prompts, max_tokens, sampling, seed, batch)
+        _write_many(opened, prompts, max_tokens, sampling, seed, batch, compile)
         return
     _refuse_options("a prompt", ("batch",))
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
@@ -187,10 +199,11 @@ def command(
         raise click.UsageError(f"{opened.spec.name} is a model of lines: use --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)
-        texts = generate_several(opened, start, max_tokens, sampling, seeds, say=say)
+        texts = generate_several(opened, start, max_tokens, sampling, seeds, say=say, compiled=compile)
         for text_seed, text in zip(seeds, texts, strict=True):
             click.echo(f"--- seed {text_seed}\n{start.decode()}{text.decode(errors='replace')}")
         return
     click.echo(start.decode(), nl=False)
-    write(opened, start, max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
+    stream = partial(click.echo, nl=False)
+    write(opened, start, max_tokens, sampling, seed, say=say, stream=stream, compiled=compile)
     click.echo()

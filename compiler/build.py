@@ -297,6 +297,14 @@ def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
     return model_files(pipeline.exported_plan(spec, target, _source_name(spec)))
 
 
+def decoding_files(spec: Spec, target: str) -> Mapping[str, str]:
+    """Renders the files of the programs that extend texts by a token, with kernels for few rows. No build writes them.
+
+    Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
+    """
+    return model_files(pipeline.decoding_plan(spec, target, _source_name(spec)))
+
+
 def _files(
     spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock, source: Source | None
 ) -> Mapping[str, str]:

@@ -19,6 +19,8 @@ from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.merge_linears import merge_linears
 from specc.compiler.passes.optimizers import assign_optimizers
 from specc.compiler.passes.recompute import recompute
+from specc.compiler.passes.rope_writes import rope_writes
+from specc.compiler.passes.row_linears import row_linears
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
 from specc.compiler.passes.without_cache import uncached
@@ -29,7 +31,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.targets import TARGETS, Target
 
-Form = Literal["trained", "deployed", "uncached", "exported"]
+Form = Literal["trained", "deployed", "uncached", "exported", "decoding"]
 Pass = tuple[str, Callable[[Programs, Spec, Target], Programs]]
 LOWER, SELECT_KERNELS = "lower", "select_kernels"  # steps before and after all passes: Spec -> Programs -> Plan
 
@@ -50,11 +52,13 @@ MERGE_LINEARS: Pass = (
 RECOMPUTE: Pass = ("recompute", lambda programs, spec, target: recompute(programs, spec.train))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
+ROW_LINEARS: Pass = ("row_linears", lambda programs, spec, target: row_linears(programs))
+ROPE_WRITES: Pass = ("rope_writes", lambda programs, spec, target: rope_writes(programs))
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 
 # The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
 # sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is in files for
-# other programs, such as ONNX.
+# other programs, such as ONNX; `decoding` extends texts by a token, with kernels for few rows.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "trained": (
         ASSIGN_OPTIMIZERS,
@@ -70,6 +74,7 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
     "exported": (ASSIGN_QUANT, LOGITS),
+    "decoding": (ROW_LINEARS, ROPE_WRITES),
 }
 
 
@@ -205,3 +210,12 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
     Raises ValueError if an operation cannot be exported, and LoweringError if the spec cannot be lowered.
     """
     return select_kernels(run(spec, target, form="exported"), TARGETS[target], spec.model.title, source)
+
+
+def decoding_plan(spec: Spec, target: str, source: str) -> Plan:
+    """Plans the programs that extend texts by a token, with kernels for few rows.
+
+    Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
+    """
+    programs = run(spec, target, form="decoding")
+    return select_kernels(programs, TARGETS[target], spec.model.title, source)

@@ -110,6 +110,15 @@ class Op:
         """Returns the bytes that Torch saves for the backward in addition to inputs and outputs."""
         return 0
 
+    def site_type(self, type: TensorType) -> TensorType:
+        """Returns the type of an input or output in the node for which a kernel is selected, outside of fused groups.
+
+        By default, the leading dims of rows become the dims B, T of a whole sequence, so that nodes of programs on
+        sequences and on single tokens share a kernel.
+        """
+        leading = isinstance(type.shape[0], str) if type.shape else False
+        return type.with_shape("B", "T", type.width) if leading else type
+
     def used_share(self, inputs: Sequence[TensorType]) -> float:
         """Returns the share of the parameters among the inputs that one token uses."""
         return 1.0

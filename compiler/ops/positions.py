@@ -62,6 +62,30 @@ class RopeAngles(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class RopeRows(Op):
+    """Returns cos and sin as `RopeAngles` does, from a table of the positions below `context`, which is computed
+    once."""
+
+    name: ClassVar[str] = "rope_rows"
+    inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 1
+    output_labels: ClassVar[tuple[str, ...]] = ("cos", "sin")
+    flops_per_output: ClassVar[int] = 0
+    dims: int
+    base: float
+    context: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return RopeAngles(self.dims, self.base).infer(inputs)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("rope_rows", (Input(0), self.dims, self.base, self.context))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        return RopeAngles(self.dims, self.base).reference(*inputs)
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryPairs(Op):
     """The indices 0, 1, ... of `count` pairs of channels, i64[count], on the device of the input."""
 

@@ -62,7 +62,8 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
-            tile, passes, recomputed = choice.rendered.tile, tuple(_passes_of(plan.programs, path)), choice.graph in again
+            tile, recomputed = choice.rendered.tile, choice.graph in again
+            passes = tuple(_passes_of(plan.programs, path))
             label, rejected = choice.site.label, choice.rejected
             row = Explained(folder, path, label, op, kernel, files, tile, recomputed, rejected, passes)
             if row not in known:  # two groups may contain the same product

@@ -1,5 +1,8 @@
 """Greedy decoding of texts of equal length: with a contiguous cache, with a cache in pages, and by Transformers.
 
+On a GPU, a step of up to 64 texts has kernels for few rows. It is measured beside a step with the products of the
+library, and both are measured under torch.compile.
+
 A text ends with `context` tokens. Its last tokens are decoded one at a time, and timed; all tokens before them are
 random and read at once. Each decoder has one untimed pass, which compiles and captures, and two timed passes. Before a
 decoder is timed, its logits after the same tokens are compared with those of the contiguous cache.
@@ -27,8 +30,10 @@ from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.step import release
 from specc.runtime.bench.timing import Measured, wait
+from specc.runtime.decode.few_rows import library_step, step_of
 from specc.runtime.decode.pages import decoder_of, in_pages
-from specc.runtime.decode.text import Sampling, TextDecoder, sample_tokens
+from specc.runtime.decode.sampling import Sampling
+from specc.runtime.decode.text import BLOCK, Decoder, StepFunction
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.hugging_face.exporting import write_model
 from specc.runtime.model.load import Loaded, initialize, instantiate
@@ -36,11 +41,14 @@ from specc.runtime.open_model import final_weights, read_verified, realize
 from specc.runtime.storage.run_directory import Run
 
 CONTIGUOUS, PAGED = "contiguous cache", "cache in pages"
+COMPILED, LIBRARY = "torch.compile", "library products"
+LIBRARY_COMPILED = "library, torch.compile"
+OWN = (CONTIGUOUS, PAGED, COMPILED, LIBRARY, LIBRARY_COMPILED)
 DYNAMIC, STATIC = "transformers, dynamic", "transformers, static, compiled"
 BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
 CONTEXTS = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512)}
 LEAST = 4  # tokens of a text: two are read, and two are timed
-TIMED = 64  # tokens of each text, at most half of it
+TIMED = 64  # tokens of each text, at most half of it, by default
 TOLERANCE = {"f32": 1e-3, "bf16": 0.1, "f16": 0.02}  # of logits, relative to the largest
 GREEDY = Sampling(temperature=0)
 
@@ -117,7 +125,12 @@ class _Decoder:
 
 
 def measure(
-    setup: Setup, ceilings: Ceilings, weights: Path | None, batches: Sequence[int], contexts: Sequence[int]
+    setup: Setup,
+    ceilings: Ceilings,
+    weights: Path | None,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    timed: int | None = None,
 ) -> TextDecoding:
     """Measures each decoder that this machine has, with each batch and each context.
 
@@ -127,13 +140,14 @@ def measure(
         weights: a run or an artifact. None for the initial weights of training.
         batches: the numbers of texts; empty for those of BATCHES.
         contexts: the tokens of a text at its end; empty for those of CONTEXTS that the model allows.
+        timed: the timed tokens of each text; None for TIMED, at most half of the text.
 
     Returns:
         The rows.
 
     Raises:
-        RunFailure: if a context is longer than that of the model, or if the logits of a decoder of this package differ
-            from those of another.
+        RunFailure: if a context is longer than that of the model or too short for the timed tokens, or if the logits of
+            a decoder of this package differ from those of another.
         Others: the errors of reading `weights`.
     """
     spec, device = setup.spec, setup.device
@@ -142,6 +156,9 @@ def measure(
     if wrong := [size for size in contexts if not LEAST <= size <= window]:
         message = f"a context of {wrong[0]} tokens is not in the range of {spec.name}, {LEAST} to {window}"
         raise RunFailure(message, "name others with --context")
+    if timed is not None and timed > min(contexts) - 2:
+        message = f"a context of {min(contexts)} tokens has no {timed} tokens to time after two that are read"
+        raise RunFailure(message, f"set --tokens to at most {min(contexts) - 2}")
     floats, trained = _weights(setup, weights)
     programs = lower(_contiguous(spec), setup.target)
     dtype, missing = programs.params[0].dtype, dict[str, str]()
@@ -149,7 +166,7 @@ def measure(
     rows: list[TextRow] = []
     for context in contexts:
         for batch in batches or BATCHES[device.type]:
-            tokens = min(TIMED, context // 2)
+            tokens = timed or min(TIMED, context // 2)
             flops, moved = decode_cost(programs, batch, context - tokens // 2)
             cell = _Cell(batch, context, tokens, ceilings.floor_ms(Work(flops, moved, 0)), TOLERANCE[dtype])
             for row in _rows(setup, decoders, cell, missing):
@@ -195,7 +212,11 @@ def _decoders(
         if setup.device.type == "cuda":
             with Compiler(loaded.directory) as compiler:
                 compiler.all()
-        yield name, _ours(loaded, setup.device)
+        yield name, _ours(loaded, setup.device, partial(step_of, loaded))
+        if name == CONTIGUOUS and setup.device.type == "cuda":
+            yield COMPILED, _ours(loaded, setup.device, partial(step_of, loaded, compiled=True))
+            yield LIBRARY, _ours(loaded, setup.device, partial(library_step, loaded))
+            yield LIBRARY_COMPILED, _ours(loaded, setup.device, partial(library_step, loaded, compiled=True))
     try:
         model = _transformers(setup, weights, dtype)
     except RuntimeFailure as error:
@@ -205,11 +226,12 @@ def _decoders(
         yield name, _theirs(model, cache, setup.device)
 
 
-def _ours(loaded: Loaded, device: torch.device) -> _Decoder:
+def _ours(loaded: Loaded, device: torch.device, step_of_rows: Callable[[int], StepFunction]) -> _Decoder:
+    """Returns a decoder of this package. `step_of_rows` returns the step of so many texts."""
     model: Any = loaded.model
 
-    def decoder(rows: int, context: int) -> TextDecoder:
-        return decoder_of(model, context, device, rows)
+    def decoder(rows: int, context: int) -> Decoder:
+        return decoder_of(model, context, device, rows, step_of_rows(rows))
 
     def logits(ids: Tensor) -> Tensor:
         each = decoder(*ids.shape)
@@ -222,13 +244,14 @@ def _ours(loaded: Loaded, device: torch.device) -> _Decoder:
     return _Decoder(logits, passes)
 
 
-def _sample(decoder: TextDecoder, vocabulary: int, prompts: Tensor, count: int) -> float:
+def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> float:
     """Decodes `count` tokens after the first, as `specc generate` does. Returns ms per token."""
-    steps = sample_tokens(decoder, prompts, vocabulary, GREEDY, [0] * len(prompts), count + 1)
-    next(steps)
+    unread = torch.zeros(count + 1, len(prompts), dtype=torch.float64, device=prompts.device)  # greedy: not random
+    decoder.prefill(prompts)
+    decoder.write(GREEDY, vocabulary, unread[:1])
     wait(prompts.device)
     began = time.perf_counter()
-    *_, last = steps
+    *_, last = (decoder.write(GREEDY, vocabulary, numbers) for numbers in torch.split(unread[1:], BLOCK))
     wait(prompts.device)
     ms = 1e3 * (time.perf_counter() - began) / count
     if int(last.min()) < 0:
@@ -315,7 +338,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
             wanted = logits if wanted is None else wanted
             if error is not None and not error <= cell.tolerance:
                 message = f"{place}: logits differ from those of the {CONTIGUOUS} by {error:.1%} of the largest"
-                if name == PAGED:
+                if name in OWN:
                     raise RunFailure(message, "report the spec")
                 missing[place] = message
                 continue

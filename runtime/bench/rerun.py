@@ -12,7 +12,7 @@ from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import Translator
 from specc.runtime.decode.step_graphs import SMALLEST, repeated
 from specc.runtime.model.cuda_graph import captured
-from specc.runtime.model.load import Loaded, import_model
+from specc.runtime.model.load import Loaded, sharing
 from specc.runtime.model.protocols import State
 
 TOKENS = "tokens"  # the key of the decoded tokens in the state
@@ -44,14 +44,7 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 
     The generated code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in uncached_files(loaded.spec, loaded.target.name).items():
-        (folder / name).write_text(text, encoding="utf-8")
-    model: nn.Module = import_model(folder).Model()
-    weights = dict(loaded.model.named_parameters())
-    for name, parameter in model.named_parameters():
-        parameter.data = weights[name].data
-    return model.eval()
+    return sharing(loaded, uncached_files(loaded.spec, loaded.target.name), folder)
 
 
 class Rerun:

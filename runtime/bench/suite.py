@@ -51,6 +51,7 @@ class BenchOptions:
         weights: a run or an artifact to decode with.
         batches: the numbers of texts to decode at once; empty for the usual ones.
         contexts: the tokens of a decoded text at its end; empty for the usual ones.
+        tokens: the timed tokens of a decoded text; None for the usual number.
     """
 
     spec: Spec
@@ -63,6 +64,7 @@ class BenchOptions:
     weights: Path | None = None
     batches: tuple[int, ...] = ()
     contexts: tuple[int, ...] = ()
+    tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -105,8 +107,9 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
     for part in options.parts:
         if reason := refused.get(part):
             raise RunFailure(f"{options.spec.name}: {part} {reason}", "name other parts with --only")
-    if pairs and (options.batches or options.contexts):
-        message = f"{options.spec.name}: --batch and --context are for models of text, but this model translates lines"
+    if pairs and (options.batches or options.contexts or options.tokens):
+        words = "--batch, --context and --tokens are for models of text, but this model translates lines"
+        message = f"{options.spec.name}: {words}"
         raise RunFailure(message, "set eval.batch: --set eval.batch=N")
     return tuple(part for part in PARTS if part in options.parts or not (options.parts or refused.get(part)))
 
@@ -206,7 +209,7 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
         if setup.spec.model.reads == "lines":
             report.decoding = decode_lines.measure(place, options.weights)
         else:
-            sizes = options.batches, options.contexts
+            sizes = options.batches, options.contexts, options.tokens
             report.decoding = decode_text.measure(place, report.ceilings, options.weights, *sizes)
 
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.spec.spec import Spec
-from specc.runtime.decode.text import PAGE, SHORTEST, STRIDES, Decoder, Sampling, Step, generator_of
+from specc.runtime.decode.sampling import Sampling, generator_of
+from specc.runtime.decode.text import PAGE, SHORTEST, STRIDES, Decoder, Step, StepFunction
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import replace_fuse
-from specc.runtime.model.protocols import GeneratedPages, GeneratedText, paged_model, text_model
+from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, paged_model, text_model
 
 
 def in_pages(spec: Spec) -> Spec:
@@ -63,10 +64,20 @@ class PagedDecoder:
         page: the number of positions of a page.
         pages: the number of pages.
         device: the device of the model.
+        step: appends a token to each text; by default, `model.step`.
     """
 
-    def __init__(self, model: GeneratedPages, window: int, page: int, pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: GeneratedPages,
+        window: int,
+        page: int,
+        pages: int,
+        device: torch.device,
+        step: StepFunction | None = None,
+    ) -> None:
         self._model, self._window, self._page, self._device = model, window, page, device
+        self._step = step or model.step
         self._cache = model.new_cache(pages + 1)
         self._free, self._spare = list(range(pages)), pages
         self._texts: dict[int, _Text] = {}
@@ -142,7 +153,7 @@ class PagedDecoder:
         rows += [([0], 0, self._table([], reach))] * (count - len(rows))
         ids, starts, table = self._tensors(rows)
         if table.shape not in self._steps:
-            self._steps[table.shape] = Step(self._model.step, self._cache)
+            self._steps[table.shape] = Step(self._step, self._cache)
         return self._steps[table.shape](ids, starts, table)
 
     def _table(self, pages: Sequence[int], reach: int) -> list[int]:
@@ -153,33 +164,61 @@ class PagedDecoder:
         return tuple(torch.tensor(column, device=self._device) for column in zip(*rows, strict=True))
 
 
-class PagedTexts:
-    """A `PagedDecoder` for a batch of texts of equal length, with the methods of `Decoder`."""
+class PagedTexts(Decoder):
+    """A `Decoder` of a model whose cache is in pages, for a batch of texts of equal length.
 
-    def __init__(self, model: GeneratedPages, window: int, page: int, device: torch.device, rows: int = 1) -> None:
-        self._decoder = PagedDecoder(model, window, page, rows * -(-window // page), device)
-        self._window, self._rows = window, 0
+    Args:
+        model: the model, on `device`.
+        window: the number of tokens of a full text.
+        page: the number of positions of a page.
+        device: the device of the model.
+        rows: the number of texts.
+        step: appends a token to each text; by default, `model.step`.
+    """
 
-    @property
-    def preparing(self) -> float:
-        """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
-        return self._decoder.preparing
+    def __init__(
+        self,
+        model: GeneratedPages,
+        window: int,
+        page: int,
+        device: torch.device,
+        rows: int = 1,
+        step: StepFunction | None = None,
+    ) -> None:
+        self._page, most = page, -(-window // page)
+        self._pages = torch.arange(rows * most, device=device).view(rows, most)
+        texts = _RowsOfPages(model, rows * most, model.step)
+        super().__init__(texts, window, device, rows, _RowsOfPages(model, 0, step).decode if step else None)
 
-    def prefill(self, tokens: Tensor) -> Tensor:
-        """Starts new texts, i64 [rows, T], and returns logits, f32 [rows, vocabulary]."""
-        for row in range(self._rows):
-            self._decoder.leave(row)
-        self._rows = len(tokens)
-        return self._decoder.join(dict(enumerate(tokens.tolist())), self._window)
+    def _up_to(self, positions: int) -> Cache:
+        """Returns the pages, and the table of those up to `positions`."""
+        return [*self._cache, (self._pages[:, : -(-positions // self._page)].contiguous(),)]
 
-    def append(self, tokens: Tensor) -> Tensor:
-        """Appends one token to each text, i64 [rows], and returns logits, f32 [rows, vocabulary]."""
-        return self._decoder.append(dict(enumerate(tokens.tolist())))
+
+class _RowsOfPages:
+    """A model whose cache is in pages, with the programs of a model whose cache has a row for each text. The last entry
+    of a cache is the table."""
+
+    def __init__(self, model: GeneratedPages, pages: int, step: StepFunction) -> None:
+        self._model, self._pages, self._step = model, pages, step
+
+    def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
+        *pages, (table,) = cache
+        return self._step(ids, start.repeat(len(ids)), table, pages)
+
+    decode = prefill
+
+    def new_cache(self, rows: int, positions: int) -> Cache:
+        return self._model.new_cache(self._pages)
 
 
 def decoder_of(
-    model: GeneratedText | GeneratedPages, window: int, device: torch.device, rows: int = 1
-) -> Decoder | PagedTexts:
+    model: GeneratedText | GeneratedPages,
+    window: int,
+    device: torch.device,
+    rows: int = 1,
+    step: StepFunction | None = None,
+) -> Decoder:
     """Returns a decoder for texts of equal length, in the layout of the model's cache.
 
     Args:
@@ -187,12 +226,13 @@ def decoder_of(
         window: the number of tokens of a full text.
         device: the device of the model.
         rows: the number of texts.
+        step: appends a token to each text; by default, the program of the model.
     """
     if not hasattr(model, "step"):
-        return Decoder(text_model(model), window, device, rows)
+        return Decoder(text_model(model), window, device, rows, step)
     pages = paged_model(model)
     page = next(tensor.shape[1] for layer in pages.new_cache(0) for tensor in layer)
-    return PagedTexts(pages, window, page, device, rows)
+    return PagedTexts(pages, window, page, device, rows, step)
 
 
 @dataclass
@@ -259,7 +299,7 @@ def sample_texts(
             waiting.popleft()
         rows = torch.stack(list(logits.values()))[:, :vocab]
         uniform = torch.tensor([writing[index].number(count) for index in logits], dtype=torch.float64)
-        tokens = sampling.pick(rows, uniform.to(rows.device)).tolist()
+        tokens = sampling.sample(rows, uniform.to(rows.device)).tolist()
         sampled = {}
         for index, token in zip(logits, tokens, strict=True):
             writing[index].written += 1

@@ -1,96 +1,37 @@
-"""Decodes a batch of texts from a KV cache. On a GPU each step is one CUDA graph, and sampling runs on the device."""
+"""Decodes a batch of texts from a KV cache. On a GPU each step, with its sampling, is one CUDA graph."""
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from specc.runtime.errors import RuntimeFailure
+from specc.runtime.decode.sampling import Sampling, generator_of
 from specc.runtime.model.cuda_graph import WARM_UP, Captured
-from specc.runtime.model.protocols import Cache, GeneratedText
+from specc.runtime.model.protocols import Cache
 
 STRIDES = 8  # number of cache lengths that steps are captured for; a step reads the cache up to the next such length
 SHORTEST = 256  # positions: smaller cache lengths save no time
 PAGE = 1024  # random numbers per row that are generated at once
+BLOCK = 16  # tokens that a GPU samples before the host reads them
+
+StepFunction = Callable[..., Tensor]  # ids i64 [B, 1], start i64 [] and the cache -> logits, as `decode` of a model
 
 
-class SamplingError(RuntimeFailure):
-    """A sampling setting is out of range."""
+class CachedModel(Protocol):
+    """The programs of a generated text model that a `Decoder` calls."""
 
-    code = "U011"
-    exit_code = 2
+    def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
+        """Appends `ids` i64 [B, T] to `cache`, which has `start` (i64 []) tokens, and returns the logits after the last
+        id."""
 
+    def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
+        """Runs `prefill` for a single token per row."""
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Settings for sampling the next token.
-
-    Raises SamplingError if a value is out of range.
-
-    Attributes:
-        temperature: divides the logits. 0 selects the most probable token, and the lowest id among equals.
-        top_k: only the `top_k` most probable tokens remain. None keeps all tokens.
-        top_p: of the tokens that remain after `top_k`, only the smallest set of most probable tokens whose
-            renormalized probabilities sum to at least `top_p` remains (nucleus sampling, Holtzman et al. 2020, "The
-            Curious Case of Neural Text Degeneration", arXiv 1904.09751).
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            message = f"the temperature is {self.temperature}; it must be a number of at least 0"
-            raise SamplingError(message, "0 selects the most probable token")
-        if self.top_k is not None and self.top_k < 1:
-            raise SamplingError(f"top-k is {self.top_k}; it must be at least 1", "leave it out to keep all tokens")
-        if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "1 keeps all tokens")
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].
-
-        The result is on the device of `logits`. It is NaN in rows whose largest logit is not finite.
-        """
-        exact = logits.detach().double()
-        if self.temperature > 0 and self.top_k is None and self.top_p == 1:
-            return ((exact - exact.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
-        # Sorted by falling logit, lower ids first among equals, so that the remaining tokens are a prefix.
-        ordered, tokens = exact.sort(dim=-1, descending=True, stable=True)
-        vocabulary = exact.shape[-1]
-        keep = 1 if self.temperature == 0 else min(self.top_k or vocabulary, vocabulary)
-        probable = ((ordered[..., :keep] - ordered[..., :1]) / (self.temperature or 1.0)).softmax(-1)
-        if self.top_p < 1:
-            before = F.pad(probable.cumsum(-1)[..., :-1], (1, 0))  # the total probability of all more probable tokens
-            probable = probable.masked_fill(before >= self.top_p, 0.0)
-            probable = probable / probable.sum(-1, keepdim=True)
-        return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
-
-    def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Samples one token per row without synchronizing with a GPU.
-
-        Args:
-            logits: [B, vocabulary].
-            uniform: random numbers in [0, 1), f64 [B].
-
-        Returns:
-            Tokens, i64 [B]; -1 in rows whose largest logit is not finite.
-        """
-        finite = logits.amax(-1).isfinite()
-        if self.temperature == 0:  # the first of equals, as in `probabilities`, without its sort
-            return logits.argmax(-1).where(finite, -1)
-        steps = self.probabilities(logits).cumsum(-1)
-        last = steps[:, -1:]
-        # Tokens of probability 0 do not increase the sum, so `right=True` skips them. The last sum may be less than 1.
-        tokens = torch.searchsorted(steps, uniform[:, None] * last, right=True)
-        tokens = torch.minimum(tokens, (steps < last).sum(-1, keepdim=True))
-        return tokens[:, 0].where(finite, -1)
+    def new_cache(self, rows: int, positions: int) -> Cache:
+        """Returns an empty cache for `rows` texts of up to `positions` tokens."""
 
 
 class Decoder:
@@ -101,34 +42,47 @@ class Decoder:
     recent `window // 2` tokens are prefilled again as the start of a text. The model therefore attends to between
     `window // 2` and `window` tokens, at an average cost of about two token computations per token.
 
+    `write` runs wholly on the device: a sampled token is the input of the next step without the host.
+
     Args:
         model: the model, on `device`.
         window: the number of tokens that the cache holds.
         device: the device of the model.
         rows: the number of texts.
+        step: computes the logits of a step; by default, `model.decode`.
     """
 
-    def __init__(self, model: GeneratedText, window: int, device: torch.device, rows: int = 1) -> None:
-        self._model, self._window = model, window
+    def __init__(
+        self, model: CachedModel, window: int, device: torch.device, rows: int = 1, step: StepFunction | None = None
+    ) -> None:
+        self._model, self._window, self._decode = model, window, step or model.decode
         self._cache = model.new_cache(rows, window)
-        self._seen = torch.zeros(rows, window, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(rows, window + 1, dtype=torch.int64, device=device)  # of the text, then the next
+        self._next = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._uniform = torch.zeros(PAGE, rows, dtype=torch.float64, device=device)
+        self._counters = torch.zeros(
+            2, dtype=torch.int64, device=device
+        )  # the position of the last token; see `choose`
         self._length = 0
-        self._start = torch.zeros((), dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None  # after the last token, unless a token was sampled from them
         self._stride = max(SHORTEST, -(-window // STRIDES))
         self._steps: dict[int, Step] = {}
+        self._sampled: dict[tuple[int, Sampling, int], Replayed] = {}
 
     @property
     def preparing(self) -> float:
         """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
-        return sum(step.preparing for step in self._steps.values())
+        steps: list[Step | Replayed] = [*self._steps.values(), *self._sampled.values()]
+        return sum(step.preparing for step in steps)
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor) -> Tensor:
         """Starts new texts, i64 [rows, T] with 1 <= T <= `window`, and returns logits, f32 [rows, vocabulary]."""
         self._length = tokens.shape[1]
-        self._seen[:, : self._length] = tokens
-        self._start.zero_()
-        return self._model.prefill(tokens, self._start, self._up_to(self._positions()))
+        self._tokens[:, : self._length] = tokens
+        self._counters.zero_()
+        self._logits = self._model.prefill(tokens, self._counters[0], self._up_to(self._positions()))
+        return self._logits
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> Tensor:
@@ -136,16 +90,71 @@ class Decoder:
 
         The logits are valid until the next call.
         """
+        self._tokens[:, self._length] = tokens
         if self._length == self._window:
-            tail = self._window // 2
-            return self.prefill(torch.cat((self._seen[:, self._window - tail :], tokens[:, None]), 1))
-        self._seen[:, self._length] = tokens
-        self._start.fill_(self._length)
+            return self._slide()
+        self._counters.fill_(self._length)
         self._length += 1
         positions = self._positions()
         if positions not in self._steps:
-            self._steps[positions] = Step(self._model.decode, self._up_to(positions))
-        return self._steps[positions](tokens[:, None], self._start)
+            self._steps[positions] = Step(self._decode, self._up_to(positions))
+        self._logits = self._steps[positions](tokens[:, None], self._counters[0])
+        return self._logits
+
+    @torch.no_grad()
+    def write(self, sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
+        """Samples the next tokens of each text, and appends all but the last.
+
+        The last token is appended by the next call. The host does not wait for the device.
+
+        Args:
+            sampling: the sampling settings.
+            vocab: the number of logits to use, from id 0.
+            uniform: random numbers in [0, 1), f64 [n, rows], with n <= PAGE, on the device.
+
+        Returns:
+            The tokens, i64 [rows, n]. A token is -1 if the largest logit is not finite; later tokens of such a row are
+            meaningless.
+        """
+        self._uniform[: len(uniform)] = uniform
+        written, since = [self._tokens[:, :0]], 0
+        for at in range(len(uniform)):
+            if self._logits is None and self._length == self._window:
+                written.append(self._tokens[:, self._window + 1 - since :].clone())
+                self._slide()
+            if at == 0 or self._logits is not None:  # the device counts from here on
+                self._counters[0].fill_(self._length - (self._logits is not None))
+                self._counters[1].fill_(at)
+                since = 0
+            if self._logits is not None:
+                self._choose(self._logits, sampling, vocab)
+                self._logits = None
+            else:
+                self._length += 1
+                self._sample(self._positions(), sampling, vocab)
+            since += 1
+        written.append(self._tokens[:, self._length + 1 - since : self._length + 1])
+        return torch.cat(written, 1)
+
+    def _slide(self) -> Tensor:
+        """Reads the last `window // 2` tokens and the next one again, as the start of a text."""
+        return self.prefill(self._tokens[:, self._window - self._window // 2 :].clamp(min=0))
+
+    def _choose(self, logits: Tensor, sampling: Sampling, vocab: int) -> None:
+        sampling.choose(logits[:, :vocab], self._uniform, self._counters, self._next, self._tokens)
+        self._counters.add_(1)
+
+    def _sample(self, positions: int, sampling: Sampling, vocab: int) -> None:
+        """Appends the next token to each text and samples another, with a cache of so many positions."""
+        key = positions, sampling, vocab
+        if key not in self._sampled:
+            cache = self._up_to(positions)
+
+            def work() -> None:
+                self._choose(self._decode(self._next[:, None], self._counters[0], cache), sampling, vocab)
+
+            self._sampled[key] = Replayed(work, self._tokens.device)
+        self._sampled[key]()
 
     def _positions(self) -> int:
         """Returns the cache length for the current text: the next multiple of the stride, at most the window."""
@@ -160,6 +169,40 @@ class Decoder:
         ]
 
 
+class Replayed:
+    """A function without results that runs directly on a CPU, and is captured and replayed on a GPU.
+
+    Args:
+        work: the function. It reads and writes the same addresses in every call, except for its arguments.
+        device: the device of its tensors.
+    """
+
+    def __init__(self, work: Callable[..., None], device: torch.device) -> None:
+        self._work, self._device = work, device
+        self._captured = Captured(work)
+        self._calls = 0
+        self.preparing = 0.0
+
+    @property
+    def replays(self) -> bool:
+        """Whether the graph is captured."""
+        return self._calls > WARM_UP
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Runs the function. All calls have tensors of the same shapes."""
+        if self._device.type != "cuda":
+            self._work(*tensors)
+        elif self._calls <= WARM_UP:
+            torch.cuda.synchronize(self._device)
+            began = time.monotonic()
+            self._captured(*tensors)
+            torch.cuda.synchronize(self._device)
+            self.preparing += time.monotonic() - began
+            self._calls += 1
+        else:
+            self._captured(*tensors)
+
+
 class Step:
     """A decoding step with a cache of one shape: run directly on a CPU, captured and replayed on a GPU.
 
@@ -171,23 +214,24 @@ class Step:
     def __init__(self, call: Callable[..., Tensor], cache: Cache) -> None:
         self._call, self._cache = call, cache
         self._logits: Tensor | None = None
-        self._captured = Captured(self._write)
-        self._calls = 0
-        self.preparing = 0.0
+        self._replayed: Replayed | None = None
+
+    @property
+    def preparing(self) -> float:
+        return self._replayed.preparing if self._replayed is not None else 0.0
+
+    @property
+    def replays(self) -> bool:
+        """Whether the graph is captured."""
+        return self._replayed is not None and self._replayed.replays
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Returns the logits, which are valid until the next call. All calls have tensors of the same shapes."""
         if tensors[0].device.type != "cuda":
             return self._call(*tensors, self._cache)
-        if self._calls <= WARM_UP:
-            torch.cuda.synchronize(tensors[0].device)
-            began = time.monotonic()
-            self._captured(*tensors)
-            torch.cuda.synchronize(tensors[0].device)
-            self.preparing += time.monotonic() - began
-        else:
-            self._captured(*tensors)
-        self._calls += 1
+        if self._replayed is None:
+            self._replayed = Replayed(self._write, tensors[0].device)
+        self._replayed(*tensors)
         assert self._logits is not None
         return self._logits
 
@@ -198,20 +242,16 @@ class Step:
         self._logits.copy_(logits)
 
 
-class TextDecoder(Protocol):
-    """Computes next-token logits for a batch of texts of equal length, as `Decoder` does."""
-
-    def prefill(self, tokens: Tensor) -> Tensor:
-        """Starts new texts, i64 [rows, T], and returns logits, f32 [rows, vocabulary]."""
-
-    def append(self, tokens: Tensor) -> Tensor:
-        """Appends one token to each text, i64 [rows], and returns logits, f32 [rows, vocabulary]."""
-
-
-def sample_tokens(
-    decoder: TextDecoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
+def sample_blocks(
+    decoder: Decoder,
+    tokens: Tensor,
+    vocab: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    count: int,
+    block: int = BLOCK,
 ) -> Iterator[Tensor]:
-    """Yields `count` steps of sampled tokens that follow `tokens`.
+    """Yields `count` sampled tokens of each text, which follow `tokens`, in blocks of up to `block`.
 
     After the CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens, to copy
     random numbers to it.
@@ -222,29 +262,52 @@ def sample_tokens(
         vocab: number of logits to use, from id 0.
         sampling: the sampling settings.
         seeds: a seed per row. A row's random numbers depend only on its seed.
-        count: number of steps.
+        count: the number of tokens of each row.
+        block: the number of tokens of a block.
 
     Yields:
-        The next token of each row, i64 [rows] on the device of `tokens`. It is -1 in rows whose largest logit is not
+        The next tokens of each row, i64 [rows, n] on the device of `tokens`. A token is -1 if the largest logit is not
         finite; later tokens of such a row are meaningless.
 
     Raises:
         SamplingError: a seed has more than 64 bits.
     """
     generators = [generator_of(seed) for seed in seeds]
-    last: Tensor | None = None
-    for at in range(count):
-        if at % PAGE == 0:
-            many = min(PAGE, count - at)
-            numbers = [torch.rand(many, dtype=torch.float64, generator=generator) for generator in generators]
-            uniform = torch.stack(numbers, 1).to(tokens.device)
-        logits = decoder.prefill(tokens) if last is None else decoder.append(last.clamp(min=0))
-        last = sampling.pick(logits[:, :vocab], uniform[at % PAGE])
-        yield last
+    if count:
+        decoder.prefill(tokens)
+    for first in range(0, count, PAGE):
+        many = min(PAGE, count - first)
+        numbers = [torch.rand(many, dtype=torch.float64, generator=generator) for generator in generators]
+        for uniform in torch.split(torch.stack(numbers, 1).to(tokens.device), block):
+            yield decoder.write(sampling, vocab, uniform)
 
 
-def generator_of(seed: int) -> torch.Generator:
-    """Returns the generator of the random numbers of a text. Raises SamplingError if the seed has more than 64 bits."""
-    if not -(2**63) <= seed < 2**64:
-        raise SamplingError(f"the seed {seed} has more than 64 bits", f"give 0 to {2**64 - 1}")
-    return torch.Generator().manual_seed(seed)
+def sample_tokens(
+    decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
+) -> Iterator[Tensor]:
+    """Yields the tokens of `sample_blocks` one by one, i64 [rows], each as soon as it is sampled."""
+    for block in sample_blocks(decoder, tokens, vocab, sampling, seeds, count, 1):
+        yield block[:, 0]
+
+
+def on_the_host(blocks: Iterable[Tensor]) -> Iterator[list[list[int]]]:
+    """Yields each block as rows of numbers. A GPU computes the next block while the host waits for one."""
+    waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+    for block in blocks:
+        if block.device.type != "cuda":
+            yield block.tolist()
+            continue
+        copy = torch.empty(block.shape, dtype=block.dtype, pin_memory=True)
+        copy.copy_(block, non_blocking=True)
+        waiting.append((copy, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        waiting[-1][1].record()
+        if len(waiting) > 1:
+            yield _copied(*waiting.popleft())
+    for entry in waiting:
+        yield _copied(*entry)
+
+
+def _copied(block: Tensor, event: torch.cuda.Event) -> list[list[int]]:
+    event.synchronize()
+    rows: list[list[int]] = block.tolist()
+    return rows

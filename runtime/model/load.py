@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +43,11 @@ class Loaded:
     model: "nn.Module"
     directory: Path
 
+    @property
+    def deployed(self) -> bool:
+        """Whether the module runs from an artifact, with products of stored codes."""
+        return self.directory.name == DEPLOYED
+
 
 def instantiate(
     spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK, deployed: bool = False
@@ -80,6 +85,27 @@ def instantiate(
         elif type == DRAW:
             begin_draw(model.get_buffer(name), spec.model.window)
     return Loaded(spec, TARGETS[target], plan.programs, model, code)
+
+
+def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Module":
+    """Returns the module of other programs of a loaded model, with the current parameters of that model.
+
+    Args:
+        loaded: the model.
+        files: the generated files of the other programs.
+        directory: the folder that the files are written to.
+
+    Returns:
+        The module, in eval mode. Its parameters are those of the loaded model, in the same memory.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    model: nn.Module = import_model(directory).Model()
+    weights = dict(loaded.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name].data
+    return model.eval()
 
 
 def replace_fuse(spec: Spec) -> Spec:

@@ -11,7 +11,8 @@ from torch import Tensor
 from specc.compiler.spec.spec import Calibrate
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.pages import decoder_of
-from specc.runtime.decode.text import Sampling, sample_tokens
+from specc.runtime.decode.sampling import Sampling
+from specc.runtime.decode.text import sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.model.protocols import GeneratedText
 

@@ -8,7 +8,7 @@ from specc.compiler.spec.data.text import TextData
 from specc.runtime.data.lines.line_file import LineFile
 from specc.runtime.data.lines.task import task_of
 from specc.runtime.decode.lines import translator_of
-from specc.runtime.decode.text import Sampling
+from specc.runtime.decode.sampling import Sampling
 from specc.runtime.generate import generate
 from specc.runtime.log import Say
 from specc.runtime.open_model import OpenedModel, open_model

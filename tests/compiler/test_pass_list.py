@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 POLY = load(ROOT / "specs/poly_attn.yaml")[0]  # int8 products, fine-tuned with rounded inputs
 TEXT = load(ROOT / "specs/gpt_mini.yaml")[0]
 
-SPEC_OF = {"logits": TEXT}  # loops over tokens are not exported
+SPEC_OF = dict.fromkeys(("logits", "row_linears", "rope_writes"), TEXT)  # of text, without loops over tokens
 FOLDERS = ("specc.compiler.passes", "specc.compiler.int8")
 
 
@@ -26,6 +26,8 @@ def test_each_pass_changes_what_its_dump_shows() -> None:
     assert "int8_linear" in texts["quantize_products"] and "int8_linear" not in texts["fuse"]
     assert "graph logits(ids: i64[B,T])" in texts["logits"] and "graph train(" not in texts["logits"]
     assert "graph logits(" in texts["uncached"] and "graph logits(" not in texts["lower"]
+    assert "row_linear" in texts["row_linears"] and "rope_write" not in texts["row_linears"]
+    assert "= rope_write(" in texts["rope_writes"] and "cache_write(" not in texts["rope_writes"]
     fused = graphs_text(pipeline.after(TEXT, "sm90", "fuse"), None)
     assert "# fused group" in fused
     assert "# fused group" not in graphs_text(pipeline.after(TEXT, "sm90", "fake_quantize"), None)

@@ -264,6 +264,16 @@ def interpret(folder: Path, runs: list[Any]) -> list[Any]:
     return results
 
 
+def interpret_calls(folder: Path, calls: list[Any]) -> list[Any]:
+    """Runs Triton's interpreter in a separate process. Returns the arguments after each call of
+    run_interpreted_calls.py."""
+    torch.save(calls, folder / "calls.pt")
+    words = (str(folder / "calls.pt"), str(folder / "after.pt"))
+    run_script(Path(__file__).with_name("run_interpreted_calls.py"), *words, folder=folder, interpret=True)
+    results: list[Any] = torch.load(folder / "after.pt")
+    return results
+
+
 def library_outputs(folder: Path, runs: list[Any]) -> list[list[Tensor]]:
     """Runs generated files that call a library's attention, in a separate process. Returns the outputs of each run."""
     torch.save(runs, folder / "runs.pt")

@@ -112,6 +112,7 @@ SAMPLES = [
     Sample("positions i64[B,T] i64[]"),
     Sample("rope_angles{dims=6, base=100.0} i64[T]"),
     Sample("rope_angles{dims=2, base=10000.0} i64[T]"),
+    Sample("rope_rows{dims=6, base=100.0, context=40} i64[T]"),
     Sample("rotary_pairs{count=5} i64[T]"),
     Sample("rotary_frequencies{base=50.0} i64[6]", ids=6),
     Sample("rotary_angles i64[T] f32[3]", ids=50),
@@ -259,6 +260,7 @@ REGIONS = {"call", "fused", "scan"}  # they run other graphs and have no arithme
 # only kernels compute them, in files of their own
 KERNELS = {
     "softmax_loss", "norm_rope", "norm_rope_grad", "causal_attention", "causal_attention_grad", "int8_linear",
+    "row_linear", "rope_write",
     "seen_attention", "seen_attention_grad", "scored_attention", "scored_attention_grad", "int8_lstm_step",
 }  # fmt: skip
 
@@ -397,6 +399,7 @@ def graph_of(sample: Sample):  # type: ignore[no-untyped-def]
 
 CHANGES = {
     "rms_norm": {"eps": 0.125}, "layer_norm": {"eps": 0.125}, "rope_angles": {"base": 77.0},
+    "rope_rows": {"base": 77.0},
     "rotary_frequencies": {"base": 77.0}, "rotary_angles": {"magnitude": 3.0}, "seen": {"pad": 3},
     "shift": {"start": 2}, "dropout": {"p": 0.25}, "zeros": {"shape": (2, 3)}, "previous": {"fill": 5},
     "previous_cached": {"fill": 5}, "reset": {"token": 4}, "bigram_hash": {"buckets": 77},
@@ -440,7 +443,7 @@ def test_flops_of_attention_count_the_pairs_that_see_each_other(window: int | No
 MOVES = {
     "embedding", "split_heads", "merge_heads", "last", "first_features", "pad_rows", "crop_rows", "cache_write",
     "positions", "document_starts", "document_starts_cached", "split", "previous", "previous_cached", "keep_last",
-    "reset", "bigram_hash", "rotary_pairs", "ring_keys", "top_experts", "paged_write", "pool_write",
+    "reset", "bigram_hash", "rotary_pairs", "ring_keys", "top_experts", "paged_write", "pool_write", "rope_rows",
 }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import Spec
 from specc.runtime.decode import text as decoding
-from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
+from specc.runtime.decode.sampling import Sampling
+from specc.runtime.decode.text import Decoder, on_the_host, sample_blocks, sample_tokens
 from specc.runtime.model.protocols import GeneratedText
 from specc.runtime.open_model import realize
 
@@ -113,6 +114,33 @@ def test_a_row_is_what_its_seed_gives_alone(tmp_path: Path) -> None:
     assert list(sample_tokens(Decoder(model, window, CPU), start, vocab, Sampling(), (0,), 0)) == []
 
 
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.9, 5), Sampling(1.1, None, 0.9)])
+def test_tokens_do_not_depend_on_the_size_of_blocks(sampling: Sampling, tmp_path: Path) -> None:
+    """Also past the end of the cache, where half of the text is read again, and after tokens that the caller gives."""
+    model, vocab, window = model_named("full", tmp_path)
+    count, start = 2 * window + 3, texts(vocab, window)[:, :4]
+    results = []
+    for block in (1, 7, count):
+        decoder = Decoder(model, window, CPU, ROWS)
+        blocks = list(sample_blocks(decoder, start, vocab, sampling, (1, 2, 3), count, block))
+        assert [tokens.shape[1] for tokens in blocks] == [
+            *[block] * (count // block),
+            *[count % block] * (count % block > 0),
+        ]
+        results.append(torch.cat(blocks, 1))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert list(on_the_host(results)) == [result.tolist() for result in results]
+    # Step by step, from logits of the same text.
+    decoder = Decoder(model, window, CPU, ROWS)
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
+    uniform = torch.stack([torch.rand(count, dtype=torch.float64, generator=generator) for generator in generators], 1)
+    logits = decoder.prefill(start)
+    for at in range(count):
+        tokens = sampling.pick(logits[:, :vocab], uniform[at])
+        assert torch.equal(tokens, results[0][:, at]), at
+        logits = decoder.append(tokens)
+
+
 def test_draws_go_on_past_a_page_of_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, vocab, window = model_named("full", tmp_path)
     results = []
@@ -141,7 +169,7 @@ def test_a_captured_step_is_the_eager_one(name: str) -> None:
     decoder = Decoder(model, p.context, device, ROWS)
     for _ in range(2):  # the second time every step is replayed
         result = cached(decoder, ids, 1).cpu()
-    assert all(step._captured._graph is not None for step in decoder._steps.values()) and len(decoder._steps) > 3
+    assert all(step.replays for step in decoder._steps.values()) and len(decoder._steps) > 3
     for row in range(ROWS):
         with torch.no_grad():
             targets = torch.arange(p.vocab, device=device)[:, None].expand(-1, p.context)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.check import load
-from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
+from specc.runtime.decode.sampling import Sampling
+from specc.runtime.decode.text import Decoder, sample_tokens
 from specc.runtime.model.protocols import GeneratedText
 from specc.runtime.open_model import realize
 

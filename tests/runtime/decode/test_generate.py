@@ -18,7 +18,8 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.decode.text import Decoder, Sampling, SamplingError
+from specc.runtime.decode.sampling import Sampling, SamplingError
+from specc.runtime.decode.text import Decoder
 from specc.runtime.errors import RunFailure
 from specc.runtime.generate import Detokenizer, generate, generate_several
 from specc.runtime.model.load import Loaded

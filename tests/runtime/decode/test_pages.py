@@ -16,7 +16,8 @@ from specc.compiler.programs import reference
 from specc.compiler.programs.cost import cached_numbers
 from specc.compiler.spec.check import load
 from specc.runtime.decode.pages import PagedDecoder, PagedTexts, in_pages, pages_for, sample_texts
-from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
+from specc.runtime.decode.sampling import Sampling
+from specc.runtime.decode.text import Decoder, sample_tokens
 from specc.runtime.errors import RunFailure
 from specc.runtime.generate import generate, generate_many
 from specc.runtime.hugging_face.recognizing import recognized

@@ -1,12 +1,18 @@
 """Draws: their distribution is the one that is asked for, and settings that no distribution has are refused."""
 
+import inspect
 import math
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernel_sites import interpret_calls
+from torch import Tensor
 
-from specc.runtime.decode.text import Sampling, SamplingError
+from specc.runtime.decode.sampling import Sampling, SamplingError
 
 
 def reference(logits: list[float], temperature: float, top_k: int | None, top_p: float) -> list[float]:
@@ -92,3 +98,107 @@ def test_settings_out_of_range_are_usage_errors(settings: dict[str, Any], messag
     with pytest.raises(SamplingError, match=message) as caught:
         Sampling(**settings)
     assert caught.value.exit_code == 2
+
+
+SETTINGS = (
+    Sampling(0.0),
+    Sampling(),
+    Sampling(0.7, 5),
+    Sampling(1.3, None, 0.8),
+    Sampling(0.9, 12, 0.5),
+    Sampling(2.0, 1),
+    Sampling(1e-300, 4),
+    Sampling(1.0, 999, 0.999),
+    Sampling(1.0, None, 1e-9),
+)
+
+
+def hard_logits(vocabulary: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows with many equals, signed zeros, NaN, and logits of -inf. Beyond the vocabulary are large logits."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(7, vocabulary + 3, generator=generator) * 2).to(dtype)
+    logits[1] = logits[1].round()
+    logits[2, :3], logits[2, 1] = 0.0, -0.0
+    logits[3, 0], logits[4, ::2] = math.nan, -math.inf
+    logits[5] = torch.randint(-2, 3, (vocabulary + 3,), generator=generator).to(dtype)
+    logits[6, 1] = math.inf
+    logits[:6, vocabulary:] = 99.0
+    return logits
+
+
+def kernel_cases(device: str = "cpu", sizes: tuple[int, ...] = (5, 70, 300)) -> Iterator[tuple[Sampling, list[Any]]]:
+    """Settings, and the arguments of the kernel."""
+    for seed, (vocabulary, sampling) in enumerate(product(sizes, SETTINGS)):
+        dtype = (torch.float32, torch.bfloat16)[seed % 2]
+        logits = hard_logits(vocabulary, dtype, seed)[:, :vocabulary]
+        uniform = torch.rand(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        outputs = [torch.full((7,), -9), torch.full((7, 12), -9)]
+        tensors = [logits, uniform, torch.tensor([seed % 11, seed % 3]), *outputs]
+        yield sampling, [tensor.to(device) for tensor in tensors]
+
+
+def check_chosen(sampling: Sampling, arguments: list[Any]) -> None:
+    logits, uniform, counters, following, tokens = arguments[:5]
+    column, row = counters.tolist()
+    wanted = sampling.pick(logits.float(), uniform[row])
+    assert tokens[:, column + 1].tolist() == wanted.tolist(), (sampling, logits.shape)
+    assert torch.equal(following, wanted.clamp(min=0))
+    assert int((tokens != -9).sum()) == len(tokens)
+    assert wanted.tolist()[3] == wanted.tolist()[6] == -1
+
+
+@pytest.mark.interpret
+def test_the_kernel_chooses_without_a_sort_what_the_sort_chooses(tmp_path: Path) -> None:
+    cases = list(kernel_cases())
+    settings = [(sampling.temperature, sampling.top_k, sampling.top_p) for sampling, _ in cases]
+    module = "specc.runtime.decode.choose_token"
+    calls = [
+        ("", module, {"BLOCK": 128}, "choose_token", [*arguments, *each])
+        for (_, arguments), each in zip(cases, settings, strict=True)
+    ]
+    for (sampling, _), arguments in zip(cases, interpret_calls(tmp_path, calls), strict=True):
+        check_chosen(sampling, arguments)
+
+
+def test_torch_chooses_into_given_tensors() -> None:
+    for sampling, arguments in kernel_cases():
+        sampling.choose(*arguments)
+        check_chosen(sampling, arguments)
+
+
+@pytest.mark.gpu
+def test_the_kernel_chooses_on_a_gpu_what_the_sort_chooses() -> None:
+    for sampling, arguments in kernel_cases("cuda", (5, 300, 9000, 50257)):
+        sampling.choose(*arguments)
+        check_chosen(sampling, arguments)
+        logits, uniform = arguments[:2]
+        assert torch.equal(sampling.sample(logits, uniform[0]), sampling.pick(logits.float(), uniform[0]))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.7), Sampling(1.0, 50), Sampling(1.3, 40, 0.9)])
+@pytest.mark.parametrize(("dtype", "arch"), [("fp32", 80), ("bf16", 90)])
+def test_the_kernel_compiles_for_gpus(sampling: Sampling, dtype: str, arch: int) -> None:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from specc.runtime.decode.choose_token import BLOCK, WARPS, choose_token_kernel
+
+    pointers = (f"*{dtype}", "*fp64", "*i64", "*fp64", "*i64", "*i64")
+    constants = {
+        "TEMPERATURE": sampling.temperature,
+        "TOP_K": sampling.top_k or 0,
+        "TOP_P": sampling.top_p,
+        "BLOCK": BLOCK,
+        "ROWS": 1,  # Triton compiles a number that is 1 as a constant
+    }
+    names = list(inspect.signature(choose_token_kernel.fn).parameters)
+    types = {name: "constexpr" if name in constants else "i32" for name in names} | dict(
+        zip(names, pointers, strict=False)
+    )
+    code = compile(
+        ASTSource(choose_token_kernel, types, constants),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": WARPS},
+    )
+    assert ".local" not in code.asm["ptx"] and code.metadata.shared < 100_000

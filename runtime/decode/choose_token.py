@@ -1,0 +1,177 @@
+"""A Triton kernel that samples the next token of each row, without a sort and without the host.
+
+One program samples one row. It searches the smallest logit that remains after `top_k` and `top_p` by bisection over the
+bits of logits, as 32-bit integers of the same order. Weights of tokens are f64, as in `Sampling.probabilities`, so that
+both choose the same token for the same random number.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK, WARPS = 8192, 16
+
+
+@triton.jit
+def _logits(logits_ptr, at, V):
+    """Loads logits as f32. A zero has no sign, so that equal logits have equal keys."""
+    return tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32) + 0.0
+
+
+@triton.jit
+def _key(logit):
+    """Maps f32 to i32 of the same order."""
+    bits = logit.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _logit(key):
+    """Returns the f32 of a key, which is in i64."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(logit, largest, TEMPERATURE: tl.constexpr):
+    # A literal would be rounded to f32.
+    return tl.exp((logit.to(tl.float64) - largest) / tl.full((), TEMPERATURE, tl.float64))
+
+
+@triton.jit
+def _above(logits_ptr, weights_ptr, key, V, BLOCK: tl.constexpr):
+    """Returns the number and the total weight of the tokens whose key is larger than `key`."""
+    count = tl.zeros((), tl.int32)
+    mass = tl.zeros((), tl.float64)
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        above = (at < V) & (_key(_logits(logits_ptr, at, V)).to(tl.int64) > key)
+        count += tl.sum(above.to(tl.int32), 0)
+        mass += tl.sum(tl.load(weights_ptr + at, mask=above, other=0.0), 0)
+    return count, mass
+
+
+@triton.jit
+def choose_token_kernel(
+    logits_ptr, uniform_ptr, counters_ptr, weights_ptr, next_ptr, tokens_ptr, V, ROWS, STRIDE, COLUMNS,
+    TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * STRIDE
+    weights_ptr += row * V
+    # The first of the largest logits. NaN is larger than any number here, so that it shows.
+    largest = tl.full((), float("-inf"), tl.float32)
+    token = tl.zeros((), tl.int32)
+    broken = tl.zeros((), tl.int32)
+    lowest = tl.full((), 0x7FFFFFFF, tl.int32)
+    for first in range(0, V, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        logits = _logits(logits_ptr, at, V)
+        broken += tl.sum((logits != logits).to(tl.int32), 0)
+        top = tl.max(logits, 0)
+        place = tl.min(tl.where((logits == top) & (at < V), at, 0x7FFFFFFF), 0)
+        token = tl.where(top > largest, place, token)
+        largest = tl.maximum(largest, top)
+        lowest = tl.minimum(lowest, tl.min(tl.where(at < V, _key(logits), 0x7FFFFFFF), 0))
+    finite = (broken == 0) & (largest > float("-inf")) & (largest < float("inf"))
+    if TEMPERATURE > 0:
+        most = largest.to(tl.float64)
+        total = tl.zeros((), tl.float64)
+        for first in range(0, V, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            weights = _weight(_logits(logits_ptr, at, V), most, TEMPERATURE)
+            weights = tl.where(finite & (at < V), weights, 0.0)
+            tl.store(weights_ptr + at, weights, mask=at < V)
+            total += tl.sum(weights, 0)
+        tl.debug_barrier()  # other threads read these weights below
+        # The tokens above the key `bound` remain, and the first `equal` tokens of this key.
+        bound = lowest.to(tl.int64) - 1
+        equal = tl.zeros((), tl.int32)
+        highest = _key(largest).to(tl.int64)
+        if TOP_K > 0:
+            # The smallest bound with fewer than TOP_K tokens above it, or any with TOP_K.
+            low = bound
+            bound = highest
+            while low + 1 < bound:
+                middle = (low + bound) >> 1
+                count, _ = _above(logits_ptr, weights_ptr, middle, V, BLOCK)
+                low = tl.where(count >= TOP_K, middle, low)
+                bound = tl.where(count > TOP_K, bound, tl.where(count == TOP_K, middle + 1, middle))
+            count, mass = _above(logits_ptr, weights_ptr, bound, V, BLOCK)
+            equal = TOP_K - count
+            total = mass + equal * _weight(_logit(bound), most, TEMPERATURE)
+        if TOP_P < 1:
+            # The smallest bound such that the tokens above it weigh less than the share TOP_P.
+            wanted = tl.full((), TOP_P, tl.float64) * total
+            low = bound - 1
+            high = highest
+            while low + 1 < high:
+                middle = (low + high) >> 1
+                _, mass = _above(logits_ptr, weights_ptr, middle, V, BLOCK)
+                low = tl.where(mass >= wanted, middle, low)
+                high = tl.where(mass >= wanted, high, middle)
+            _, mass = _above(logits_ptr, weights_ptr, high, V, BLOCK)
+            weight = _weight(_logit(high), most, TEMPERATURE)
+            needed = tl.ceil((wanted - mass) / weight).to(tl.int32)
+            # Of the tokens at the bound of top-k, no more remain than before.
+            equal = tl.where((high == bound) & (equal > 0), tl.minimum(needed, equal), needed)
+            bound = high
+            total = mass + equal * weight
+        # The first token whose cumulative weight exceeds the random share of the total.
+        share = tl.load(uniform_ptr + tl.load(counters_ptr + 1) * ROWS + row) * total
+        before = tl.zeros((), tl.float64)
+        ties = tl.zeros((), tl.int32)
+        chosen = tl.full((), -1, tl.int32)
+        last = tl.zeros((), tl.int32)
+        for first in range(0, V, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            keys = _key(_logits(logits_ptr, at, V)).to(tl.int64)
+            weights = tl.load(weights_ptr + at, mask=(at < V) & (keys >= bound), other=0.0)
+            if (TOP_K > 0) | (TOP_P < 1):
+                tie = ((keys == bound) & (at < V)).to(tl.int32)
+                rank = ties + tl.cumsum(tie, 0)
+                weights = tl.where((tie == 1) & (rank > equal), 0.0, weights)
+                ties += tl.sum(tie, 0)
+            sums = before + tl.cumsum(weights, 0)
+            place = tl.min(tl.where((sums > share) & (weights > 0), at, 0x7FFFFFFF), 0)
+            chosen = tl.where((chosen < 0) & (place < V), place, chosen)
+            last = tl.maximum(last, tl.max(tl.where(weights > 0, at, 0), 0))
+            before += tl.sum(weights, 0)
+        token = tl.where(chosen < 0, last, chosen)  # the last sum may be less than the total
+    token = tl.where(finite, token, -1).to(tl.int64)
+    tl.store(next_ptr + row, tl.maximum(token, 0))
+    tl.store(tokens_ptr + row * COLUMNS + tl.load(counters_ptr) + 1, token)
+
+
+def choose_token(
+    logits: Tensor,
+    uniform: Tensor,
+    counters: Tensor,
+    following: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+) -> None:
+    """Samples one token per row as `Sampling.choose` does, on the current stream.
+
+    Args:
+        logits: [B, vocabulary], of any float dtype. Its rows may be apart.
+        uniform: random numbers in [0, 1), f64 [P, B].
+        counters: the column of the last token in `tokens`, and the row of `uniform` to use, i64 [2].
+        following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
+        tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
+            finite.
+        temperature: as in `Sampling`.
+        top_k: as in `Sampling`.
+        top_p: as in `Sampling`.
+    """
+    rows, vocabulary = logits.shape
+    weights = logits.new_empty((rows, vocabulary if temperature else 0), dtype=torch.float64)
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    choose_token_kernel[(rows,)](
+        logits, uniform, counters, weights, following, tokens,
+        vocabulary, rows, logits.stride(0), tokens.shape[1],
+        TEMPERATURE=temperature, TOP_K=0 if (top_k or vocabulary) >= vocabulary else top_k, TOP_P=top_p, BLOCK=block,
+        num_warps=min(WARPS, max(1, block // 512)),
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Decoding steps of few texts: one kernel for a norm and all products of its output, one for a product and the
+operations after it, one for the rotation and the cache. torch.compile may fuse what remains."""
+
+from typing import Any
+
+from specc.compiler.build import decoding_files
+from specc.compiler.kernels.gemm.rows import MOST_ROWS
+from specc.runtime.decode.text import StepFunction
+from specc.runtime.model.load import Loaded, sharing
+
+FOLDER = "decoding"  # subfolder of the generated code
+RECOMPILED = 64  # shapes of caches and rows that one function is compiled for
+
+
+def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
+    """Returns the function of a decoding step.
+
+    On a GPU, for at most 64 rows, it is generated for few rows. Otherwise it is that of `library_step`.
+
+    Args:
+        loaded: the model.
+        rows: the number of texts.
+        compiled: whether to compile the function with torch.compile, for each shape of the cache.
+
+    Returns:
+        The program `decode` of the model, or `step` if its cache is in pages, with the model's parameters.
+
+    Raises:
+        LoweringError: if no kernel can compute a node.
+    """
+    if not loaded.target.arch or rows > MOST_ROWS or loaded.deployed:
+        return library_step(loaded, rows, compiled)
+    return _program(few_row_model(loaded), compiled)
+
+
+def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
+    """Returns the step as the program of the model itself, whose products are those of the library. The arguments have
+    the same meaning as in `step_of`."""
+    return _program(loaded.model, compiled)
+
+
+def few_row_model(loaded: Loaded) -> Any:
+    """Returns the module whose only program extends texts by a token, with kernels for few rows and the parameters of
+    the model."""
+    return sharing(loaded, decoding_files(loaded.spec, loaded.target.name), loaded.directory / FOLDER)
+
+
+def _program(model: Any, compiled: bool) -> StepFunction:
+    step: StepFunction = model.step if hasattr(model, "step") else model.decode
+    if not compiled:
+        return step
+    import torch
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, RECOMPILED)
+    # Products of one row become kernels that read weights at the speed of memory.
+    options: dict[str, Any] = {"coordinate_descent_tuning": True}
+    result: StepFunction = torch.compile(step, fullgraph=True, dynamic=False, options=options)
+    return result

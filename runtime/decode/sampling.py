@@ -1,0 +1,121 @@
+"""Sampling of the next token: settings, the distribution that they define, and random numbers by seed."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specc.runtime.errors import RuntimeFailure
+
+
+class SamplingError(RuntimeFailure):
+    """A sampling setting is out of range."""
+
+    code = "U011"
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Settings for sampling the next token.
+
+    Raises SamplingError if a value is out of range.
+
+    Attributes:
+        temperature: divides the logits. 0 selects the most probable token, and the lowest id among equals.
+        top_k: only the `top_k` most probable tokens remain. None keeps all tokens.
+        top_p: of the tokens that remain after `top_k`, only the smallest set of most probable tokens whose
+            renormalized probabilities sum to at least `top_p` remains (nucleus sampling, Holtzman et al. 2020, "The
+            Curious Case of Neural Text Degeneration", arXiv 1904.09751).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            message = f"the temperature is {self.temperature}; it must be a number of at least 0"
+            raise SamplingError(message, "0 selects the most probable token")
+        if self.top_k is not None and self.top_k < 1:
+            raise SamplingError(f"top-k is {self.top_k}; it must be at least 1", "leave it out to keep all tokens")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "1 keeps all tokens")
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].
+
+        The result is on the device of `logits`. It is NaN in rows whose largest logit is not finite.
+        """
+        exact = logits.detach().double()
+        if self.temperature > 0 and self.top_k is None and self.top_p == 1:
+            return ((exact - exact.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
+        # Sorted by falling logit, lower ids first among equals, so that the remaining tokens are a prefix.
+        ordered, tokens = exact.sort(dim=-1, descending=True, stable=True)
+        vocabulary = exact.shape[-1]
+        keep = 1 if self.temperature == 0 else min(self.top_k or vocabulary, vocabulary)
+        weights = ((ordered[..., :keep] - ordered[..., :1]) / (self.temperature or 1.0)).exp()
+        if self.top_p < 1:
+            before = F.pad(weights.cumsum(-1)[..., :-1], (1, 0))  # the total weight of all more probable tokens
+            weights = weights.masked_fill(before >= self.top_p * weights.sum(-1, keepdim=True), 0.0)
+        probable = weights / weights.sum(-1, keepdim=True)
+        return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
+
+    def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Samples one token per row as `pick` does, on a GPU without a sort. The arguments are those of `pick`."""
+        if logits.device.type != "cuda":
+            return self.pick(logits, uniform)
+        counters = torch.zeros(2, dtype=torch.int64, device=logits.device)
+        tokens = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
+        self.choose(logits, uniform[None], counters, torch.empty_like(tokens[:, 0]), tokens)
+        return tokens[:, 1]
+
+    def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """Samples one token per row from sorted probabilities, without synchronizing with a GPU.
+
+        Args:
+            logits: [B, vocabulary].
+            uniform: random numbers in [0, 1), f64 [B].
+
+        Returns:
+            Tokens, i64 [B]; -1 in rows whose largest logit is not finite.
+        """
+        finite = logits.amax(-1).isfinite()
+        if self.temperature == 0:  # the first of equals, as in `probabilities`, without its sort
+            return logits.argmax(-1).where(finite, -1)
+        steps = self.probabilities(logits).cumsum(-1)
+        last = steps[:, -1:]
+        # Tokens of probability 0 do not increase the sum, so `right=True` skips them. The last sum may be less than 1.
+        tokens = torch.searchsorted(steps, uniform[:, None] * last, right=True)
+        tokens = torch.minimum(tokens, (steps < last).sum(-1, keepdim=True))
+        return tokens[:, 0].where(finite, -1)
+
+    def choose(self, logits: Tensor, uniform: Tensor, counters: Tensor, following: Tensor, tokens: Tensor) -> None:
+        """Samples one token per row as `pick` does, into given tensors. On a GPU it is one kernel, without a sort.
+
+        Args:
+            logits: [B, vocabulary].
+            uniform: random numbers in [0, 1), f64 [P, B].
+            counters: the column of the last token in `tokens`, and the row of `uniform` to use, i64 [2].
+            following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
+            tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
+                finite.
+        """
+        if logits.device.type == "cuda":
+            from specc.runtime.decode.choose_token import choose_token
+
+            choose_token(logits, uniform, counters, following, tokens, self.temperature, self.top_k, self.top_p)
+            return
+        column, row = counters.tolist()
+        chosen = self.pick(logits, uniform[row])
+        tokens[:, column + 1] = chosen
+        following.copy_(chosen.clamp(min=0))
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """Returns the generator of the random numbers of a text. Raises SamplingError if the seed has more than 64 bits."""
+    if not -(2**63) <= seed < 2**64:
+        raise SamplingError(f"the seed {seed} has more than 64 bits", f"give 0 to {2**64 - 1}")
+    return torch.Generator().manual_seed(seed)

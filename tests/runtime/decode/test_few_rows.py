@@ -1,0 +1,134 @@
+"""Decoding steps for few rows: the logits are those of the model, in float64, and the tokens those of its own steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from golf_models import OPTIONS, spec_of
+from run_samples import EXPERTS, VARIANTS, small_spec
+from tiny_models import random_params
+from torch import Tensor
+
+from specc.compiler.ops.decoding.row_linear import RowLinear
+from specc.compiler.pipeline import lower, run
+from specc.compiler.spec.spec import Spec
+from specc.runtime.decode.few_rows import few_row_model, step_of
+from specc.runtime.decode.pages import PagedTexts, in_pages, page_of
+from specc.runtime.decode.sampling import Sampling
+from specc.runtime.decode.text import Decoder, sample_tokens
+from specc.runtime.model.load import Loaded
+from specc.runtime.model.protocols import text_model
+from specc.runtime.open_model import realize
+
+CPU = torch.device("cpu")
+GOLF = ("full", "smear_bos", "gate_sparse", "parallel", "loop_three_times_gated", "late_stack")
+SPECS = {
+    **{name: small_spec(*changes) for name, changes in VARIANTS.items()},
+    "experts": small_spec(*EXPERTS),
+    "layer norms, biases": small_spec("model.blocks.norm={kind: layer}", "model.norm={kind: layer}", "quant=null"),
+    **{name: spec_of(OPTIONS[name]) for name in GOLF},
+}
+
+
+def loaded_of(spec: Spec, target: str = "cpu", device: str = "cpu") -> Loaded:
+    weights = {name: value.float() for name, value in random_params(lower(spec, "cpu"), 0).items()}
+    return realize(spec, target, device, weights)
+
+
+def gpu_target() -> str:
+    """sm90 has kernels that begin before those before them end."""
+    return "sm90" if torch.cuda.get_device_capability() == (9, 0) else "sm80"
+
+
+def texts(spec: Spec, rows: int, length: int) -> Tensor:
+    return torch.randint(2, spec.model.vocabulary, (rows, length), generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_are_those_of_the_model(name: str) -> None:
+    spec = SPECS[name]
+    loaded = loaded_of(spec)
+    loaded.model.double()
+    step: Any = few_row_model(loaded).decode
+    ids = texts(spec, 3, 9)
+    with torch.no_grad():
+        decoders = [Decoder(text_model(loaded.model), spec.model.window, CPU, 3, each) for each in (step, None)]
+        results = [[decoder.prefill(ids[:, :2]), *map(decoder.append, ids[:, 2:].T)] for decoder in decoders]
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+    assert float(results[1][-1].std()) > 0.01
+
+
+def test_every_product_of_a_step_reads_its_weights_once_with_the_norm_before_and_the_sum_after() -> None:
+    programs = run(small_spec("model.blocks.layers.0.qk_norm=null", "fuse=[]"), "cpu", form="decoding")
+    products = [node for graph in programs.graphs for node in graph.nodes if isinstance(node.op, RowLinear)]
+    assert [(node.op.weights, node.op.norm is not None, node.epilogue is not None) for node in products] == [
+        (1, False, True),  # the logits
+        (3, True, False),  # q, k, v
+        (1, False, True),  # out and the residual
+        (1, True, True),  # up and the activation
+        (1, False, True),  # down and the residual
+    ]
+    names = [node.op.name for graph in programs.graphs for node in graph.nodes]
+    assert names.count("rope_write") == 1 and not {"rope", "cache_write", "linear"} & {*names}
+
+
+def test_pages_are_read_by_the_same_kernels() -> None:
+    spec = in_pages(small_spec())
+    loaded = loaded_of(spec)
+    model: Any = loaded.model
+    results = []
+    for step in (few_row_model(loaded).step, None):
+        decoder = PagedTexts(model, spec.model.window, page_of(spec), CPU, 2, step)
+        tokens = sample_tokens(decoder, texts(spec, 2, 4), 257, Sampling(0.8), (1, 2), 20)
+        results.append(torch.stack(list(tokens), 1))
+    assert torch.equal(*results)
+
+
+def test_tokens_do_not_depend_on_compilation() -> None:
+    spec = small_spec("model.blocks.count=1")
+    loaded, results = loaded_of(spec), []
+    for compiled in (False, True):
+        step = step_of(loaded, 1, compiled)
+        decoder = Decoder(text_model(loaded.model), spec.model.window, CPU, 1, step)
+        results.append(list(map(int, sample_tokens(decoder, texts(spec, 1, 4), 257, Sampling(0.8, 20), (3,), 12))))
+    assert results[0] == results[1] and len(set(results[0])) > 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64])
+@pytest.mark.parametrize("name", ["grouped, rope over all dims", "partial rope", "skips, scaled norms"])
+def test_steps_on_a_gpu_are_within_bf16_of_the_model(name: str, rows: int) -> None:
+    changes = [change for change in VARIANTS[name] if not change.startswith("fuse")]
+    spec = small_spec(*changes, "targets=[cpu, sm80, sm90]", "fuse=[]")
+    exact = loaded_of(spec, "cpu", "cuda")
+    loaded = loaded_of(spec, gpu_target(), "cuda")
+    ids, device = texts(spec, rows, 20).cuda(), torch.device("cuda")
+    step = step_of(loaded, rows)
+    assert step.__self__ is not loaded.model  # type: ignore[attr-defined]
+    sources = ((exact, None), (loaded, None), (loaded, step))
+    results = []
+    for source, each in sources:
+        decoder = Decoder(text_model(source.model), spec.model.window, device, rows, each)
+        results.append([decoder.prefill(ids[:, :4]).clone(), *(decoder.append(row).clone() for row in ids[:, 4:].T)])
+    wanted, plain, got = (torch.stack(result) for result in results)
+    errors = [float((value - wanted).square().mean().sqrt()) for value in (got, plain)]
+    assert errors[0] < 1.2 * errors[1] + 1e-6, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.8), Sampling(1.0, 7), Sampling(1.1, None, 0.8)])
+def test_captured_steps_sample_what_the_reference_samples(sampling: Sampling) -> None:
+    spec = small_spec("targets=[cpu, sm80, sm90]")
+    loaded, device = loaded_of(spec, gpu_target(), "cuda"), torch.device("cuda")
+    decoder = Decoder(text_model(loaded.model), spec.model.window, device, 3, step_of(loaded, 3))
+    start = texts(spec, 3, 4).cuda()
+    tokens = torch.stack(list(sample_tokens(decoder, start, 257, sampling, (1, 2, 3), 24)), 1)
+    assert any(each.replays for each in decoder._sampled.values())
+    # The same logits again, of the sampled texts, and their tokens by a sort.
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2, 3)]
+    uniform = torch.stack([torch.rand(24, dtype=torch.float64, generator=g) for g in generators], 1).to(device)
+    logits = decoder.prefill(start)
+    for at in range(24):
+        assert torch.equal(sampling.pick(logits[:, :257], uniform[at]), tokens[:, at]), at
+        logits = decoder.append(tokens[:, at])
