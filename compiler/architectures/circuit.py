@@ -39,8 +39,8 @@ class Circuit:
 
     @property
     def expressions(self) -> Iterator[tuple[Path, Wiring, str]]:
-        """Yields (path, expression, title) of each expression. `title` names the part of the expression; it is empty
-        outside of parts."""
+        """Yields (path, expression, title) of each expression. `title` is the title of the part that has the
+        expression, or empty outside of parts."""
         fields = {name: value for name, value in (("read", self.read), ("write", self.write)) if value is not None}
         owners: list[tuple[Path, Mapping[str, Learned], Mapping[str, Expressions], str]]
         owners = [((), self.learn, fields, "")]
@@ -70,8 +70,8 @@ class Circuit:
         return tuple(dict.fromkeys(values))
 
     def streams_after(self, streams: Streams, parts: int | None = None) -> Streams:
-        """Returns the names of the streams after the first `parts` parts; if None, after all parts and `write`.
-        `streams` are the names before the first part."""
+        """Returns the names of the streams after the first `parts` parts. If `parts` is None, returns the names after
+        all parts and `write`. `streams` are the names before the first part."""
         wirings = [self.read, *(part.wirings.get("write") for part in self.layers[:parts])]
         for value in (*wirings, *((self.write,) if parts is None else ())):
             if value is not None:

@@ -279,8 +279,9 @@ class _Lowering:
         model: the decoder.
         shape: the shape dims of the model.
         losses: the terms of the training loss.
-        title: the name of the softcap, if it differs from that at the end of the run.
-        phase: the name of the functions of blocks, if they differ from those at the end of the run.
+        title: the name of the softcap in this phase of training, if it differs from the name at the end of the run.
+        phase: the name of the functions of blocks in this phase of training, if they differ from the functions at the
+            end of the run.
     """
 
     model: Decoder
@@ -294,8 +295,9 @@ class _Lowering:
 
         Args:
             name: the name of the program.
-            learns: whether it is for training: dropout applies, and the result is the sum of all loss terms; their
-                weights are additional inputs, f32[]. If false, the result is one value per token.
+            learns: whether the program is for training. If so, dropout applies, the result is the sum of all loss
+                terms, and the weights of terms are additional inputs, f32[]. Otherwise, the result is one value per
+                token.
         """
         b = Builder(name)
         ids, targets = b.input("ids", TOKENS), b.input("targets", TOKENS)
@@ -315,8 +317,8 @@ class _Lowering:
         """Returns `score`, split into two programs.
 
         `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
-        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head and therefore not
-        fused, because a fused loss of one value per token has no gradient.
+        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head, so it is not
+        fused. A fused loss of one value per token would have no gradient.
         """
         tables, b = self.shape.tables, Builder("features")
         x = self.trunk(b, LoweringContext(b.input("ids", TOKENS))).features

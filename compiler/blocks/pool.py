@@ -41,8 +41,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens, except those of the proof of causality. `masks` are the
-        masks of attention. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens. Problems of causality are not among them, because they
+        need a proof. `masks` are the masks of attention. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "the mask of blocks reads documents, but the mask of attention does not"
             yield Problem(
@@ -73,7 +73,7 @@ class Pool(StrictModel):
         return -(-context // self.block) * self.tokens
 
     def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
-        """Declares the latent tokens, if the pooling reads them, and returns them as inputs of its ops."""
+        """If the pooling reads latent tokens, declares them and returns them as inputs of its ops."""
         if "latents" not in POOLINGS[self.by].reads:
             return ()
         return (b.param("latents", shape.activation(self.tokens, groups * channels), shape.matrix_init),)

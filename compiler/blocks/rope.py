@@ -42,11 +42,11 @@ class Scaling(StrictModel):
         return 1.0
 
     def settings(self) -> str:
-        """Returns a text that is the same for scalings of equal angles."""
+        """Returns a text. Two scalings with equal angles have the same text."""
         return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
-        """Returns the unscaled share of each frequency, an expression of `f` and `pair`."""
+        """Returns the share of each frequency that the scaling leaves unchanged, as an expression of `f` and `pair`."""
         raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:

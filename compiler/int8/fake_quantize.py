@@ -23,10 +23,10 @@ SUFFIX = "_rounded"
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
     """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests it.
 
-    For each phase with `train.qat`, the training program is copied. The copy rounds each input of an int8 product to
-    values that the codes of the deployed model represent. Recurrent states are rounded at every step. If the decoder is
-    not always teacher-forced, the programs that compute the decoder inputs are copied too. The scales of the inputs are
-    `programs.buffers`. The caller rounds the weights.
+    For each phase in which `train.qat` applies, the training program is copied. The copy rounds each input of an int8
+    product to values that int8 codes of the deployed model represent. Recurrent states are rounded at every step. If
+    the decoder is not always teacher-forced, the programs that compute the decoder inputs are copied too. The scales of
+    the inputs are `programs.buffers`. The caller rounds the weights.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
@@ -88,7 +88,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """Returns the share of the run after which the learning rate is below the limit of `qat`."""
+    """Returns the share of the run at which the learning rate falls below the limit that `qat` states."""
     assert train.qat is not None
     schedule = train.schedule
     left = schedule.below(train.qat.below)
@@ -102,7 +102,7 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, with rounding in the part after the share `begins`."""
+    """Yields the phases of a run, with rounding after the share `begins` of the run."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):

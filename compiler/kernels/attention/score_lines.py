@@ -1,9 +1,9 @@
 """Triton code of scores, masks and table reads, for a tile of queries and keys.
 
 Names in the kernels: i and j are the int32 positions of the queries and keys of a tile, h is its head, and i0 and j0
-    are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh
-    are i, j and h in fp32. They are converted once per position, because a conversion per score would take as long as
-    the exponential.
+are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh
+are i, j and h in fp32. They are converted once per position, because a conversion per score would take as long as
+the exponential.
 """
 
 from collections.abc import Iterable, Mapping
