@@ -299,7 +299,7 @@ def earlier_problems(
             continue
         if not 0 <= source < run:
             read = replace(value, index=str(source))
-            message = f"run {run}, of layer {layer}, reads {read}, which does not exist by then"
+            message = f"run {run}, of block {layer}, reads {read}, which is not computed before this run"
             first = "run 0 reads `x0`" if value.function == OUTPUT else "read it in a change with `where: layer > 0`"
             hint = f"runs 0 to {run - 1} are before it; limit `where`, or change the formula" if run else first
             yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))

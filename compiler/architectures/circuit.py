@@ -127,12 +127,12 @@ class Circuit:
                     hint = "read the output of an earlier stage by its name"
                     yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
                 elif value.function == VALUE and not (title and path[2] in self.layers[at].over_values):
-                    message = f"{where}`{value}` stands for values of heads"
+                    message = f"{where}`{value}` has heads, which this expression cannot read"
                     hint = "read it in the expression `v` of an attention of a block"
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             yield from number_problem(wiring, path, layer, layers)
         if circle := first_circle(sources):
-            message = f"`{circle}` is computed from itself"
+            message = f"the learned value `{circle}` depends on itself"
             yield Problem((*self.place(circle), "of"), "S246", message, "remove one of the reads")
         for name, learned in self.learned.items():
             yield from number_problem(learned.init, (*self.place(name), "init"), layer, layers)

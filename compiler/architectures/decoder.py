@@ -95,7 +95,8 @@ class DecoderBlocks(Blocks):
         stated = {i for _, order in self.orders for i in order}
         if stated != set(range(self.count)):
             wrong = min(stated ^ set(range(self.count)))
-            message = f"block {wrong} {'is not one' if wrong in stated else 'never runs'} of {self.count}"
+            verb = "has" if wrong in stated else "omits"
+            message = f"the order {verb} block {wrong}, but the model has blocks 0 to {self.count - 1}"
             yield Problem(("order",), "S243", message, f"use each block from 0 to {self.count - 1} at least once")
             return
         yield from super().problems_in(shape)
@@ -356,7 +357,7 @@ class _Lowering:
         states |= {f"{part}.{key}": type for part, state in parts.items() for key, type in state.items()}
         for name, type in states.items():
             if type.shape[:2] != ("P", cache.page):
-                message = f"a cache in pages holds only keys and values; {name} is another state"
+                message = f"a cache in pages holds only keys and values, but the model has another state, {name}"
                 hint = "remove `cache`, or the part of the model that has this state"
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 

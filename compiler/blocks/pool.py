@@ -61,7 +61,12 @@ class Pool(StrictModel):
             message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"
             yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
-            yield Problem(("seed",), "S289", f"{self.by} is not random", "remove seed, or use `by: reservoir`")
+            yield Problem(
+                ("seed",),
+                "S289",
+                f"seed applies to random tokens, but {self.by} chooses none",
+                "remove seed, or use `by: reservoir`",
+            )
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises the errors of

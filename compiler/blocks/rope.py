@@ -167,7 +167,7 @@ class RopeSpec(StrictModel):
             message = f"RoPE has {dims} dims; it rotates pairs, so the number must be even"
             yield Problem(place, "S213", message, "use an even number")
         elif self.trained is not None and dims == 2:
-            message = "RoPE has 2 dims; a changed base does not slow down a single pair"
+            message = "RoPE with 2 dims has a single pair, which a changed base does not slow down"
             yield Problem(("trained",), "S242", message, "remove trained, or rotate more dims")
         else:
             yield from self._scaling_problems(dims)

@@ -127,7 +127,7 @@ class ScoreAndMask(Layer):
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables.items()}
         for name in sorted(dims.keys() & TAKEN):
-            message = f"{name} is the name of another value of attention, and cannot be that of a table"
+            message = f"a table cannot have the name {name}, because another value of attention has it"
             yield Problem(("learn", name), "S207", message, "choose another name")
             return
         for name in self.read_as_tables:
@@ -157,7 +157,7 @@ class ScoreAndMask(Layer):
         if not shape.causal or self.reads_source:
             for name in self.of_tokens:
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    message = f"{name} is for attention to earlier tokens; this attends to a whole source"
+                    message = f"{name} applies to attention to earlier tokens, but this layer attends to a whole source"
                     yield Problem((name,), "S275", message, f"remove {name}")
             return
         hint, where = "layers are counted from 0", f"in layer {shape.layer}, "

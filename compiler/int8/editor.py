@@ -183,7 +183,9 @@ class Editor:
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
             if len({self.schemes[name].input_by_feature for name in names}) > 1:
-                message = f"{names[0]} and others with the same input must all have one scale, or all one per feature"
+                message = (
+                    f"{names[0]} and other weights read the same input, but not all of them use one scale per feature"
+                )
                 raise Unfit(message, names, at_once=True)
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 

@@ -95,7 +95,7 @@ def _begins(train: TrainSpec) -> float:
     if train.steps is not None:
         return 1 - left * schedule.of(train.steps)[1] / train.steps
     if schedule.warmdown_steps:
-        message = "train.qat rounds inputs from a share of the run, unknown with budget_seconds and warmdown_steps"
+        message = "with budget_seconds and warmdown_steps, the share of the run at which train.qat begins is unknown"
         hint = "use warmdown_fraction instead of warmdown_steps, or set `inputs: false` in qat"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
     return 1 - left * (1 - schedule.warmup_fraction if schedule.falls else schedule.warmdown_fraction)
@@ -164,8 +164,8 @@ class _Copied:
             if loops:
                 nodes = " and ".join(dict.fromkeys(node for node, _ in loops))
                 message = (
-                    "train.qat cannot round the inputs of int8 products in every step of training: "
-                    f"{loop.name} loops over time with {nodes} inside, which is possible only in a single lstm"
+                    f"train.qat cannot round the inputs of int8 products in the loop over time {loop.name}, "
+                    f"which contains {nodes}; it can only do so in a loop of a single lstm"
                 )
                 names = [name for _, name in loops]
                 rule = keeping(self._schemes[names[0]], covering(names))

@@ -102,9 +102,9 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
-        return f"add a rule for the parameters it cannot quantize, e.g. {exception}"
+        return f"add a rule for the parameters that this scheme cannot quantize, e.g. {exception}"
     narrowed = f'narrow {{match: "{rule}"}}, or make its scheme the default'
-    return f"{narrowed}; then add a rule for the parameters it cannot quantize, e.g. {exception}"
+    return f"{narrowed}; then add a rule for the parameters that this scheme cannot quantize, e.g. {exception}"
 
 
 def and_more(items: Sized) -> str:
@@ -211,7 +211,7 @@ def _calibrated(
     covered = [name for name in chosen if matches(pattern, name)]
     if not covered:
         return _unmatched(path, what, chosen)
-    hint = 'cover matrices that a model of text multiplies with, e.g. `match: "blocks.*"`'
+    hint = 'match weights of matrix products of a text model, e.g. with `match: "blocks.*"`'
     nothing = Problem(path, "S311", f"{what} matches no parameter whose {use} calibration observes", hint)
     return [name for name in covered if name in seen] or nothing
 
