@@ -46,8 +46,15 @@ class Schedule(StrictModel):
         """Yields a problem if the times do not start at 0, do not increase, or are invalid for the unit."""
         times = [time for time, _ in self.at]
         if times[0] != 0 or sorted(set(times)) != times:
-            message = f"the points are at [{', '.join(f'{time:g}' for time in times)}]"
-            yield Problem(("at",), "S250", message, "start at 0 and increase")
+            message = (
+                f"the times of points must start at 0 and increase, but are {', '.join(f'{time:g}' for time in times)}"
+            )
+            yield Problem(
+                ("at",),
+                "S250",
+                message,
+                "give each point a later time than the point before it, and the first point the time 0",
+            )
         elif self.by == "share" and (times[-1] > 1 or (self.between == "step" and times[-1] == 1)):
             limit = "below" if self.between == "step" else "at most"
             hint = f"times are shares of the run, {limit} 1; use `by: step` for times in updates"

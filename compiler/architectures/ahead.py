@@ -52,7 +52,7 @@ class Modules:
             targets: the next token of each token, i64[B, T].
             context: the values that blocks can read.
             loss: the loss without the modules, f32[].
-            ignore: a target that does not count.
+            ignore: the id of targets that do not count.
         """
         losses, stream = dict[str, str](), x
         for k in range(1, self.term.modules + 1):

@@ -51,14 +51,14 @@ class Architecture(StrictModel):
         raise TypeError(f"{type(self).__name__} does not state its context")
 
     def after(self, done: float) -> Self:
-        """Returns the model as it trains after the share `done` of a run. Each schedule is replaced by its value
-        there."""
+        """Returns the model as it is after the share `done` of a training run. The value of each schedule at this point
+        replaces the schedule."""
         return settled(self, done)
 
     @property
     def bounded(self) -> str:
-        """The name of a part with a learned value for each position; empty if there is none. With such a part, no text
-        longer than the context can be scored."""
+        """The name of a part with a learned value for each position; empty if there is none. A model with such a part
+        cannot score texts that are longer than the context."""
         return ""
 
     @property
@@ -87,8 +87,8 @@ class Architecture(StrictModel):
 
     @property
     def reads_pads(self) -> bool:
-        """True if the encoding of a source depends on the pads after it. Sources of a batch must then have equal
-        lengths."""
+        """Whether the encoding of a source depends on the pads after it. If so, all sources of a batch must have the
+        same length."""
         return False
 
     @property

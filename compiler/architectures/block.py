@@ -74,8 +74,8 @@ class Block(StrictModel):
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
         """Returns the sizes of attention, by name, that the shape of the learned value `name` may read. They are the
-        sizes of the layer that declares the value, or else of the first attention of the block. Empty without
-        attention."""
+        sizes of the layer that declares the value. If a block declares the value, they are the sizes of its first
+        attention layer. Empty without attention."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 

@@ -124,7 +124,7 @@ class Blocks(Block):
 
     @property
     def orders(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
-        """Each order of the blocks, with the share of the training run at which the order begins."""
+        """The orders of the blocks, each with the share of the training run at which the order begins."""
         return ((0.0, tuple(range(self.count))),)
 
     @property
@@ -191,7 +191,8 @@ class Blocks(Block):
                 yield Problem(("changes", i, key), "S254", message, f"layers are {', '.join(titles)}")
 
     def order_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the first read of a value that does not exist yet, and the problems of the modules between runs."""
+        """Yields a problem for the first read of a value that does not exist yet, and the problems of the modules
+        between runs."""
         for i, module in enumerate(self.modules):
             problem = next(self._module_problems(i, module, shape), None)
             if problem is not None:
@@ -210,7 +211,7 @@ class Blocks(Block):
     def _head_value_problems(
         self, wiring: Wiring, path: Path, title: str, run: int, order: tuple[int, ...], dim: int
     ) -> Iterator[Problem]:
-        """Yields a problem for each `value(k)` whose run k has no such values, or values of other sizes."""
+        """Yields a problem for each `value(k)` if run k has no such values, or if its values have other sizes."""
         layer = next((layer for layer in self.every[order[run]].layers if layer.title == title), None)
         for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:
@@ -288,7 +289,7 @@ def index_values(run: int, order: tuple[int, ...], count: int) -> Mapping[str, i
 def earlier_problems(
     wiring: Wiring, path: Path, run: int, layer: int, order: tuple[int, ...], count: int
 ) -> Iterator[Problem]:
-    """Yields a problem for each value of a run k that the expression reads although run k is not before run `run`."""
+    """Yields a problem for each value of a run k that the expression reads, if run k is not before run `run`."""
     for variable, value in wiring.earlier.items():
         try:
             source = formula_value(value.index, index_values(run, order, count))
@@ -298,7 +299,7 @@ def earlier_problems(
             continue
         if not 0 <= source < run:
             read = replace(value, index=str(source))
-            message = f"run {run}, of layer {layer}, reads {read}, which does not exist by then"
+            message = f"run {run}, of block {layer}, reads {read}, which is not computed before this run"
             first = "run 0 reads `x0`" if value.function == OUTPUT else "read it in a change with `where: layer > 0`"
             hint = f"runs 0 to {run - 1} are before it; limit `where`, or change the formula" if run else first
             yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))

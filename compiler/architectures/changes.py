@@ -48,7 +48,8 @@ class Change(StrictModel):
 
     @model_serializer(mode="wrap")
     def _stated(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omits fields that the change does not set. Null is not omitted, because it removes a field."""
+        """Omits fields that the change does not set. A field that is set to null is not omitted, because null removes
+        the field."""
         stated = self.model_fields_set | (self.model_extra or {}).keys()
         return {key: value for key, value in dump(self).items() if key in stated}
 
@@ -59,7 +60,7 @@ class Change(StrictModel):
 
 
 def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
-    """Returns the block after changes, which have their indices in the stack.
+    """Returns the block after changes. Each change is given with its index in the stack.
 
     Raises:
         ValidationError: if the block is invalid. Errors are reported at the changes that cause them.
@@ -82,8 +83,8 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
 
 
 def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
-    """Returns the spec path of a field of a changed block. It lies in the last change that sets the field, or in the
-    blocks if no change does."""
+    """Returns the spec path of a field of a changed block. The path is in the last change that sets the field. If no
+    change sets it, the path is in the blocks."""
     rest: Path = path
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:

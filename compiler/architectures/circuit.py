@@ -39,8 +39,8 @@ class Circuit:
 
     @property
     def expressions(self) -> Iterator[tuple[Path, Wiring, str]]:
-        """Yields (path, expression, title) of each expression. `title` names the part of the expression; it is empty
-        outside of parts."""
+        """Yields (path, expression, title) of each expression. `title` is the title of the part that has the
+        expression, or empty outside of parts."""
         fields = {name: value for name, value in (("read", self.read), ("write", self.write)) if value is not None}
         owners: list[tuple[Path, Mapping[str, Learned], Mapping[str, Expressions], str]]
         owners = [((), self.learn, fields, "")]
@@ -70,8 +70,8 @@ class Circuit:
         return tuple(dict.fromkeys(values))
 
     def streams_after(self, streams: Streams, parts: int | None = None) -> Streams:
-        """Returns the names of the streams after the first `parts` parts; if None, after all parts and `write`.
-        `streams` are the names before the first part."""
+        """Returns the names of the streams after the first `parts` parts. If `parts` is None, returns the names after
+        all parts and `write`. `streams` are the names before the first part."""
         wirings = [self.read, *(part.wirings.get("write") for part in self.layers[:parts])]
         for value in (*wirings, *((self.write,) if parts is None else ())):
             if value is not None:
@@ -127,12 +127,12 @@ class Circuit:
                     hint = "read the output of an earlier stage by its name"
                     yield Problem(path, "S220", message, hint, offset=wiring.column(Var(variable)))
                 elif value.function == VALUE and not (title and path[2] in self.layers[at].over_values):
-                    message = f"{where}`{value}` stands for values of heads"
+                    message = f"{where}`{value}` has heads, which this expression cannot read"
                     hint = "read it in the expression `v` of an attention of a block"
                     yield Problem(path, "S246", message, hint, offset=wiring.column(Var(variable)))
             yield from number_problem(wiring, path, layer, layers)
         if circle := first_circle(sources):
-            message = f"`{circle}` is computed from itself"
+            message = f"the learned value `{circle}` depends on itself"
             yield Problem((*self.place(circle), "of"), "S246", message, "remove one of the reads")
         for name, learned in self.learned.items():
             yield from number_problem(learned.init, (*self.place(name), "init"), layer, layers)

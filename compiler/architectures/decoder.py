@@ -95,7 +95,8 @@ class DecoderBlocks(Blocks):
         stated = {i for _, order in self.orders for i in order}
         if stated != set(range(self.count)):
             wrong = min(stated ^ set(range(self.count)))
-            message = f"block {wrong} {'is not one' if wrong in stated else 'never runs'} of {self.count}"
+            verb = "has" if wrong in stated else "omits"
+            message = f"the order {verb} block {wrong}, but the model has blocks 0 to {self.count - 1}"
             yield Problem(("order",), "S243", message, f"use each block from 0 to {self.count - 1} at least once")
             return
         yield from super().problems_in(shape)
@@ -279,8 +280,9 @@ class _Lowering:
         model: the decoder.
         shape: the shape dims of the model.
         losses: the terms of the training loss.
-        title: the name of the softcap, if it differs from that at the end of the run.
-        phase: the name of the functions of blocks, if they differ from those at the end of the run.
+        title: the name of the softcap in this phase of training, if it differs from the name at the end of the run.
+        phase: the name of the functions of blocks in this phase of training, if they differ from the functions at the
+            end of the run.
     """
 
     model: Decoder
@@ -294,8 +296,9 @@ class _Lowering:
 
         Args:
             name: the name of the program.
-            learns: whether it is for training: dropout applies, and the result is the sum of all loss terms; their
-                weights are additional inputs, f32[]. If false, the result is one value per token.
+            learns: whether the program is for training. If so, dropout applies, the result is the sum of all loss
+                terms, and the weights of terms are additional inputs, f32[]. Otherwise, the result is one value per
+                token.
         """
         b = Builder(name)
         ids, targets = b.input("ids", TOKENS), b.input("targets", TOKENS)
@@ -315,8 +318,8 @@ class _Lowering:
         """Returns `score`, split into two programs.
 
         `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
-        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head and therefore not
-        fused, because a fused loss of one value per token has no gradient.
+        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head, so it is not
+        fused. A fused loss of one value per token would have no gradient.
         """
         tables, b = self.shape.tables, Builder("features")
         x = self.trunk(b, LoweringContext(b.input("ids", TOKENS))).features
@@ -354,7 +357,7 @@ class _Lowering:
         states |= {f"{part}.{key}": type for part, state in parts.items() for key, type in state.items()}
         for name, type in states.items():
             if type.shape[:2] != ("P", cache.page):
-                message = f"a cache in pages holds only keys and values; {name} is another state"
+                message = f"a cache in pages holds only keys and values, but the model has another state, {name}"
                 hint = "remove `cache`, or the part of the model that has this state"
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 

@@ -155,7 +155,7 @@ class _Lowering:
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
         """Returns a program that maps a source i64[B, S] and a target i64[B, T] to the cross-entropy of the target in
-        nats, f32, without pads.
+        nats, f32. Pads do not count.
 
         `train` returns the mean and applies dropout. The decoder inputs are a third program input, `inputs` i64[B, T].
         `score` returns one value per token, 0 at pads, and uses teacher-forced decoder inputs.

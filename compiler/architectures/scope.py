@@ -35,10 +35,10 @@ class Scope:
         shape_of: returns the shape dims of the learned value with a given path.
         values: the values of parts, by title.
         branches: `y` and `h` of the last part.
-        inputs: the results of `read` expressions; each key is an expression with the references of its values.
+        inputs: the results of `read` expressions. A key is an expression with the references of its values.
         head_values: the values of the heads of attention, by the title of the part.
         shared: the positions of the program, and the computations that its parts share.
-        added: the references of learned values; each key is a path and the value that it reads.
+        added: the references of learned values. A key is the path of a learned value and the value that it reads.
     """
 
     b: Builder
@@ -63,12 +63,12 @@ class Scope:
         return next(iter(self.streams.values()), "")
 
     def enter(self, part: str) -> None:
-        """Prefixes the names of nodes that are added next with `at` and the title `part`; with `at` alone if `part` is
-        empty."""
+        """Sets the prefix of the names of the nodes that are added next: `at` and the title `part`, or `at` alone if
+        `part` is empty."""
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
-        """Returns the input of a part, to which its norm is not yet applied. Empty if the part has no input."""
+        """Returns the input of a part, before the norm of the part. Empty if the part has no input."""
         self.enter(part.title)
         text = part.wirings.get("read")
         if not isinstance(text, str):
@@ -121,8 +121,8 @@ class Scope:
             value: one expression, or one per stream.
             name: the name of the node, for a single expression; else nodes are named after their streams.
             prefix: the name of numbers that depend on the layer.
-            base: the expression that `value` replaces. If `value` equals `base` with an expression in place of the
-                stream, that expression is a separate node, so that blocks with and without the change share the rest.
+            base: the expression that `value` replaces. `value` may equal `base` with an expression E in place of the
+                stream. E is then a separate node, so that blocks with and without the change share the other nodes.
             title: the part whose learned values have short names.
             replaced: values that are read instead of those of the scope.
         """
@@ -192,8 +192,8 @@ class Scope:
         return self.added[path, value]
 
     def _split(self, ref: str, label: str, heads: int, title: str) -> str:
-        """Adds the split of features into heads, [..., H C] to [..., H, C]. A single number is the same in all
-        heads."""
+        """Adds the split of features into heads, [..., H C] to [..., H, C]. If there is a single number, all heads have
+        this number."""
         type = self.b.types[ref]
         if len(type.shape) not in (1, 3) or type.shape == (1,):
             return ref

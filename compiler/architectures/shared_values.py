@@ -11,10 +11,12 @@ from specc.compiler.ops.positions import Positions
 
 @dataclass
 class SharedValues:
-    """The positions and the shared computations of one program. Each is added when a part first reads it.
+    """The positions and the shared computations of one program. A computation is added to the program when a part first
+    reads it.
 
     Attributes:
-        refs: the values that depend on positions only, by ref, and `positions`.
+        refs: the refs of `positions`, and of the computations that depend on positions only, by the key in
+            `LoweringContext.shared`.
         state: the new state of the computations, by name and key.
     """
 

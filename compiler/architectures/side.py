@@ -1,4 +1,5 @@
-"""One side of an encoder-decoder: its stages in order, each in a program or in a step of a loop over time."""
+"""One side of an encoder-decoder. Its stages run in order. A stage is a part of the program, or of one step of a loop
+over time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,11 @@ from specc.compiler.strict import Path, Problem
 
 
 def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
-    """Yields the stages in order: each loop over time, and each stage outside of loops. An entry is the name of the
-    loop, which is empty outside of loops, the index of the first stage, and the stages.
+    """Yields the stages in order, as one entry per loop over time and one entry per stage outside of loops. An entry
+    has the name of the loop, the index of the first stage, and the stages. The name is empty outside of loops.
 
-    A loop starts at a stage that attends with the state of a later stage. It ends at that later stage, or at a still
-    later one if another stage in the loop attends with the state of that one.
+    A loop starts at a stage that attends with the state of a later stage, and contains this later stage. If a stage in
+    the loop attends with the state of a stage after the loop, the loop also extends to that stage.
     """
     titles = [stage.title for stage in stages]
     first, count = 0, 0
@@ -65,8 +66,8 @@ class Side:
         return self.shape.of_width(width).of_attention(stage.sizes(width) if width else {})
 
     def state(self, stages: Sequence[Part] | None = None) -> Mapping[str, TensorType]:
-        """Returns the types of the state that `stages` store between tokens, by side, stage and key; by default, of all
-        stages. Valid only after the stages were added."""
+        """Returns the types of the state that `stages`, by default all stages, store between tokens. The result is by
+        side, stage and key. It is valid only after the stages were added."""
         return {
             f"{self.name}.{stage.title}.{key}": type
             for stage in (self.stages if stages is None else stages)
@@ -99,8 +100,8 @@ class Side:
         return state | {f"{self.name}.{key}": ref for key, ref in begun.items()}
 
     def input(self, scope: Scope, stage: Part, context: LoweringContext) -> str:
-        """Returns the input of a stage, and records the number of features; those of the last state of the encoder if
-        the stage starts from it."""
+        """Returns the input of a stage, and records its number of features. For a stage that starts from the last state
+        of the encoder, this is the number of features of that state."""
         x = scope.input(stage)
         ref = context.final.get("h", "") if "reads_final" in stage.traits else x
         if "reads_final" in stage.traits and not ref and not context.extends:

@@ -50,7 +50,7 @@ class Stack:
 
     @cached_property
     def shown(self) -> Sequence[tuple[str, ...]]:
-        """For each block, the titles of the attention layers whose values the block returns.
+        """For each block, the titles of the attention layers whose attention values (`v`) the block returns.
 
         A layer is listed if an expression of some block reads its values with `value(...)`.
         """
@@ -106,7 +106,7 @@ class Stack:
     def _between(
         self, outer: Builder, module: Between, number: int, x: str, source: Mapping[EarlierValue, str], streams: Streams
     ) -> str:
-        """Adds a module between runs as a call and returns the stream after it.
+        """Adds the call of a module between runs, and returns the stream after the module.
 
         The module is outside the blocks, because the same block may run with and without it.
 
@@ -146,7 +146,7 @@ class Stack:
     def names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:
         """Returns the candidate names of a function of block `i`. All functions of a block belong to one class.
 
-        The first function that is built selects the class: a class of an earlier block, or a new class.
+        The first function of a block that is built determines the class: the class of an earlier block or a new class.
         """
         owners, at = self.shape.tables.owners, self.site.at
         kind = f"skip_{self.site.owner}" if skips else self.site.owner
@@ -276,10 +276,11 @@ class BlockCall:
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
     ) -> Iterator[Mapping[str, str]]:
-        """Yields the values that the block reads, by input name: those that all blocks read, and those that only some
-        read.
+        """Yields the values that the block reads, by input name. First are the values that all blocks read, then those
+        that only some blocks read.
 
-        The values of an encoder are among them, unless the state of the blocks holds what they need.
+        Values of an encoder are included, unless the state of the blocks already holds all that the blocks need from
+        the encoder.
         """
         context, blocks, traits = self.context, self.stack.blocks, self.stack.blocks.traits
         names = [by_ref.values() for by_ref in self.stack.labels]
@@ -302,7 +303,8 @@ class BlockCall:
         yield later | ({IDS: context.ids} if self.block.reads_value(IDS) else {})
 
     def _mismatch(self, error: TypeRuleError, part: Path, b: Builder) -> Problem:
-        """Returns the problem for a type error in a part of the block, with both nodes and both spec paths."""
+        """Returns the problem for a type error in a part of the block. It names both nodes at fault and their spec
+        paths."""
         site, places = self.stack.site, self.stack.shape.tables.places
         origin = b.origins[STREAM]
         node = error.message.partition(" ")[0]
@@ -327,7 +329,7 @@ def _weight_label(loss: str) -> str:
 
 
 def _tokens(shape: Sequence[Dim], length: Dim) -> Iterator[Dim]:
-    """Yields the dims of a shape as a function declares them: `length`, the number of tokens of any sequence, becomes
+    """Yields the dims of a shape as a function declares them. `length`, the number of tokens of a sequence, becomes
     T."""
     first = 1 if shape[:1] == ("B",) else 0
     for i, dim in enumerate(shape):

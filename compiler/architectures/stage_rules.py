@@ -32,10 +32,10 @@ def position_problems(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
             message = f"{title} reads later tokens, which the decoder has not generated yet"
             yield problem("S235", message, "use `directions: forward`")
         if stage.reads is not None and stage.reads not in earlier:
-            message = f"{title} reads {stage.reads}, which is not an earlier stage"
+            message = f"{title} reads `{stage.reads}`, which is not an earlier stage"
             yield problem("S236", message, "name an earlier stage")
         if query is not None and query not in [other.title for other in later if "recurrent" in other.traits]:
-            message = f"{title} attends with the state of {query}, which is not a later recurrent stage"
+            message = f"{title} attends with the state of `{query}`, which is not a later recurrent stage"
             yield problem("S236", message, "name an lstm that follows it")
         if isinstance(stage.wirings.get("write"), dict):
             message = f"{title} writes several streams, but a stage has one output"

@@ -1,5 +1,5 @@
-"""The stages of a side over the tokens of a program. A loop over time goes from a stage that attends with the state of
-a later stage up to that later stage; one function computes one step."""
+"""The stages of a side over the tokens of a program. A loop over time begins with a stage that attends with the state
+of a later stage, and ends with this later stage. A function computes one step of the loop."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -123,14 +123,15 @@ class Loop:
         """Adds one step to its function and returns the outputs. The state of all recurrent stages comes first in the
         inputs and outputs. The argument of a state is its name.
 
-        Input names cannot collide with any titles of stages: fixed names have no `_`. The name of the output of a stage
-        is its title, `_` and a suffix without `_`. Only state has a key as its suffix.
+        No title of a stage can make two input names equal. Fixed names have no `_`. The name of a stage's output is the
+        title, `_` and a suffix without `_`. Only names of state have a key as the suffix.
 
         Args:
             step: the function.
-            sequences: the sequences that the step reads one position of, by input name: first the input of the loop.
+            sequences: the sequences, by input name. The step reads one position of each. The first is the input of the
+                loop.
             before: the title of the stage before the loop; empty if there is none.
-            read: the titles of the stages whose values are read after the loop, without the last stage.
+            read: the titles of the stages, except the last one, whose values are read after the loop.
             context: the values that the stages can read.
         """
         b, side = step.b, self.side
@@ -162,7 +163,8 @@ class Loop:
         return {name.rpartition(".")[2]: step.take(label, name, type) for label, (name, type) in entries}
 
     def _labels(self, stages: Sequence[Part]) -> tuple[str, ...]:
-        """Returns the names of the state of stages in a step: the keys alone if only one stage is recurrent."""
+        """Returns the names of the state of stages in a step. If only one stage is recurrent, the names are the keys
+        alone."""
         return tuple(
             key if "recurrent" in stage.traits and len(self._recurrent) == 1 else f"{stage.title}_{key}"
             for stage in stages

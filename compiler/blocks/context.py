@@ -98,7 +98,8 @@ class CallSite:
         at: the prefix of the paths at which the functions run.
         owner: the base name of the functions' class.
         place: the path of the part in the spec.
-        phase: the name of the functions in a phase of training whose parts differ from those at the end of the run.
+        phase: the name of the functions in this phase of training, if its parts differ from the parts at the end of the
+            run.
     """
 
     at: str
@@ -122,7 +123,8 @@ class LoweringContext:
         memory: the output of the encoder, [B, S, D], in an encoder-decoder.
         seen: the mask of source positions that hold tokens, bool[B, S].
         final: the last state of the encoder, by key.
-        initial: the initial state of a recurrent part, by key; or the state of the `query_stage` of a part.
+        initial: the initial state of a recurrent part, by key. For a part with a `query_stage`, the state of that
+            stage.
         values: the outputs of earlier parts, by title.
         training: whether to apply dropout.
         extends: whether the input continues a sequence whose state is in `cache`.
@@ -175,8 +177,8 @@ class Shared:
     def lower(self, b: Builder, context: LoweringContext) -> tuple[str, ...]:
         """Adds the computation to the scope of the whole model.
 
-        Returns one value per label. In a program that extends a sequence, the new state follows; `context.cache` holds
-        the previous state.
+        Returns one value per label. In a program that extends a sequence, `context.cache` holds the previous state, and
+        the new state follows the values.
         """
         raise TypeError(f"{type(self).__name__} must override `lower`")
 

@@ -92,7 +92,7 @@ class Latent(ScoreAndMask):
             yield self.indivisible(shape.dim)
             return
         if not shape.causal:
-            message = "latent attention is for attention to earlier tokens; this attends to a whole source"
+            message = "latent attention attends to earlier tokens, but this layer attends to a whole source"
             yield Problem(("kind",), "S275", message, "use `kind: attention`")
             return
         yield from (problem.under("rope") for problem in self.rope.problems_in(self.rope_dim))
@@ -163,7 +163,8 @@ class Latent(ScoreAndMask):
         return b.add("y.values", HeadLinear(transposed=True), (y, value)), state
 
     def _up(self, b: Builder, shape: Shape) -> Iterator[tuple[str, str]]:
-        """Yields the names of the key and value matrices and the matrices, [H N, kv_rank] and [H V, kv_rank]."""
+        """Yields the name and the reference of the key matrix [H N, kv_rank], and of the value matrix [H V,
+        kv_rank]."""
         for name, channels in (("k", self._key_channels(shape)), ("v", self._value_channels(shape))):
             size = shape.activation(self.queries(shape) * channels, self._rank(shape))
             yield name, b.param(name, size, shape.matrix_init)

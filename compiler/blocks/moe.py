@@ -100,7 +100,7 @@ class Moe(FeedForward):
         if self.experts > 2**15:
             yield Problem(("experts",), "S286", f"{self.experts:,} experts are more than 32,768", "use fewer experts")
         if self.router.normalize and self.top_k == 1:
-            message = "the weight of a single expert, divided by itself, is always 1, so the router would not learn"
+            message = "with normalize and top_k 1, the weight of the expert is always 1, so the router would not learn"
             yield Problem(("router", "normalize"), "S286", message, "remove normalize, or use a top_k of at least 2")
 
         yield from (problem.under("router") for problem in self._group_problems())
@@ -115,7 +115,7 @@ class Moe(FeedForward):
             message = f"top_groups is {chosen}, but there are {router.groups} groups"
             yield Problem(("top_groups",), "S286", message, f"use at most {router.groups}")
         elif chosen * size < self.top_k <= self.experts:
-            message = f"top_k is {self.top_k}, but {chosen} of the groups have {chosen * size} experts"
+            message = f"top_k is {self.top_k}, but top_groups {chosen} selects only {chosen * size} experts"
             yield Problem(("top_groups",), "S286", message, "choose more groups, or fewer experts per token")
         elif router.groups > 1 and router.group_best > size:
             message = f"group_best is {router.group_best}, but a group has {size} experts"

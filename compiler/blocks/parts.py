@@ -26,7 +26,7 @@ WEIGHTLESS = "none"  # the weight of a norm without one
 
 
 def _starts(text: str) -> float:
-    """Returns the initial value of `w`: 0 or 1, whichever makes the weight 1."""
+    """Returns the initial value of `w`. It is 0 or 1, such that the weight is 1."""
     expr = parse(text, ("w",))
     for start in (1.0, 0.0):
         if "w" in variables(expr) and compute(expr, w=start) == 1.0:
@@ -86,7 +86,7 @@ class Norm(StrictModel):
 
     @property
     def of_no_layer(self) -> Self:
-        """This norm for use outside the blocks: without `scale` if `scale` depends on the layer."""
+        """This norm for use outside of blocks. If `scale` depends on the layer, the returned norm has no `scale`."""
         return self.model_copy(update={"scale": None}) if _by_layer(self.scale) else self
 
 
@@ -174,14 +174,14 @@ class Part(StrictModel):
         return {}
 
     def head_values(self, dim: int) -> tuple[int, int] | None:
-        """Returns the number of heads, and of channels of each, of the attention values that later blocks may read, in
-        a model of `dim` features; None if there are none."""
+        """Returns the number of heads and the number of channels per head of the attention values that later blocks may
+        read, in a model of `dim` features. None if there are no such values."""
         return None
 
     @property
     def reads(self) -> str | None:
-        """The title of the earlier part whose output this part reads in addition to its input; None if it reads only
-        its input."""
+        """The title of the earlier part whose output this part reads in addition to its input; None if there is no such
+        part."""
         return None
 
     @property
@@ -207,8 +207,8 @@ class Part(StrictModel):
         return {}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        """Adds the state before the first token, in a model with an encoder. Returns the state by key. A state whose
-        key is not returned starts at 0."""
+        """Adds the state before the first token, in a model with an encoder. Returns the state by key. Any other state
+        starts at 0."""
         return {}
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
@@ -247,7 +247,7 @@ class Part(StrictModel):
         return ()
 
     def with_losses(self, b: Builder, lowered: Lowered, context: LoweringContext) -> str:
-        """Attaches the losses of the part to its output. Returns the output.
+        """Attaches the losses of the part to its output. Returns the output of the last attached loss.
 
         A loss is attached if `context` has a weight for it. The backward pass then adds the gradient of the weighted
         loss to the gradient of the output.

@@ -41,8 +41,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens, except those of the proof of causality. `masks` are the
-        masks of attention. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens. Problems of causality are not among them, because they
+        need a proof. `masks` are the masks of attention. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "the mask of blocks reads documents, but the mask of attention does not"
             yield Problem(
@@ -61,7 +61,12 @@ class Pool(StrictModel):
             message = f"{self.tokens} pooled keys for a block of {self.block} tokens: nothing is pooled"
             yield Problem(("tokens",), "S289", message, f"use less than {self.block}")
         if self.seed and "number" not in POOLINGS[self.by].reads:
-            yield Problem(("seed",), "S289", f"{self.by} is not random", "remove seed, or use `by: reservoir`")
+            yield Problem(
+                ("seed",),
+                "S289",
+                f"seed applies to random tokens, but {self.by} chooses none",
+                "remove seed, or use `by: reservoir`",
+            )
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
         """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises the errors of
@@ -73,7 +78,7 @@ class Pool(StrictModel):
         return -(-context // self.block) * self.tokens
 
     def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
-        """Declares the latent tokens, if the pooling reads them, and returns them as inputs of its ops."""
+        """If the pooling reads latent tokens, declares them and returns them as inputs of its ops."""
         if "latents" not in POOLINGS[self.by].reads:
             return ()
         return (b.param("latents", shape.activation(self.tokens, groups * channels), shape.matrix_init),)

@@ -42,11 +42,11 @@ class Scaling(StrictModel):
         return 1.0
 
     def settings(self) -> str:
-        """Returns a text that is the same for scalings of equal angles."""
+        """Returns a text. Two scalings with equal angles have the same text."""
         return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
-        """Returns the unscaled share of each frequency, an expression of `f` and `pair`."""
+        """Returns the share of each frequency that the scaling leaves unchanged, as an expression of `f` and `pair`."""
         raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:
@@ -167,7 +167,7 @@ class RopeSpec(StrictModel):
             message = f"RoPE has {dims} dims; it rotates pairs, so the number must be even"
             yield Problem(place, "S213", message, "use an even number")
         elif self.trained is not None and dims == 2:
-            message = "RoPE has 2 dims; a changed base does not slow down a single pair"
+            message = "RoPE with 2 dims has a single pair, which a changed base does not slow down"
             yield Problem(("trained",), "S242", message, "remove trained, or rotate more dims")
         else:
             yield from self._scaling_problems(dims)

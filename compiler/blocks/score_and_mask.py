@@ -127,7 +127,7 @@ class ScoreAndMask(Layer):
             yield Problem(("bos",), "S272", message, hint)
         dims = {name: len(shape) for name, shape in self.tables.items()}
         for name in sorted(dims.keys() & TAKEN):
-            message = f"{name} is the name of another value of attention, and cannot be that of a table"
+            message = f"a table cannot have the name {name}, because another value of attention has it"
             yield Problem(("learn", name), "S207", message, "choose another name")
             return
         for name in self.read_as_tables:
@@ -148,7 +148,7 @@ class ScoreAndMask(Layer):
                 yield Problem(("learn", name), "S247", message, f"read an element of {name} in `score`, or remove it")
 
     def indivisible(self, dim: int) -> Problem:
-        """Returns the problem of `dim` features that the heads do not divide."""
+        """Returns a problem if `heads` does not divide the number of features `dim`."""
         hint = f"choose a divisor of {dim}, or set head_dim"
         return Problem(("heads",), "S210", f"{self.heads} heads do not divide dim {dim}", hint)
 
@@ -157,7 +157,7 @@ class ScoreAndMask(Layer):
         if not shape.causal or self.reads_source:
             for name in self.of_tokens:
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    message = f"{name} is for attention to earlier tokens; this attends to a whole source"
+                    message = f"{name} applies to attention to earlier tokens, but this layer attends to a whole source"
                     yield Problem((name,), "S275", message, f"remove {name}")
             return
         hint, where = "layers are counted from 0", f"in layer {shape.layer}, "
@@ -205,7 +205,8 @@ class ScoreAndMask(Layer):
 
     @property
     def _layered(self) -> bool:
-        """Whether the scale depends on the layer. If so, q is multiplied by it, and the layers share one function."""
+        """Whether the scale depends on the layer. If so, q is multiplied by the scale before attention, so that the
+        layers can share one function."""
         return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
 
     def _scale(self, shape: Shape) -> float | None:
@@ -214,8 +215,8 @@ class ScoreAndMask(Layer):
         return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
-        """Returns how many of the first and how many of the last positions the cache stores; None if it stores all
-        positions."""
+        """Returns two numbers: the cache stores this many of the first positions, and this many of the last ones. None
+        if the cache stores all positions."""
         if self.reads_source or shape.page or not isinstance(shape.cache_length, str):
             return None
         fields = self.score_fields(shape)
@@ -249,7 +250,7 @@ class ScoreAndMask(Layer):
     def cached(
         self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext
     ) -> tuple[Mapping[str, str], dict[str, str]]:
-        """Writes `rows` [B, T, G, C] to the cache of the same names, in a program that has one.
+        """Writes `rows` [B, T, G, C] to the caches of the same names, in a program that has caches.
 
         Returns the rows to attend to, and the new state. Without a cache, returns `rows` and no state.
         """
@@ -309,8 +310,8 @@ class ScoreAndMask(Layer):
         return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
-        """Returns the value of the field `name` as [B, T, H, C]. `plain` adds the value that the expression reads;
-        without an expression, that value is returned."""
+        """Returns the value of the field `name` as [B, T, H, C]. `plain` adds the value that the expression reads. If
+        the field has no expression, this value is returned."""
         text: str | None = getattr(self, name)
         if text is None or context.wire is None:
             return plain()

@@ -127,7 +127,8 @@ def _number(count: Count, sizes: Mapping[str, int]) -> int:
 
 
 def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]], prefix: str, shape: Shape) -> str:
-    """Adds an expression as the node `name` and returns its value. A lone variable adds no node.
+    """Adds an expression as the node `name` and returns its value. If the expression is only a variable, no node is
+    added.
 
     Args:
         b: the builder of the function.
@@ -168,8 +169,8 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
 
 
 def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[str, Mapping[str, str]]:
-    """Returns the text of a number or formula of the spec for use in an expression, and the operands of the text by
-    name.
+    """Returns the text of a number or formula of the spec, for use in an expression. Also returns the operands that the
+    text reads, by name.
 
     A formula that reads `layer` becomes a scalar input called `name`. Any other formula is evaluated.
     """

@@ -6,8 +6,8 @@ Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A 
 it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the input. Expressions
 with equal `key` differ only in the order of terms and factors.
 
-A quotient by a sum (`is_quotient`) is one factor, which no rule splits: a / b * c is not rewritten as a * c / b, nor a
-/ b / b as a / b ** 2, because a * c or b ** 2 may overflow although the quotients do not.
+A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, a / b * c is not rewritten as a *
+c / b, because a * c may overflow although a / b * c does not. Likewise, a / b / b is not rewritten as a / b ** 2.
 """
 
 from collections.abc import Hashable, Iterable, Iterator

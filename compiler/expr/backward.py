@@ -1,4 +1,4 @@
-"""Plans which values a forward saves so that the backward of a pointwise epilogue is cheap.
+"""Plans which values the forward of a pointwise epilogue y = f(...) saves, so that its backward is cheap.
 
 Strategies, in order of preference:
 
@@ -78,9 +78,9 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
 
     Args:
         expr: the expression of y.
-        wrt: the variables to differentiate by. They are accumulators. All other variables are in memory.
-        keep: the kind of values to save, if any are saved: the derivatives, or the variables of `wrt` that the
-            derivatives read.
+        wrt: the variables to differentiate with respect to, which are accumulators. All other variables are in memory.
+        keep: the kind of values to save, if any are saved. They are the derivatives, or those variables of `wrt` that
+            the derivatives read.
 
     Raises:
         ExprError: if `expr` uses the name d, y, or the name of a saved value, or if `wrt` has duplicates.

@@ -90,8 +90,8 @@ def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) ->
 
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
-    """Returns the k with x f'(x) == k f(x) for all x (Euler). Returns None if there is no such k, or if there are too
-    many cases.
+    """Returns the degree k of homogeneity, for which x f'(x) == k f(x) for all x (Euler). Returns None if there is no
+    such k, or if the case distinction has too many cases.
 
     f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so that f(x) = f'(x) x / 2. The zero function has degree 0.
     """
@@ -172,7 +172,8 @@ Powers = frozenset[tuple[Hashable, Fraction]]
 
 
 def polynomial(expr: Expr) -> dict[Powers, Fraction]:
-    """Expands a simplified expression to monomial -> coefficient. Equal polynomials are equal expressions."""
+    """Expands a simplified expression to a polynomial: a dict from monomial to coefficient. Expressions with equal
+    polynomials are equal."""
     total: dict[Powers, Fraction] = {}
     for coefficient, factors in addends(expr):
         terms: dict[Powers, Fraction] = {frozenset(): coefficient}

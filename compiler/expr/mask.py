@@ -92,8 +92,8 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
 
     Args:
         text: the mask, over the position `i` of the query, the first position `j` of the block, the head `h` and the
-            number of tokens `block`. If None: a block is visible once it is whole, if the mask of single tokens hides
-            the first of them.
+            number of tokens `block`. If None, a block is visible if it is complete and the mask of single tokens hides
+            its first token.
         mask: the mask of single tokens.
         block: the number of tokens of a block.
         heads: the number of query heads.
@@ -220,7 +220,8 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns the condition that a mask may hold for two positions, in the same document or in different ones."""
+    """Returns the condition that the mask holds for two positions if they are in the same document, or that it holds if
+    they are in different documents."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 

@@ -134,7 +134,8 @@ def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
 
 
 def _expanded(expr: Expr, heads: int, known: bool = False) -> Expr:
-    """Replaces the functions of heads by their formulas. If `known`, replaces only those of heads that are numbers."""
+    """Replaces the functions of heads by their formulas. If `known`, replaces a function only if its head is a
+    number."""
     expr = rebuild(expr, lambda part: _expanded(part, heads, known))
     match expr:
         case Call(name, (first, *constants)) if isinstance(function := POSITIONAL.get(name), HeadFunction):
@@ -196,10 +197,10 @@ UNDEFINED = {"sqrt": "<", "log": "<="}  # for these numbers, compared with 0
 def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Expr:
     """Makes a score finite for pairs that the mask hides, and leaves it unchanged for other pairs.
 
-    A hidden pair adds 0 times the derivative of its score to gradients, and the product with an infinite derivative is
-    NaN. In arguments of PARTIAL functions, denominators and powers, numbers of positions are therefore limited to at
-    least 1 or 0, if they are so for all pairs that are not hidden: with the mask `j <= i`, log(i - j + 1) becomes
-    log(max(i - j + 1, 1)).
+    A hidden pair adds 0 times the derivative of its score to gradients. If the derivative is infinite, this product is
+    NaN. Arguments of PARTIAL functions, denominators and powers that are expressions of positions are therefore limited
+    to at least 1 or 0, provided that all pairs that are not hidden satisfy this bound. With the mask `j <= i`, for
+    example, log(i - j + 1) becomes log(max(i - j + 1, 1)).
 
     Args:
         score: the score, or a part of it.

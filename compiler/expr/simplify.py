@@ -211,8 +211,8 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Moves the factors that the condition of a where decides into the arms of this where. Returns None if there are no
-    such factors.
+    """Moves factors into the arms of a where, if the outcome of its condition simplifies them. Returns None if there
+    are no such factors.
 
     If an arm is 0, all factors are moved, so that no value is computed and then multiplied by 0.
     """

@@ -63,8 +63,8 @@ def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool 
 
     The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN stays
     NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`, parts of the
-    expression may be whole numbers; their values are correct for j <= i. Raises ExprError if the text is too long,
-    because a definition may repeat its argument.
+    expression may be whole numbers. The values of these parts are correct for j <= i. Raises ExprError if the text is
+    too long, because a definition may repeat its argument.
     """
     return _Triton(names or {}, whole).text(decided(expr))
 

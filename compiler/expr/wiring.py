@@ -30,8 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value as an expression of a layer reads it. There, `value(k)` is the value of the layer of the
-        same title."""
+        """Returns the value as an expression of the layer `layer` reads it. In such an expression, `value(k)` is the
+        value of the layer of the same title in run k."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -116,8 +116,8 @@ def _is_dotted(node: ast.expr) -> bool:
 
 
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
-    """Returns the expression E such that `base` with E substituted for the variable `name` equals `expr`; None if there
-    is no such expression."""
+    """Returns an expression E. If E replaces the variable `name` in `base`, the result equals `expr`. Returns None if
+    there is no such expression."""
     if base == Var(name):
         return expr
     inner, other = children(base), children(expr)

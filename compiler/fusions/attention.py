@@ -1,5 +1,5 @@
-"""Replaces attention by two ops, each with a choice of kernels: a forward that saves the log-sum-exp, and a gradient
-that reads it."""
+"""Replaces attention by two ops: a forward that saves the log-sum-exp, and a gradient that reads the log-sum-exp. The
+plan chooses the kernel of each."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from specc.compiler.ops.saved_attention import CausalAttention, ScoredAttention,
 class AttentionFusion(Fusion):
     """Accepts a single attention node over whole sequences.
 
-    The node is either causal, with any score and mask (`Sdpa`), or attends to the keys that the mask `seen` marks, in
-    the same or another sequence (`SdpaSeen`). Outside a group, Torch chooses the attention kernel. In a group, the plan
-    chooses the kernels of the forward and of the gradient independently.
+    The node is `Sdpa`, causal attention with any score and mask, or `SdpaSeen`, attention to the keys that the mask
+    `seen` marks. The keys of `SdpaSeen` may be those of another sequence. Outside a group, Torch chooses the attention
+    kernel. In a group, the plan chooses the kernels of the forward and of the gradient independently.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:

@@ -13,10 +13,10 @@ POINTWISE = frozenset({"outputs", "variables", "labels", "dtype", "title"})  # f
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """The nodes that replace the members of a fusion point, in order.
+    """The nodes that replace the members of a fusion point, in topological order.
 
     The last node computes the value of the last member. The nodes read only each other and the inputs of the group. If
-    `learns` is false, no gradient of the members is computed and the group has no backward.
+    `learns` is false, the group has no backward, and its inputs have no gradient.
     """
 
     nodes: tuple[Node, ...]
@@ -27,16 +27,17 @@ class Rewrite:
 class Fusion:
     """A rewrite that is more than a pointwise epilogue.
 
-    The catalogue discovers one module-level instance of each subclass. A fusion is tried only if the op of a member is
-    in `ops`, by name. If such a member cannot be fused, the error states the reason of the fusion.
+    The catalogue discovers one module-level instance of each subclass. `ops` are names of ops. A fusion is tried only
+    if a member has one of these ops. If such a member cannot be fused, the error states why the fusion refused the
+    member.
 
-    `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. A member
-    with a non-default value in any other field, e.g. a field of a subclass or a field added to the op later, is
-    refused. A fusion therefore never drops a setting that it does not know.
+    `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. If any other
+    field of a member has a value other than the default, the fusion refuses the member. A fusion therefore never drops
+    a setting that it does not know, such as a field of a subclass or a field that was added later.
 
-    Members are in the order of `graph`. All members but the last are read by members only. Members that an earlier
-    fusion has rewritten exist in `members` but not in `graph`. Every op in the result must be linear, pointwise, or
-    define its own derivative.
+    Members are in the order of `graph`. Only members read the members before the last one. A node that an earlier
+    fusion has created is in `members`, but not in `graph`. Every op of the result must be linear or pointwise, or have
+    a derivative rule.
     """
 
     name: str
@@ -44,12 +45,13 @@ class Fusion:
     reads: Mapping[type[Op], frozenset[str]] = field(default_factory=dict)
 
     def refusal(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason why the fusion does not apply, as text that follows the name of the fusion; None if it
-        applies."""
+        """Returns the reason why the fusion does not apply, or None if it applies. The reason is the rest of a sentence
+        that begins with the name of the fusion."""
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the same as `refusal`, for members whose fields are all known. Subclasses must override it."""
+        """Returns the same as `refusal`. `refusal` calls this method only if `reads` covers the fields of all members.
+        Subclasses must override it."""
         raise TypeError(f"{type(self).__name__} must override `refuses`")
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:

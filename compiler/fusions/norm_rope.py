@@ -1,5 +1,5 @@
-"""Fuses the rotary embedding of attention heads with their norm and the gain after both, so that the heads are read
-once."""
+"""Fuses three operations on attention heads, so that the heads are read once: an RMSNorm, the rotary embedding, and a
+gain after both."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Parts:
     """The members to fuse.
 
     Attributes:
-        norm: the norm before the rope, or after it.
+        norm: the norm before or after the rope.
         rope: the rope.
-        gain: the product after both.
-        scale: the ref of the gain's value, or empty if there is no gain.
+        gain: the product of the heads and their gain, after norm and rope.
+        scale: the ref of the value of the gain, or empty if there is no gain.
         weight: the node that computes the weight of the norm from a parameter.
     """
 
@@ -40,7 +40,7 @@ class Parts:
 
     @property
     def weights(self) -> tuple[str, tuple[str, ...]]:
-        """The weight of the norm as an expression of `w`, and the ref of w; empty if there is none."""
+        """The weight of the norm as an expression of `w`, and the ref of w. Empty if the norm has no weight."""
         if self.norm is None or len(self.norm.inputs) == 1:
             return "", ()
         if self.weight is None:
@@ -51,10 +51,11 @@ class Parts:
 
 
 class NormRopeFusion(Fusion):
-    """Accepts a rope, an optional RMSNorm before it, and an optional product of the result with one gain per head.
+    """Accepts a rope, an optional RMSNorm before the rope, and an optional product of the result with one gain per
+    head.
 
     The weight of the norm may be a function of a parameter. A norm without a weight may also follow the rope, because a
-    rotation without a magnitude does not change the mean square. The group may have no other members.
+    pure rotation does not change the mean square. The group may have no other members.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
@@ -116,7 +117,8 @@ def _of_parameter(weight: Node) -> bool:
 
 
 def _factor(value: Node, gain: Node) -> str:
-    """Returns the ref that a node multiplies another value with, or "" if the node computes anything else."""
+    """Returns the ref of the factor if a node multiplies a value by one factor, or "" if the node computes anything
+    else."""
     if not isinstance(gain.op, Pointwise) or len(gain.op.outputs) > 1 or gain.types != value.types:
         return ""
     operands: dict[Expr, str] = {Var(name): ref for name, ref in zip(gain.op.variables, gain.inputs, strict=True)}

@@ -1,4 +1,5 @@
-"""Fuses logits, an optional softcap, and cross-entropy. Loss and gradient are computed in one read of the logits."""
+"""Fuses logits, an optional softcap, and cross-entropy. Loss and gradient are computed together, so that the logits are
+read once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ LINE = 64  # columns: 128 bytes of bf16, one cache line. Rows start on a line, a
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members to fuse. `bound` is the pointwise node between logits and loss, or None if there is none."""
+    """The members to fuse. `bound` is the pointwise node between the logits and the loss, e.g. a softcap, or None if
+    there is none."""
 
     product: Node
     bound: Node | None
@@ -39,11 +41,11 @@ class Parts:
 
 
 class SoftmaxLossFusion(Fusion):
-    """Accepts a linear layer, at most one pointwise node that reads it, and the cross-entropy of the result.
+    """Accepts a linear layer, at most one pointwise node that reads its output, and the cross-entropy of the result.
 
-    If the vocabulary size is not a multiple of 8, the weight is padded with rows of zeros so that every row of logits
-    is aligned. A mean loss is computed together with its gradient. A loss per token, which is used to score a model,
-    has no gradient.
+    If the vocabulary size is not a multiple of 8, the weight is padded with rows of zeros. Every row of logits is then
+    aligned in memory. A mean loss is computed together with its gradient. A loss per token is only used to score a
+    model and has no gradient.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
@@ -77,8 +79,8 @@ class SoftmaxLossFusion(Fusion):
 
 
 def _padded(product: Node, graph: Graph, name: str) -> tuple[Node, tuple[Node, ...]]:
-    """Returns the product with an aligned number of columns, and the node that pads the weight (no node if it is
-    aligned)."""
+    """Returns the product with an aligned number of columns, and the node that pads the weight. There is no such node
+    if the number of columns is already aligned."""
     x, weight = product.inputs
     vocab = product.type.width
     assert isinstance(vocab, int)

@@ -59,7 +59,7 @@ class Source:
         outputs: Indices of the node's outputs that are multiplied with the weight.
         maker: The node or input that produces the first of the inputs.
         leader: The first weight, in table order, of all products that share this input scale.
-        part: Index of the slice of the features that the weight is multiplied with.
+        part: Index of the slice of the features by which the weight is multiplied.
         parts: Number of such slices, which have equal sizes.
     """
 
@@ -114,8 +114,8 @@ class Editor:
         types: Types of all values, original and new.
         new: New nodes, by the name of the original node before which they are inserted.
         gone: Names of the removed nodes.
-        names: Ref of a removed value -> the ref that replaces it.
-        shared: (ref, leader) -> refs of the codes.
+        names: Maps the ref of each removed value to the ref that replaces it.
+        shared: The refs of the codes of a value, by the ref of the value and the leader of its input scale.
     """
 
     graph: Graph
@@ -177,13 +177,15 @@ class Editor:
         return f"@{name}"
 
     def inverse(self, weight: str) -> str:
-        """Returns the ref of the constant, f32 [K], that the input of the product with `weight` is multiplied with
-        before it is rounded to codes."""
+        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. The input is multiplied by
+        this constant and then rounded to codes."""
         leader, width = self.leader(weight), self.types[weight].width
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
             if len({self.schemes[name].input_by_feature for name in names}) > 1:
-                message = f"{names[0]} and others with the same input must all have one scale, or all one per feature"
+                message = (
+                    f"{names[0]} and other weights read the same input, but not all of them use one scale per feature"
+                )
                 raise Unfit(message, names, at_once=True)
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
@@ -253,7 +255,7 @@ class Editor:
         return graph.name
 
     def replace(self, old: Node, *refs: str) -> None:
-        """Removes an original node and redirects the readers of its outputs to `refs`. Pass no `refs` if another node
-        has absorbed it."""
+        """Removes an original node and redirects the readers of its outputs to `refs`. There are no `refs` if another
+        new node already computes what the removed node computed."""
         self.gone.add(old.name)
         self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}

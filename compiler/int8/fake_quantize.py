@@ -23,10 +23,10 @@ SUFFIX = "_rounded"
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
     """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests it.
 
-    For each phase with `train.qat`, the training program is copied. The copy rounds each input of an int8 product to
-    values that the codes of the deployed model represent. Recurrent states are rounded at every step. If the decoder is
-    not always teacher-forced, the programs that compute the decoder inputs are copied too. The scales of the inputs are
-    `programs.buffers`. The caller rounds the weights.
+    For each phase in which `train.qat` applies, the training program is copied. The copy rounds each input of an int8
+    product to values that int8 codes of the deployed model represent. Recurrent states are rounded at every step. If
+    the decoder is not always teacher-forced, the programs that compute the decoder inputs are copied too. The scales of
+    the inputs are `programs.buffers`. The caller rounds the weights.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
@@ -88,21 +88,21 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """Returns the share of the run after which the learning rate is below the limit of `qat`."""
+    """Returns the share of the run at which the learning rate falls below the limit that `qat` states."""
     assert train.qat is not None
     schedule = train.schedule
     left = schedule.below(train.qat.below)
     if train.steps is not None:
         return 1 - left * schedule.of(train.steps)[1] / train.steps
     if schedule.warmdown_steps:
-        message = "train.qat rounds inputs from a share of the run, unknown with budget_seconds and warmdown_steps"
+        message = "with budget_seconds and warmdown_steps, the share of the run at which train.qat begins is unknown"
         hint = "use warmdown_fraction instead of warmdown_steps, or set `inputs: false` in qat"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
     return 1 - left * (1 - schedule.warmup_fraction if schedule.falls else schedule.warmdown_fraction)
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, with rounding in the part after the share `begins`."""
+    """Yields the phases of a run, with rounding after the share `begins` of the run."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):
@@ -164,8 +164,8 @@ class _Copied:
             if loops:
                 nodes = " and ".join(dict.fromkeys(node for node, _ in loops))
                 message = (
-                    "train.qat cannot round the inputs of int8 products in every step of training: "
-                    f"{loop.name} loops over time with {nodes} inside, which is possible only in a single lstm"
+                    f"train.qat cannot round the inputs of int8 products in the loop over time {loop.name}, "
+                    f"which contains {nodes}; it can only do so in a loop of a single lstm"
                 )
                 names = [name for _, name in loops]
                 rule = keeping(self._schemes[names[0]], covering(names))

@@ -1,5 +1,5 @@
-"""The final rewrites of graphs with int8 products: lets products write codes directly, copies
-operands to contiguous rows, and gives each epilogue a unique title."""
+"""The final rewrites of graphs with int8 products. Products write codes directly, operands are copied to contiguous
+rows, and each epilogue gets a unique title."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,8 +11,8 @@ from specc.compiler.ops.shape import RowByRow
 
 
 def finished(graph: Graph) -> Graph:
-    """Returns the graph in which no product reads a view, and an int8 product writes codes if its only reader quantizes
-    the result."""
+    """Returns the graph, in which no product reads a view, and in which an int8 product writes codes if its only reader
+    quantizes the result."""
     return _row_by_row(_requantized(graph))
 
 

@@ -31,8 +31,8 @@ class Int8Form:
         raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces a node in a training program by float ops that round wherever `rewrite` rounds. In a training
-        program, `edit.codes` returns a single value: the float value that the codes represent."""
+        """Replaces a node of a training program by float ops that round at the same places as the result of `rewrite`.
+        In a training program, `edit.codes` returns a single value: the float value that the codes represent."""
         raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 
@@ -52,7 +52,7 @@ def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editor, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """Returns the beginning of an epilogue: the value of the sums `p` over all codes of an input.
+    """Returns the first part of an epilogue: the expression of the sums `p` over all codes of an input.
 
     If an input has second codes, a second product f32 [..., N] is added to the graph, and the epilogue adds it.
 
@@ -65,7 +65,7 @@ def weighed(
         at: The original node whose position new nodes take.
 
     Returns:
-        The expression, and its operands other than `p` and `scale`, as ref -> variable.
+        The expression, and a dict from the ref to the variable of each operand other than `p` and `scale`.
     """
     first, *second = codes
     if not second:

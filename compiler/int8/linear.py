@@ -116,8 +116,8 @@ def _operands(epilogue: Node, last: Node) -> list[str]:
 
 
 def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """Applies another epilogue to the expression. Returns the new expression, and its operands as ref -> variable; None
-    if no kernel can print the new expression."""
+    """Applies another epilogue to the expression. Returns the new expression, and a dict from the ref to the variable
+    of each operand. Returns None if no kernel can print the new expression."""
     assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}

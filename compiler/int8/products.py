@@ -20,7 +20,7 @@ from specc.compiler.strict import Path, Problem
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
     """Returns the products that the deployed model computes in int8, in order of the parameter table. Calibration must
-    measure the inputs of these products. `programs` are the programs before any pass that rewrites graphs."""
+    measure the inputs of all of these. `programs` are the programs before any pass that rewrites graphs."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
@@ -173,7 +173,8 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Yields a problem for each spec path with an integer scheme for parameters that a node still reads as floats."""
+    """Yields a problem for each spec path that states an integer scheme, if a node still reads one of its parameters as
+    floats."""
     reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:

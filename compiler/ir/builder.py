@@ -13,8 +13,8 @@ from specc.compiler.ir.types import TensorType, TypeRuleError
 class Builder:
     """Builds one graph by adding nodes. `scope` is prepended to the name of each node and parameter.
 
-    A formula of the spec becomes a constant of the generated code. `constants` maps the name of the constant to the
-    value and the text of the formula.
+    A formula of the spec becomes a constant of the generated code. `constants` maps the name of each constant to its
+    value and to the text of the formula.
     """
 
     name: str
@@ -97,9 +97,10 @@ class Builder:
         return path
 
     def origin(self, ref: str) -> str:
-        """Returns the name of the node that determined the features of a value, for error messages.
+        """Returns the name of the node that determines the number of features of a value, for error messages.
 
-        Goes back through ops that preserve features, such as norms, and through the call of this function.
+        The search goes back through ops that preserve the features, such as norms, and from an input to the caller of
+        this function.
         """
         by_name = {node.name: node for node in self.nodes}
         while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
@@ -114,7 +115,7 @@ class Builder:
 
 
 def first_free(name: str, free: Callable[[str], object], separator: str = "") -> str:
-    """Returns `name`, or `name` with the first number from 2, that is `free`."""
+    """Returns `name` if it is free. Otherwise, appends the smallest number from 2 that makes the name free."""
     return next(filter(free, chain((name,), (f"{name}{separator}{i}" for i in count(2)))))
 
 

@@ -1,7 +1,8 @@
 """The typed graph that every pass reads and writes.
 
-Values are referenced by text. `mlp.up` is the first output of node `mlp.up` (or an input of the graph) and `mlp.up:1`
-its second output. `@mlp.up` is a parameter, and `$norm_scale` is a number that the caller of a function passes.
+References to values are text. `mlp.up` is the first output of node `mlp.up`, or an input of the graph. `mlp.up:1` is
+the second output of the node. `@mlp.up` is a parameter, and `$norm_scale` is a number that the caller of a function
+passes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -118,7 +119,7 @@ def output_ref(node: str, index: int) -> str:
 
 @lru_cache(maxsize=65536)  # every pass requests the same few names and counts
 def output_refs(node: str, count: int) -> tuple[str, ...]:
-    """Returns references to the outputs of a node that has `count` outputs."""
+    """Returns the references to the outputs of a node with `count` outputs."""
     return tuple(output_ref(node, i) for i in range(count))
 
 

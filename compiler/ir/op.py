@@ -69,13 +69,13 @@ class Op:
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """Returns names of the outputs for generated code, if there are several outputs or the node's name is too
-        general."""
+        """Returns names of the outputs for generated code. There are none if the only output can have the name of the
+        node."""
         return ()
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """Returns names of the inputs in the code of a group, if the default names would be ambiguous."""
+        """Returns names of the inputs for the code of a group. There are none if the default names are clear."""
         return ()
 
     @property
@@ -92,11 +92,11 @@ class Op:
         raise TypeRuleError(f"{self.name} has no type rule")
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
-        """Returns the exclusive upper bound of the integer inputs, which are indices of at least 0."""
+        """Returns the exclusive upper bound of the integer inputs. Their lower bound is 0, because they are indices."""
         raise TypeRuleError(f"{self.name} has no whole numbers to index with")
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Makes random inputs consistent, if some inputs depend on others."""
+        """Changes random inputs of a test so that they are consistent, for ops whose inputs depend on each other."""
         return inputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -120,7 +120,7 @@ class Op:
         return type.with_shape("B", "T", type.width) if leading else type
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
-        """Returns the share of the parameters among the inputs that one token uses."""
+        """Returns the share of the op's parameters that one token uses. Parameters are among the inputs."""
         return 1.0
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
@@ -143,8 +143,9 @@ class Op:
 
         Args:
             some: the inputs, restricted to the subset.
-            every: the inputs of all rows, in any precision.
-            sums: the positions of outputs without rows. They are computed over `every`, in the precision of `some`.
+            every: the inputs with all rows, in any precision.
+            sums: the positions of the outputs without rows. These outputs are computed from `every`, in the precision
+                of `some`.
 
         Returns:
             The outputs. Outputs with rows are restricted to the subset.
@@ -177,9 +178,9 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A gradient `value` with a pending factor `by`, f32[].
+    """A gradient as a product that is not multiplied out: `value` times the factor `by`, f32[].
 
-    Because every derivative rule is linear, the multiplication is deferred until a gradient leaves the group.
+    Every derivative rule is linear, so the multiplication can be done when a gradient leaves the group.
     """
 
     value: str

@@ -22,8 +22,8 @@ Sizes = Mapping[str, int]
 class Size(int):
     """An integer dim with a symbolic name for generated code, such as `D` or `H * C`.
 
-    Three operations return a Size: a size times a size, an integer times a size, and the exact quotient of a product by
-    a factor other than the last (`H * C` // `H` is `C`). All other operations return plain numbers.
+    Three operations return a Size: a size times a size, an integer times a size, and the quotient of a product by one
+    of its factors other than the last (`H * C` // `H` is `C`). All other operations return plain numbers.
     """
 
     text: str
@@ -71,8 +71,8 @@ class TypeRuleError(ValueError):
 class TensorType:
     """The shape and dtype of a value.
 
-    A dim is an integer or the name of a symbolic dim, such as `B` for rows and `T` for tokens. `storage` is the storage
-    form of a deployed parameter, such as `int5`. It is empty if the parameter is stored in `dtype`.
+    A dim is an integer or the name of a symbolic dim, such as `B` for rows and `T` for tokens. `storage` is the format
+    in which a deployed parameter is stored, such as `int5`. It is empty if the parameter is stored in `dtype`.
     """
 
     shape: tuple[Dim, ...]

@@ -1,4 +1,4 @@
-"""The epilogue of a product in generated code: unique names, and expressions over them."""
+"""The epilogue of a product in generated code: unique names of tensors, and expressions over these names."""
 
 import keyword
 from collections.abc import Collection
@@ -60,7 +60,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """All inputs and outputs of a kernel: `x` [rows, K], one weight per accumulator, operands and results.
+    """All inputs and outputs of a product kernel: `x` [rows, K], one weight per accumulator, operands and results.
 
     `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N]. `results`
     are in the order of the node's outputs. `steps` are in the order of computation. The first result is computed last,

@@ -13,7 +13,7 @@ Tensors = Mapping[str, TensorType]  # the inputs or outputs of a function, in or
 
 @dataclass(frozen=True, slots=True)
 class GeneratedFunction:
-    """The fields that templates of all kernels share. Fields with code hold whole lines.
+    """The fields that the templates of all kernels have. Fields with code contain whole lines.
 
     Attributes:
         header: Comment lines with the label and the types. The plan key is appended to the last line.
@@ -28,7 +28,7 @@ class GeneratedFunction:
         fake_signature: The first line of the fake implementation, which has the same parameters.
         launch_signature: The first line of the function that launches the kernel on inputs and outputs.
         launch: The call of the launch function.
-        promise: The first sentence of the function's docstring, with opening quotes.
+        promise: The first sentence of the docstring of the function, with opening quotes.
     """
 
     header: str
@@ -77,7 +77,7 @@ def generated_function(
         summary: The first sentence of the module's docstring.
         formulas: The formula of each computed value.
         label: The label in the header; by default, the label of the site.
-        omitted: The names of inputs that the header omits.
+        omitted: The names of the inputs that the header does not list.
         launched: The names of the tensors that the kernel reads and writes; by default, the inputs and outputs.
 
     Returns:

@@ -41,7 +41,7 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The node as text, without its path in the model. It is the key of measured times and tiles in the lock.
+        """The node as text, without its path in the model. The lock has measured times and tiles under this key.
 
         The key has the syntax of printed graphs, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d,
         slope) -> d * slope : bf16[B,T,1792]`. It contains no class names, so that renaming a class in the compiler does
@@ -86,8 +86,9 @@ class Kernel(ABC):
     """One implementation of some ops. The catalogue discovers one module-level instance of each subclass.
 
     A kernel is considered only for nodes whose op is an instance of `computes`. `needs` are features of targets. A
-    kernel with settings to measure has a field `tile` whose type is the dataclass `TILE`. If `deterministic` is false,
-    repeated calls may return different bits. If `portable` is true, the rendered files also run on other targets.
+    kernel whose settings can be measured has a field `tile`, whose type is the dataclass `TILE`. If `deterministic` is
+    false, repeated calls may return different bits. If `portable` is true, the rendered files also run on other
+    targets.
     """
 
     name: str
@@ -120,12 +121,13 @@ class Kernel(ABC):
         return ""
 
     def variants(self, site: Site) -> tuple["Kernel", ...]:
-        """Returns one copy of this kernel per tile that `specc tune` measures, most promising first. The kernel must
-        accept the node."""
+        """Returns one copy of this kernel for each tile that `specc tune` measures, the most promising tile first. The
+        kernel must accept the node."""
         return ()
 
     def padding(self, site: Site, rows: int) -> float:
-        """Returns the ratio of the operations on whole tiles to the necessary operations, for `rows` rows."""
+        """Returns the number of operations that the kernel computes on whole tiles, divided by the number of necessary
+        operations, for `rows` rows."""
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:

@@ -93,12 +93,12 @@ class Tile:
 
 
 def tile_of(target: Target, epilogue: Epilogue) -> Tile:
-    """Returns the widest tile that pads N by at most an eighth and leaves room for three stages.
+    """Returns the widest tile that pads N by at most an eighth and whose loads of three stages fit in shared memory.
 
-    A stage holds a block of x and a block of each weight. With TMA, the loads of the next tile run during the epilogue,
-    so shared memory must also hold the values that the epilogue stages: half a tile of the widest output and, if the
-    epilogue reads tiles, half a tile of the widest operand. If the narrowest tile has no room for three stages, it has
-    two.
+    A stage holds a block of x and a block of each weight. With TMA, the loads of the next tile run during the epilogue.
+    Shared memory must then also hold the values that the epilogue stages: half a tile of the widest output and, if the
+    epilogue reads tiles, half a tile of the widest operand. If even the narrowest tile has no room for three stages, it
+    has two.
 
     Args:
         target: The target. Its features and shared memory limit the tile.
@@ -153,7 +153,7 @@ def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
 
 
 def whole_tiles(extent: int, side: int) -> float:
-    """Returns the ratio of the extent covered by whole tiles of `side` to `extent`."""
+    """Returns the length that whole tiles of `side` cover, divided by `extent`."""
     return -(-extent // side) * side / extent
 
 

@@ -41,7 +41,7 @@ class LossTerm(StrictModel):
 
     @property
     def title(self) -> str:
-        """The name of the term, which differs from those of other terms of a spec."""
+        """The name of the term. It is unique among the terms of a spec."""
         return self.states or self.kind
 
     @property
@@ -52,7 +52,7 @@ class LossTerm(StrictModel):
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
         """Adds further targets of the logits, i64 [B, T], -1 where there is none.
 
-        Returns them by name: `per_token` reads their cross-entropy as `nats_` and that name.
+        Returns the further targets by name. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
 
         Args:
             b: the builder of the program.

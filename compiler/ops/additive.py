@@ -13,8 +13,8 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 class Additive(Op):
     """Computes softmax(scores) v over the source positions for which `seen` is True.
 
-    Inputs are queries [B, T, A], keys [B, S, A], values v [B, S, D] and `seen` bool[B, S]. The output is [B, T, D]. It
-    is 0 if `seen` is False at every position.
+    Inputs are queries [B, T, A], keys [B, S, A], values v [B, S, D] and `seen` bool[B, S]. The output is [B, T, D]. If
+    `seen` is False at every position, the output is 0.
 
     With `form` "relu", the score of a query and a key is relu(query + key), and A is 1. With "tanh", it is w .
     tanh(query + key), and a fifth input is the weight w [A].

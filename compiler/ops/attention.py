@@ -21,7 +21,7 @@ from specc.compiler.ops.key_value_cache import ring_positions
 
 
 def scaled_product(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
-    """Returns q k^T times `scale`, [B, H, T, S]. If `scale` is None, q k^T is divided by sqrt(C)."""
+    """Returns scale * q k^T, [B, H, T, S]. If `scale` is None, the factor is 1 / sqrt(C)."""
     k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
     product = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
     return product / q.shape[-1] ** 0.5 if scale is None else product * scale
@@ -52,7 +52,8 @@ class Attention(Op):
         return 2 * (q.count(sizes) + outputs[0].count(sizes)) * k.with_shape(k.shape[1]).count(sizes)
 
     def allowed(self, *inputs: Tensor) -> Tensor:
-        """Returns bool[T, S]: whether a query attends to a key. Optional leading dims broadcast to [B, H]."""
+        """Returns the mask bool[T, S], which is True where a query attends to a key. The mask may have leading dims,
+        which broadcast to [B, H]."""
         raise TypeRuleError(f"{self.name} has no mask")
 
     def scores(self, *inputs: Tensor) -> Tensor:
@@ -60,13 +61,13 @@ class Attention(Op):
         return scaled_product(inputs[0], inputs[1])
 
     def sink(self, *inputs: Tensor) -> Tensor | None:
-        """Returns the logit of each head, [H], whose exponential is added to the denominator of the softmax; None
-        without sinks."""
+        """Returns the sink of each head, [H], or None without sinks. The exponential of a sink is added to the
+        denominator of the softmax."""
         return None
 
     def logits(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the masked scores, and bool[..., T, 1]: whether a query has neither a key nor a sink. The scores of
-        such a query are not masked. If there is a sink, it is the last column of the scores."""
+        """Returns the masked scores, and a mask bool[..., T, 1] of the queries that have neither a key nor a sink. The
+        scores of such queries are not masked. If there is a sink, it is the last column of the scores."""
         import torch
 
         allowed, sink = self.allowed(*inputs), self.sink(*inputs)
@@ -112,13 +113,15 @@ class AttendContext:
         signature: the first line of the function.
         visible: the first line of the function of the mask.
         mask: the lines of the body of that function.
-        scored: the first line of the function of the score; empty if the score is s.
+        scored: the first line of the function of the score; empty if the score is s, the scaled product of query and
+            key.
         score: the lines of the body of that function.
         eager: the lines that compute y from q, k and v [B, heads, tokens, C] and the positions i and j.
-        tiles: the lines that compute which blocks have an unmasked pair, and which have only unmasked pairs.
-        rows: the number of rows of the tables of blocks.
-        read: the value on which the tables depend.
-        seen_pair: the mask of a pair, for FlexAttention.
+        tiles: the lines that compute which blocks of scores have an unmasked pair of query and key, and which blocks
+            have only unmasked pairs.
+        rows: the number of rows of the tables that list these blocks.
+        read: the value from which the tables are computed.
+        seen_pair: the mask of a pair of query and key, for FlexAttention.
         flex: the lines that compute y with FlexAttention.
         keys: the sentence about the keys of a cache.
         places: the lines that compute the positions i and j in a cache.
@@ -157,7 +160,7 @@ class ScoreFields(Op):
         score: the canonical text of the score, as in expr/score.py.
         mask: the canonical text of the mask, as in expr/mask.py.
         scale: the factor of q k^T; 1 / sqrt(C) if unset.
-        tables: the names of the tables that the score reads.
+        tables: the names of the learned tables that the score reads.
         sinks: whether the denominator of the softmax has an additional term exp(sink) per head.
     """
 
@@ -169,7 +172,7 @@ class ScoreFields(Op):
 
     @property
     def of_scores(self) -> tuple[str, str, float | None, tuple[str, ...], bool]:
-        """The fields, which ops of other caches share."""
+        """Only the fields of this class, so that ops over another kind of cache can copy them."""
         return self.score, self.mask, self.scale, self.tables, self.sinks
 
     @property
@@ -184,13 +187,14 @@ class ScoreFields(Op):
 
     @property
     def further(self) -> tuple[str, ...]:
-        """The names of the additional inputs, in this order: with a document mask, the start position of each query's
-        document, i64[B, T]; with `sinks`, one logit per head, [H]; the tables."""
+        """The names of the additional inputs, in order. The first is the start position of each query's document,
+        i64[B, T], if the mask reads documents. The next is the sink of each head, [H], if there are sinks. The last
+        ones are the tables."""
         return (*(("start",) if self.documents else ()), *(("sinks",) if self.sinks else ()), *self.tables)
 
     @property
     def title(self) -> str:
-        """The score and the mask as part of a name, where d is i - j: `s_sub_slope_h_mul_d`, `d_lt_512`."""
+        """The score and the mask as part of a name, such as `s_sub_slope_h_mul_d` or `d_lt_512`. Here d is i - j."""
         joined = isinstance(condition := reread(self.mask, LANGUAGE), Logic) and condition.op == "and"
         mask = (self.mask.removeprefix(f"{CAUSAL} and ") if joined else self.mask).replace(_SAME_DOCUMENT, "document")
         texts = [self.score if self.score != PLAIN else "", mask if self.mask != CAUSAL else ""]
@@ -222,7 +226,8 @@ class ScoreFields(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBase(ScoreFields, Attention):
-    """Base of causal attention with a score and a mask. The additional inputs follow those of the subclass."""
+    """Base of causal attention with a score and a mask. The inputs are those of the subclass, then the additional
+    inputs of `ScoreFields`."""
 
     template: ClassVar[str] = "torch/ops/attend_scored_cached.py.jinja"
     context: ClassVar[type[AttendContext]] = AttendContext
@@ -302,11 +307,11 @@ class ScoredBase(ScoreFields, Attention):
 
     @property
     def visible_reads(self) -> tuple[str, ...]:
-        """The values that the generated function of the mask reads beside i, j and h."""
+        """The values that the generated function of the mask reads in addition to i, j and h."""
         return ("start",) if self.documents else ()
 
     def visible_text(self, mask: Mask) -> str:
-        """Returns the Torch expression of the mask over i, j, h and `visible_reads`."""
+        """Returns the mask as a Torch expression of i, j, h and `visible_reads`."""
         return torch_text(mask.condition, whole=True)
 
     def _eager(self, scored: bool, tables: str) -> tuple[str, ...]:
@@ -345,7 +350,7 @@ def _signature(function: str, parameters: Sequence[str]) -> str:
 
 
 def _statement(head: str, text: str) -> tuple[str, ...]:
-    """Returns a statement as lines of at most 110 columns, indented by four."""
+    """Returns a statement as lines of at most 110 columns, indented by four spaces."""
     return fitted(f"{head} {text}", 106)
 
 
@@ -419,8 +424,8 @@ class SdpaCached(ScoredBase):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
 
     Without `ring`, row j of the cache is position j, and rows after a query's position are ignored. With a ring (first,
-    window), k and v are the outputs of `RingKeys`: the rows of the ring before the queries, followed by the keys and
-    values of the queries. The additional inputs follow the positions.
+    window), k and v are the outputs of `RingKeys`: the rows of the ring, followed by the keys and values of the
+    queries' tokens. The additional inputs follow the positions.
     """
 
     name: ClassVar[str] = "sdpa_cached"
@@ -461,10 +466,11 @@ def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
 
 
 def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor) -> Tensor:
-    """Returns the positions of the keys of a cache, i64[S]; those of empty rows of a ring are after all tokens.
+    """Returns the positions of the keys of a cache, i64[S]. An empty row of a ring has a position after all tokens.
 
     Args:
-        ring: the numbers (first, window) of a ring, whose rows precede those of the queries; None without a ring.
+        ring: the numbers (first, window) of a ring, or None without a ring. The rows of the ring precede those of the
+            queries' tokens.
         rows: the number S of keys.
         positions: the positions of the queries, i64[T].
     """

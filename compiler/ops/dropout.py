@@ -23,10 +23,10 @@ PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)  # factors of a round,
 class Dropout(Op):
     """Sets each element of x to 0 with probability `p` and divides the others by 1 - p. Only training programs have it.
 
-    Random numbers are drawn from Torch's generator of the device in program order, in the reference too. With
-    `counted`, a second input DRAW determines them instead: the number of an element is the output of Philox4x32-10
-    (Salmon et al., 2011) for the key, the row of the element in the whole step, and the column. The gradient draws them
-    again, so that no mask is stored.
+    Torch's generator of the device draws the random numbers in program order, also in the reference. With `counted`, a
+    second input of type DRAW, which holds a key and the rows of the batch, determines the numbers instead. The number
+    of an element is then the output of Philox4x32-10 (Salmon et al., 2011) for the key, the row of the element in the
+    whole step, and the column. The gradient computes the numbers again, so that no mask is stored.
     """
 
     name: ClassVar[str] = "dropout"

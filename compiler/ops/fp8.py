@@ -20,15 +20,16 @@ SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer: HISTORY is the first of 
 class Fp8Linear(Op):
     """Computes y = x w^T for x [..., K] and w [N, K], with factors rounded to 8 bits.
 
-    Inputs and weights are rounded to e4m3, gradients of outputs to e5m2, after a division by a scale that maps the
-    largest magnitude to the largest value of the format. The three products, y, dx = dy w and dw = dy^T x, sum in f32
-    and are multiplied by the scales of their factors.
+    Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2. Before, they are divided by a scale that
+    maps the largest magnitude to the largest value of the format. The three products are y, dx = dy w and dw = dy^T x.
+    They are summed in f32 and multiplied by the scales of their factors.
 
     Attributes:
-        by_rows: whether each row of a factor has a scale, along the dim that the product sums over. Otherwise, a factor
-            has one scale.
-        delayed: whether scales are given, with a third input f32 [2 + H, 3]: the scales of x, w and dy; the largest
-            magnitudes since they were set, which the product updates; and those of the last H steps.
+        by_rows: whether a factor has one scale for each vector along the dim that the product sums over. Otherwise, a
+            factor has one scale.
+        delayed: whether a third input f32 [2 + H, 3] contains the scales. Its columns stand for x, w and dy. The first
+            row has the scales. The second row has the largest magnitudes since the scales were set; the product updates
+            these. The last H rows have the largest magnitudes of the last H steps.
     """
 
     name: ClassVar[str] = "fp8_linear"
@@ -69,7 +70,7 @@ class Fp8Linear(Op):
 
 
 def begin_scales(state: Tensor) -> None:
-    """Fills the buffer f32 [2 + H, 3] of a product with scales for magnitudes that are usual before training."""
+    """Fills the buffer f32 [2 + H, 3] of a product with scales that fit the usual magnitudes before training."""
     state.data.zero_()
     for factor, (usual, most) in enumerate(zip(USUAL, MOST, strict=True)):
         state.data[HISTORY:, factor] = usual
@@ -77,11 +78,12 @@ def begin_scales(state: Tensor) -> None:
 
 
 def _rounded_products() -> Any:
-    """Returns the three products in the precision of their inputs, with rounded factors."""
+    """Returns an autograd function of the three products. Factors are rounded to 8 bits, and the products are computed
+    in the precision of the inputs."""
     import torch
 
     def near(value: Tensor, factor: int, state: Tensor | None, dim: int | None) -> Tensor:
-        """Returns the value [R, K] rounded to 8 bits after division by its scale."""
+        """Returns the value [R, K] after rounding of value / scale to 8 bits and multiplication by the scale."""
         if state is not None:
             scale = state[0, factor].to(value.dtype)
         else:

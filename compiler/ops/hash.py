@@ -16,7 +16,7 @@ class BigramHash(Op):
     """The hash bucket, i32[B, T] in [0, `buckets`), of each token id and the previous id.
 
     The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A negative
-    `previous` marks a token without a previous token, which has the last bucket. This is the embedding hash of
+    `previous` marks a token without a previous token. Such a token is in the last bucket. This is the embedding hash of
     parameter-golf's BigramHash.
     """
 

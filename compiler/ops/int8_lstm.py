@@ -34,7 +34,7 @@ class Int8LstmStep(Int8Product):
 
     h is quantized as by `QuantizeRows`, with zeros after column H. The int32 sums of h and w, including the offset, are
     exact. The gates, in the order i, f, g, o, are computed from x + sums * scale. All operations after the sums are
-    f32. If h and c have fewer bits, they are rounded once.
+    f32. If h and c have a dtype of fewer bits, the new h and c are rounded once.
 
     With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`), each of which is multiplied with w. The sums of q2 are
     also exact. The total is computed in f32: the sums of q1, including the offset, plus the sums of q2 divided by 254.

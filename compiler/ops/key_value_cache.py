@@ -12,8 +12,8 @@ from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 def ring_positions(first: int, window: int, start: int) -> Tensor:
     """Returns the position in each row of a ring, i64[first + window], before token `start`.
 
-    The ring holds the positions below `first`, and the last `window` positions of the others. An empty row has a
-    position after all tokens, which every mask excludes.
+    The ring holds all positions below `first`, and the last `window` positions from `first` on. The position of an
+    empty row is after all tokens, so that every mask excludes the row.
     """
     import torch
 

@@ -88,7 +88,7 @@ class Linear(Product):
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear(Op):
-    """A product of each head with the rows [N, K] of the head in a matrix w [H N, K].
+    """Multiplies each head by its own matrix [N, K]. The weight w [H N, K] has these matrices one below the other.
 
     The input [..., H, N] becomes [..., H, K], or with `transposed`, [..., H, K] becomes [..., H, N].
     """

@@ -1,4 +1,4 @@
-"""Cross-entropy loss, on logits and fused with a pointwise function of them."""
+"""The cross-entropy loss of logits, alone and fused with a pointwise function of the logits."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +19,12 @@ class CrossEntropy(Op):
     """The loss -log softmax(logits)[target] in nats, for logits f32[B, T, V] and targets i64[B, T].
 
     With `reduction` "mean" the output is f32[], with "none" f32[B, T]. Targets equal to `ignore` are excluded from the
-    mean, and their loss is 0 with "none". The mean may be of another function of each token, `per_token`: an expression
-    over `nats`, `lse` = log(sum(exp(logits))) and `weights`. For each `n` of `further` it may read `nats_n`: the loss
-    of the same logits against other targets, i64[B, T], which are inputs after `targets`. `nats_n` is 0 where the
-    target is negative. The last inputs are the `weights`, f32[] each.
+    mean, and their loss is 0 with "none".
+
+    The mean may also be that of `per_token`: an expression over `nats`, which is the loss of a token, `lse` =
+    log(sum(exp(logits))) and `weights`. For each name `n` of `further`, the expression may read `nats_n`: the loss of
+    the same logits for other targets, or 0 where these are negative. Inputs after `targets` are the other targets,
+    i64[B, T], then the `weights`, f32[] each.
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -98,7 +100,7 @@ IGNORED = -1  # a target that does not count
 
 @dataclass(frozen=True, slots=True)
 class IgnoreFirst(Moves):
-    """Targets i64[B, T] in which the first `count` of each row are `value`."""
+    """Replaces the first `count` targets of each row of i64[B, T] by `value`."""
 
     name: ClassVar[str] = "ignore_first"
     count: int
@@ -115,7 +117,7 @@ class IgnoreFirst(Moves):
 
 
 def _call_of(expr: Expr, values: Mapping[str, object]) -> object:
-    """Returns an expression of sums, products and powers as Torch calls."""
+    """Converts an expression of sums, products and powers to Torch calls."""
     match expr:
         case Var(name):
             return values[name]
@@ -131,9 +133,9 @@ class SoftmaxLoss(Op):
     """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...].
 
     It is computed in f32 or wider. `f` is an expression over `z`. Only the first `vocab` of the W columns are logits;
-    the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, with the type
-    and shape of the logits and 0 in the padding, so that loss and gradient need only one pass over the logits.
-    `per_token`, `further` and `weights` are as in CrossEntropy; `per_token` is linear in the losses of targets.
+    the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, so that loss
+    and gradient need only one pass over the logits. It has the type and shape of the logits, and is 0 in the padding.
+    `per_token`, `further` and `weights` are as in CrossEntropy, but `per_token` is linear in the losses of targets.
     """
 
     name: ClassVar[str] = "softmax_loss"
@@ -196,8 +198,8 @@ class SoftmaxLoss(Op):
         return self.sampled(inputs, inputs)
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the gradient of some rows, and the mean over all rows. Processes ROWS rows at a time to limit
-        memory."""
+        """Computes the gradient of the rows `some`, and the mean over the rows `every`. To limit memory, processes ROWS
+        rows at a time."""
         import torch
 
         if self.reduction == "none":
@@ -236,8 +238,8 @@ class SoftmaxLoss(Op):
 class LaterTargets(Moves):
     """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
 
-    With `bos`, the id that starts a document, the result is also -1 for a target in a later document than the next
-    token, and for a target equal to `ignore`.
+    `bos` is the id that starts a document. With `bos`, a target is -1 if it is in a later document than the next token,
+    or if it equals `ignore`.
     """
 
     name: ClassVar[str] = "later_targets"
@@ -297,9 +299,10 @@ class MeanSquare(Op):
 
 
 class AttachLoss(Moves):
-    """The first input x, unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
+    """Returns the first input x unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
 
-    A loss inside a block therefore needs no path to the loss of the program (as in DeepSeek-AI 2024, arXiv 2405.04434).
+    A loss that a block computes therefore need not be passed to the loss of the program (as in DeepSeek-AI 2024, arXiv
+    2405.04434).
     """
 
     name: ClassVar[str] = "attach_loss"

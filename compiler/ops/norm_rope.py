@@ -15,10 +15,12 @@ USUAL_EPS = 1e-6  # the default, which names and plans omit
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation(Op):
-    """Base of NormRope and its gradient. With `eps` None, nothing is normalized. With `gain`, each head has a factor.
+    """Base of NormRope and its gradient. If `eps` is None, there is no norm. If `gain` is true, each head is multiplied
+    by a factor.
 
-    With `neighbors`, channel 2i is paired with channel 2i + 1; otherwise, channel i with channel R + i. `weight` is the
-    factor of each channel after the norm, an expression of a learned `w` that all heads share, or empty.
+    With `neighbors`, channel 2i is paired with channel 2i + 1. Otherwise, channel i is paired with channel R + i.
+    `weight` is the factor of each channel after the norm: an expression of a learned `w` that all heads share. It is
+    empty if there is no factor.
     """
 
     planned: ClassVar[bool] = True
@@ -37,7 +39,7 @@ class HeadRotation(Op):
 
     @property
     def learned(self) -> tuple[str, ...]:
-        """Returns the names of the inputs after the angles."""
+        """Returns the names of the learned inputs, which follow the angles."""
         return (*["weight"] * bool(self.weight), *["gain"] * self.gain)
 
     def _rotary(self, name: str) -> str:
@@ -84,7 +86,7 @@ class NormRope(HeadRotation):
         return _turns(inputs[0], inputs[1], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Rounds after the norm, the rotation and the gain, as separate Torch operations do."""
+        """Rounds after each of norm, rotation and gain, as separate Torch operations do."""
         import torch
 
         x, cos, sin, *learned = inputs
@@ -112,9 +114,9 @@ class NormRopeGrad(HeadRotation):
     dgain [H, 1].
 
     With r = 1 / sqrt(mean(x^2) + eps), dz = dy rotated back and s = sum(dz * x * r) over the channels of a head: dx = r
-    * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. With neither norm nor gain, dx = dz, and x
-    is not an input. With a weight, dz in these formulas is dz * weight, and dweight is the sum of gain * r * x * dz
-    over all heads and tokens, times the derivative of the weight with respect to w.
+    * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Without norm and gain, dx = dz, and x is
+    not an input. With a weight, replace dz in these formulas by dz * weight. Then dweight is the sum of gain * r * x *
+    dz over all heads and tokens, times the derivative of the weight with respect to w.
     """
 
     name: ClassVar[str] = "norm_rope_grad"
@@ -185,7 +187,7 @@ def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *l
 
 
 def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
-    """Returns the operations of the rotation: four products and two sums per pair of channels."""
+    """Returns the number of operations of the rotation: four products and two sums per pair of channels."""
     assert isinstance(cos.width, int)
     return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
 

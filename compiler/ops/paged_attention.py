@@ -1,7 +1,8 @@
-"""The paged key-value cache, for texts of different lengths: a table of pages of each text, writing, and attention.
+"""The paged key-value cache, for texts of different lengths. A table states the pages of each text. The ops write to
+the cache and attend to its keys.
 
-A program over pages reads the same number K of tokens of each of R texts, one text after the other: values are
-[B, T, ...] with B = 1 and T = R K, so that ops on single tokens are the same as in other programs.
+A program over pages reads K tokens of each of R texts. It packs them into one row, one text after the other: values are
+[B, T, ...] with B = 1 and T = R K. Ops on single tokens are therefore the same as in other programs.
 """
 
 from collections.abc import Sequence
@@ -60,7 +61,8 @@ class PackedPositions(Moves):
 
 
 class LastOfTexts(Moves):
-    """The value of the last packed token of each text, [R, D], from x [B, T, D] and the table of R texts."""
+    """Returns the value of the last packed token of each text, [R, D]. Inputs are x [B, T, D] and the table of R
+    texts."""
 
     name: ClassVar[str] = "last_of_texts"
     keeps_features: ClassVar[bool] = True
@@ -109,7 +111,7 @@ class PagedWrite(Op):
 
 class SdpaPaged(ScoredBase):
     """Attention of packed q [B, T, H, C] at `positions` i64[T] over pages k, v [P, page, G, C] of a table of texts.
-    Pages behind a query are masked. The additional inputs follow the table."""
+    Keys after a query's position are masked. The additional inputs follow the table."""
 
     name: ClassVar[str] = "sdpa_paged"
     template: ClassVar[str] = "torch/ops/attend_paged.py.jinja"

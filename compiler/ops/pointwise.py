@@ -15,7 +15,8 @@ CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # methods of a tens
 
 
 def pointwise(b: Builder, name: str, text: str, /, dtype: str = "", title: str = "", **values: str) -> str:
-    """Adds the expression `text` over named values as the node `name`, and returns its value."""
+    """Adds a node called `name`, which computes the expression `text` of named values. Returns the value of the
+    node."""
     return b.add(name, Pointwise((text,), tuple(values), dtype=dtype, title=title), tuple(values.values()))
 
 

@@ -158,8 +158,8 @@ class RotaryAngles(Op):
 class Rope(Op):
     """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
 
-    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1. `scales` states whether
-    the angles have a magnitude, so that rotated channels change their length.
+    Channel i is paired with channel R + i; with `neighbors`, channel 2i with channel 2i + 1. If `scales` is true, cos
+    and sin have been multiplied by a magnitude, so the rotation also changes the length of a pair.
     """
 
     name: ClassVar[str] = "rope"

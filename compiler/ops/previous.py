@@ -38,9 +38,10 @@ class Previous(Moves):
 
 @dataclass(frozen=True, slots=True)
 class PreviousCached(Moves):
-    """Previous for decoding: the tokens follow `start` (i64[]) earlier tokens.
+    """`Previous` for decoding: the tokens follow `start` (i64[]) earlier tokens.
 
-    The first row is the state [B, 1, ...], the value of the last earlier token, or `fill` if `start` is 0.
+    The first row is the state [B, 1, ...], which holds the value of the last earlier token. If `start` is 0, the first
+    row is `fill`.
     """
 
     name: ClassVar[str] = "previous_cached"

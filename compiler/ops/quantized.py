@@ -28,7 +28,7 @@ def rounded(values: Tensor) -> Tensor:
 
 
 def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the i8 codes nearest to `values`, and the i8 codes of the remainder in steps of 1 / FINE.
+    """Returns the i8 codes nearest to `values`, and the i8 codes of the remainders in units of 1 / FINE.
 
     Values are clamped to [-LARGEST, LARGEST] first, so that values out of range have remainder 0.
     """
@@ -38,8 +38,8 @@ def two_codes(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step_of(bits: int) -> float:
-    """Returns the resolution in units of the first code's step: 1 for 8 bits (one code), smaller for 16 bits (two
-    codes)."""
+    """Returns the resolution of quantized values, in units of the first code's step. It is 1 for 8 bits, which have one
+    code, and smaller for 16 bits, which have two codes."""
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
@@ -91,7 +91,7 @@ class QuantizeRows(Op):
 
 
 class Int8Product(Op):
-    """Base of the ops that multiply by stored i8 codes w [N, K], the input at index `stored`.
+    """Base of the ops that multiply by stored i8 codes w [N, K]. The codes are the input at index `stored`.
 
     Such an op has a kernel inside and outside of fused groups.
     """

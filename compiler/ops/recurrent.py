@@ -48,11 +48,11 @@ def updated(sums: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Lstm(Op):
-    """Runs x [B, T, D] through one LSTM or, with `directions` 2, one forward and one backward in time.
+    """Runs x [B, T, D] through an LSTM. With `directions` 2, a second LSTM runs backward in time.
 
     Inputs are x, then the initial h and c [B, directions * H], then for each direction: the input weights [4H, D], the
-    hidden weights [4H, H], and the bias vectors [4H], whose number is `biases`. Outputs are y [B, T, directions H]
-    and the last h and c. The features of the directions are concatenated.
+    hidden weights [4H, H], and `biases` bias vectors [4H]. Outputs are y [B, T, directions H] and the last h and c. The
+    features of the directions are concatenated.
     """
 
     name: ClassVar[str] = "lstm"

@@ -17,11 +17,11 @@ class Call(Op):
 
     Attributes:
         callee: the name of the function.
-        at: the path under which the parameters of this call are.
+        at: the path of the part of the model that is called; it is the prefix of the names of the parameters.
         returns: the shapes and dtypes of the outputs.
-        scalars: the values of the numbers that the caller passes, by name.
+        scalars: the numbers that the caller passes, by name.
         labels: the names of the outputs in generated code.
-        formulas: scalar -> formula of the spec, for scalars that the spec states as a formula.
+        formulas: the formula of each scalar that the spec states as a formula, by the name of the scalar.
     """
 
     name: ClassVar[str] = "call"
@@ -87,7 +87,7 @@ class Scan(Op):
 
     @property
     def drops(self) -> bool:
-        """Returns True if the step function is that of training, with dropout."""
+        """Whether the step function is the one of training, with dropout."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     @property

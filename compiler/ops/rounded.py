@@ -1,4 +1,5 @@
-"""Fake quantization: training with inputs rounded as int8 products round them, with straight-through gradients."""
+"""Fake quantization: training rounds inputs in the same way as deployed int8 products. Gradients are
+straight-through."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ class RoundRows(Op):
     x * inverse, for inverse f32 [K], is rounded with ties to even, clamped to [-127, 127] and divided by inverse. NaN
     stays NaN. With `bits` 16, the result is the sum of two codes (`two_codes`).
 
-    The gradient ignores the rounding: it is 1 within [-127, 127] and 0 outside, where the result is constant. This is
-    the straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
+    The gradient ignores the rounding. It is 1 where x * inverse is within [-127, 127], and 0 outside, where the result
+    is constant. This is the straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
     """
 
     name: ClassVar[str] = "round_rows"

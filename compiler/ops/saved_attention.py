@@ -20,7 +20,7 @@ class SavedAttention(Op):
 
     Outputs are y [B, T, H, C] and lse f32[B, H, T]: the natural logarithm of the sum of exp(q k^T / sqrt(C)) over the
     keys that a query attends to. If there is no such key, y, lse and all gradients are 0. All kernels use this
-    definition, so that the forward and the gradient can come from different kernels.
+    definition. A kernel of the gradient can therefore follow any kernel of the forward.
     """
 
     matrix: ClassVar[bool] = True
@@ -51,7 +51,7 @@ class SavedAttention(Op):
         return self.plain.flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Computes some sequences at a time. lse is computed from scores in the precision of q, in f32 or wider."""
+        """Processes some sequences at a time. Scores and lse have the precision of q, but at least f32."""
         import torch
 
         wide = torch.promote_types(inputs[0].dtype, torch.float32)
@@ -136,7 +136,7 @@ class SavedAttentionGrad(Op):
 
 
 class CausalAttention(SavedAttention):
-    """Sdpa without a score or mask, and the log-sum-exp."""
+    """`Sdpa` without a score or mask, with the log-sum-exp as a second output."""
 
     name: ClassVar[str] = "causal_attention"
     words: ClassVar[str] = "causal attention"
@@ -164,7 +164,7 @@ class CausalAttentionGrad(SavedAttentionGrad):
 
 @dataclass(frozen=True, slots=True)
 class ScoredAttention(ScoreFields, SavedAttention):
-    """Sdpa with any score and mask, and the log-sum-exp, which includes sinks.
+    """`Sdpa` with any score and mask, with the log-sum-exp as a second output. The log-sum-exp includes sinks.
 
     The inputs after q, k and v are the additional inputs of `ScoreFields`. If a query attends to no key and there is a
     sink, the log-sum-exp is the sink.
@@ -208,7 +208,7 @@ class ScoredAttention(ScoreFields, SavedAttention):
 
 @dataclass(frozen=True, slots=True)
 class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
-    """The gradients of ScoredAttention: dq, dk, dv, then in f32 the gradients of the sinks and of the tables.
+    """The gradients of ScoredAttention: dq, dk and dv, then the gradients of the sinks and of the tables, in f32.
 
     Let dscore be ds in `SavedAttentionGrad`. The gradient of s is dscore times the derivative of the score by s. The
     gradient of a table element is the sum, over the scores that read it, of dscore times the derivative of the score by
@@ -240,7 +240,7 @@ class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
 
 
 class SeenAttention(SavedAttention):
-    """SdpaSeen and the log-sum-exp."""
+    """`SdpaSeen`, with the log-sum-exp as a second output."""
 
     name: ClassVar[str] = "seen_attention"
     words: ClassVar[str] = "attention to what is seen"
@@ -252,7 +252,7 @@ class SeenAttention(SavedAttention):
         return SdpaSeen()
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        """Cross-attention has a different name than self-attention, because a plan selects its kernel separately."""
+        """Cross-attention and self-attention have different names, because a plan selects their kernels separately."""
         q, k = inputs[:2]
         return "seen_attention" if q.shape[1] == k.shape[1] else "cross_attention", _heads_size(*inputs[:3])
 
@@ -301,10 +301,10 @@ def _heads_size(q: TensorType, k: TensorType, v: TensorType) -> str:
 
 
 def _by_sequences(values: Sequence[Tensor], rows: int, q: Tensor, k: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yields slices of the first `rows` values, and the other values. A slice has as many sequences as SCORES scores
-    allow.
+    """Yields lists of values: slices of the first `rows` values, followed by the other values. A slice has as many
+    sequences as SCORES scores allow.
 
-    Yields one empty slice if there are none.
+    If there are no sequences, yields one empty slice.
     """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
     for i in range(0, max(1, len(q)), step):

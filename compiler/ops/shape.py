@@ -117,7 +117,7 @@ class FirstFeatures(Moves):
 
 
 class CropColumns(FirstFeatures):
-    """Returns the first `features` columns of [..., N], which removes padding."""
+    """Removes padding: returns the first `features` columns of [..., N]."""
 
     name: ClassVar[str] = "crop_columns"
     listed: ClassVar[bool] = True
@@ -333,7 +333,7 @@ class RowByRow(Moves):
 class TimeMajor(Moves):
     """Transposes [B, T, D] to a contiguous [T, B, D], reversed in time if `backward`.
 
-    With `back`, the input is time-major, and the output is a view of it as [B, T, D].
+    With `back`, the input is time-major, and the output is a view of the input as [B, T, D].
     """
 
     name: ClassVar[str] = "time_major"

@@ -1,5 +1,5 @@
-"""Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default. Also checks the
-promotion, allocation and correction, which are carried out after training."""
+"""Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default. Also checks
+`promote`, `allocate` and `correct` of the spec, which are carried out after training."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
@@ -31,13 +31,14 @@ def allocation(
     Args:
         quant: The quantization of the spec, or None.
         params: The parameter table.
-        seen: Names of the weights whose inputs calibration observes, from `observed`. None skips this check.
-        looked: Names of the tables whose lookups calibration observes, from `observed`.
+        seen: Names of the weights whose inputs calibration observes, from `observed`. None skips the check that a
+            scheme has the inputs that it needs.
+        looked: Names of the embedding tables whose lookups calibration observes, from `observed`.
 
     Raises:
-        LoweringError: If a rule matches nothing, overlaps another, or cannot store a parameter it matches, if a scheme
-            needs inputs that calibration does not observe, or if parameters cannot have the requested promotion,
-            allocation or correction. Lists all problems.
+        LoweringError: Lists all problems: a rule that matches nothing, overlaps another rule or cannot store a
+            parameter that it matches; a scheme that needs inputs that calibration does not observe; a promotion,
+            allocation or correction that the parameters cannot have.
     """
     if quant is None:
         return {param.name: Unquantized(dtype="f32") for param in params}
@@ -82,32 +83,34 @@ def allocation(
 
 
 def stated(quant: QuantSpec, scheme: Scheme) -> Path:
-    """Returns the spec path of a scheme from an allocation: the path of a rule, or of the default."""
+    """Returns the spec path of a parameter's scheme: the path of its rule, or the path of the default."""
     positions = [i for i, rule in enumerate(quant.rules) if rule is scheme]
     return ("quant", "rules", positions[0]) if positions else ("quant", "default")
 
 
 def pattern_of(names: Collection[str]) -> str:
-    """Returns a pattern that matches all parameters with the same last name component as one of `names`."""
+    """Returns a pattern of parameter names. It matches every name whose last component, e.g. `weight`, occurs as the
+    last component of one of `names`."""
     words = dict.fromkeys(name.rpartition(".")[2] for name in names)
     whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some may be outside of all parts
     return f"{whole}{{{','.join(words)}}}" if len(words) > 1 else f"{whole}{next(iter(words))}"
 
 
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
-    """Returns a hint that tells how to store the parameters of `pattern` unquantized in `dtype`. `scheme` is their
-    present scheme. If a rule already matches a parameter, the hint is to narrow that rule, because a parameter may
-    match only one rule."""
+    """Returns a hint: how to store the parameters of `pattern` in `dtype`, without quantization. `scheme` is their
+    present scheme. A parameter may match only one rule, so if `scheme` is that of a rule, the hint is to narrow this
+    rule."""
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
-        return f"add a rule for the parameters it cannot quantize, e.g. {exception}"
+        return f"add a rule for the parameters that this scheme cannot quantize, e.g. {exception}"
     narrowed = f'narrow {{match: "{rule}"}}, or make its scheme the default'
-    return f"{narrowed}; then add a rule for the parameters it cannot quantize, e.g. {exception}"
+    return f"{narrowed}; then add a rule for the parameters that this scheme cannot quantize, e.g. {exception}"
 
 
 def and_more(items: Sized) -> str:
-    """Returns the end of a message that names only the first parameter: the number of the others."""
+    """Returns the end of a message that names only the first of several parameters. The end states how many others
+    there are."""
     return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
 
 
@@ -121,7 +124,8 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if a promotion matches nothing, or if fewer parameters than `count` can have more bits."""
+    """Yields a problem if `promote` matches nothing, or if fewer than `count` of the matched parameters can have more
+    bits."""
     if (promote := quant.promote) is None:
         return
     known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
@@ -138,8 +142,8 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
 
 
 def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if an allocation matches nothing, if a matched parameter supports none of the listed bits, or if
-    no calibrated parameter has several options."""
+    """Yields a problem if `allocate` matches nothing, if a matched parameter supports none of the listed bits, or if
+    every matched parameter has at most one option."""
     if (allocate := quant.allocate) is None:
         return
     path: Path = ("quant", "allocate", "match")
@@ -160,7 +164,7 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
 
 
 def _widths(scheme: Scheme) -> str:
-    """Returns the bits that a scheme can have, e.g. `4 to 8 bits`, or "" if it has no variants."""
+    """Returns the numbers of bits that a scheme supports, e.g. `4 to 8 bits`, or "" if it has no variants."""
     widths = [int(variant.bits_per_value()) for variant in variants(scheme, range(2, 9), ())]
     return f"{widths[0]} to {widths[-1]} bits" if widths else ""
 
@@ -168,8 +172,8 @@ def _widths(scheme: Scheme) -> str:
 def _correction_problems(
     quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Problem]:
-    """Yields a problem if a correction matches nothing, or if fewer parameters than `count` can have a correction of
-    the given rank."""
+    """Yields a problem if `correct` matches nothing, or if fewer than `count` of the matched parameters can have a
+    correction of the given rank."""
     if (correct := quant.correct) is None:
         return
     if not any(matches(correct.match, name) for name in chosen):
@@ -194,7 +198,8 @@ def _correction_problems(
 def _calibrated(
     path: Path, what: str, pattern: str, chosen: Allocation, seen: frozenset[str], use: str
 ) -> list[str] | Problem:
-    """Returns the parameters of a pattern that calibration observes, or the problem that there are none.
+    """Returns the parameters that match a pattern and that calibration observes. If there are none, returns the
+    problem.
 
     Args:
         path: The path of the pattern in the spec.
@@ -202,12 +207,12 @@ def _calibrated(
         pattern: The pattern.
         chosen: The scheme of each parameter.
         seen: Names of the parameters that calibration observes.
-        use: The use of a parameter that calibration observes.
+        use: How the model uses a parameter that calibration observes, e.g. `product`, as text for the problem.
     """
     covered = [name for name in chosen if matches(pattern, name)]
     if not covered:
         return _unmatched(path, what, chosen)
-    hint = 'cover matrices that a model of text multiplies with, e.g. `match: "blocks.*"`'
+    hint = 'match weights of matrix products of a text model, e.g. with `match: "blocks.*"`'
     nothing = Problem(path, "S311", f"{what} matches no parameter whose {use} calibration observes", hint)
     return [name for name in covered if name in seen] or nothing
 
@@ -217,13 +222,13 @@ def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
 
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:
-    """Whether a scheme has fewer than `bits` and has a variant with `bits`."""
+    """Whether a scheme has fewer than `bits` bits, and has a variant with `bits` bits."""
     return scheme.bits_per_value() < bits and bool(variants(scheme, (bits,), ()))
 
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Returns the programs with the storage of each parameter set in the table. Raises LoweringError as `allocation`
-    does."""
+    """Returns the programs with the storage of each parameter set. Raises LoweringError for the same reasons as
+    `allocation`."""
     schemes = allocation(quant, programs.stored, *observed(programs))
     names = {name: storage_name(scheme) for name, scheme in schemes.items()}
     params = tuple(replace(param, storage=names.get(param.name, "")) for param in programs.params)
@@ -255,7 +260,7 @@ def _calls(programs: Programs, *kinds: type[Op]) -> Counter[str]:
 
 
 def storage_name(scheme: Scheme) -> str:
-    """Returns the name of a scheme's stored form in types and plans, e.g. `int5`."""
+    """Returns the name of a scheme in types and on plan pages, e.g. `int5`."""
     return scheme.label().split(" ")[0].rstrip(",")
 
 

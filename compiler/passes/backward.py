@@ -1,5 +1,5 @@
-"""Composes the backward of a group from the derivative rules of the members. The result is a graph over values that the
-forward saves."""
+"""Composes the backward of a fused group from the derivative rules of its nodes, the members. The result is a graph
+over values that the forward saves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,22 +27,23 @@ SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """Returns the variables of a pointwise member that are products of the group. Such products are stored only if the
-    backward reads them."""
+    """Returns the variables of a pointwise member that are outputs of linear layers of the group. Such outputs are
+    stored only if the backward reads them."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """Returns the part of a kernel name that stands for a pointwise member: e.g. `gelu`, or `gelu_pre` if the forward
-    saves the products instead of derivatives."""
+    """Returns the part of a kernel name that describes a pointwise member, e.g. `gelu`. The part is `gelu_pre` if the
+    forward saves the input of the activation instead of its derivative."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
 
 
 def spelled(forward: Graph, ref: str) -> str:
-    """Returns the name of a forward value in the backward: unchanged for inputs, otherwise e.g. `act` or `slope`."""
+    """Returns the name that a forward value has in the backward. An input keeps its name. Other values have short
+    names, e.g. `act` or `slope`."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
@@ -57,12 +58,13 @@ def spelled(forward: Graph, ref: str) -> str:
 
 @dataclass
 class Derivation:
-    """The backward under construction. It declares a forward value as an input when a rule first reads it.
+    """The backward under construction. When a rule first reads a forward value, the value becomes an input of the
+    backward.
 
     Attributes:
         members: The nodes of `forward`, by name, before the outputs for saved values were added.
         forward: The forward graph, including the outputs for saved values.
-        keep: The choice of the values that the forward saves.
+        keep: The save choice, which determines the values that the forward saves.
     """
 
     members: Mapping[str, Node]
@@ -71,9 +73,9 @@ class Derivation:
     b: Builder = field(default_factory=lambda: Builder(""))
 
     def run(self, name: str) -> Graph:
-        """Returns the backward as a graph named `name`. Its inputs are `d`, the gradient of the output, and the saved
-        values. Its outputs are the gradients of the forward's inputs, in order. Inputs without a gradient have no
-        output."""
+        """Returns the backward as a graph named `name`. The inputs of the backward are `d`, the gradient of the group's
+        output, and the saved values. The outputs are the gradients of the group's inputs, in order. Inputs without a
+        gradient have no output."""
         b = self.b
         b.name = name
         last = self.forward.nodes[-1]
@@ -90,7 +92,8 @@ class Derivation:
         return b.build({f"d_{ref}": self.multiplied(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
     def saved(self, ref: str) -> str:
-        """Returns the name of a forward value in the backward. Declares the value as an input if necessary."""
+        """Returns the name of a forward value in the backward. The value becomes an input of the backward if it is not
+        one yet."""
         name = spelled(self.forward, ref)
         return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
 
@@ -104,13 +107,14 @@ class Derivation:
         return Scaled(total, gradients[0].by)
 
     def multiplied(self, name: str, grad: Scaled) -> str:
-        """Returns the gradient with its pending scalar factor multiplied in."""
+        """Returns the product of a gradient and its pending scalar factor."""
         if not grad.by:
             return grad.value
         return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """Returns a rule's result with the scalar factor `by` of its incoming gradient still pending."""
+        """Returns the gradient `value` that a rule has computed, with the pending factor `by`: the factor of the
+        incoming gradient, which the rule did not apply."""
         if isinstance(value, str):
             return Scaled(value, by)
         if not by:
@@ -124,8 +128,8 @@ class Derivation:
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a pointwise member's inputs. Gradients of products follow `plan_backward`. Gradients
-        of other operands are differentiated symbolically."""
+        """Returns the gradients of a pointwise member's inputs. `plan_backward` determines the gradients of inputs that
+        are products of the group. The gradients of other inputs are derived symbolically."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])
@@ -158,7 +162,8 @@ class Derivation:
         readable: Mapping[str, str],
         grad: str,
     ) -> list[tuple[str, str]]:
-        """Adds one node for the gradients `texts`, by variable. A gradient is summed if its operand was broadcast.
+        """Adds one node that computes the gradients `texts`. If the forward broadcast an operand, its gradient is
+        summed over the broadcast dims.
 
         Args:
             name: The name of the node.

@@ -1,4 +1,4 @@
-"""Makes the random numbers of dropout in a text model independent of the division into processes and micro-batches."""
+"""Makes the random numbers of dropout in a text model independent of the numbers of processes and micro-batches."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ SUFFIX = "_draw"  # of the buffers
 
 
 def count_dropout(programs: Programs, text: bool) -> Programs:
-    """Returns the programs with a buffer for each dropout, which the trainer sets before each backward pass.
+    """Returns the programs with one buffer for each dropout node. The trainer sets the buffers before each micro-batch.
 
-    A buffer has the name of its node. Models of lines keep Torch's generator: their sources and targets have different
-    lengths in each batch, and their loops over time draw new numbers in each step.
+    A buffer has the name of its node. Models that do not read text still use Torch's generator. Their sources and
+    targets have different lengths in each batch, and their loops over time draw new numbers in each step.
 
     Args:
         programs: The programs, before any fusion.

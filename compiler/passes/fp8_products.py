@@ -19,10 +19,12 @@ SUFFIX = "_fp8"  # of functions that only training runs, and of the buffers of s
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
-    """Returns the programs with the products of `train.precision.fp8` in 8 bits, in training programs only.
+    """Returns the programs, in which training programs compute the products that `train.precision.fp8` matches in 8
+    bits.
 
-    Scores, decoding and artifacts keep the compute dtype: scales of whole tensors depend on later tokens. A function
-    that a training program shares with others is copied. Programs that fake-quantize inputs are unchanged.
+    Programs for scoring and decoding keep the compute dtype, because the scale of a whole tensor depends on later
+    tokens. If a training program and another program call the same function, the training program calls a copy.
+    Programs that fake-quantize inputs are unchanged.
 
     Args:
         programs: The programs, before products are fused.
@@ -30,8 +32,8 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
         target: The target.
 
     Raises:
-        LoweringError: If a rule matches no product, if a rule matches only some of the products that share code, or if
-            a product cannot be computed in 8 bits on the target.
+        LoweringError: If a rule matches no product or only some of the products that share code, or if the target
+            cannot compute a product in 8 bits.
     """
     rules = train.precision.fp8
     if not rules:
@@ -79,7 +81,7 @@ def _path(rule: int, field: str) -> Path:
 
 
 def _unable(target: Target) -> Iterator[Problem]:
-    """Yields the problem of a GPU without products of 8-bit floats."""
+    """Yields a problem if the target is a GPU without products of 8-bit floats."""
     if "gpu" in target.features and "fp8_mma" not in target.features:
         message = f"{target.name} ({target.title}) has no products of 8-bit floats"
         yield Problem(
@@ -101,7 +103,7 @@ class _Products:
         products: The patterns of all products, in order.
         used: The indices of the rules that match a product.
         buffers: The types of the scales, by name.
-        problems: The problems found.
+        problems: The problems so far.
     """
 
     def __init__(self, rules: Sequence[Fp8Spec], places: Mapping[str, Mapping[str, None]]) -> None:

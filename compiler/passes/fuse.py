@@ -1,4 +1,4 @@
-"""Replaces the fusion points of a spec by fused groups, in programs that compute whole sequences."""
+"""Replaces the nodes of each fusion point of a spec by a fused group, in programs that compute whole sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,8 @@ FusePoints = Sequence[Mapping[str, Sequence[str] | int]]
 def fuse(programs: Programs, points: FusePoints) -> Programs:
     """Returns the programs with the nodes of each fusion point replaced by one `fused` node.
 
-    Fusion points apply to the programs in `programs.whole`. Programs that decode one token at a time are not fused.
+    Fusion points apply to the programs in `programs.whole`, which compute whole sequences. Programs that decode one
+    token at a time are not fused.
 
     Raises:
         LoweringError: If a fusion point cannot be applied. Lists the problems of all fusion points.
@@ -117,8 +118,8 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...], chunks: int) -> Programs:
-    """Replaces the members of one scope in one graph by one node with the name of the last member. Returns the
-    programs."""
+    """Returns the programs, in which one graph has a single fused node in place of the members of one scope. The fused
+    node has the name of the last member."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
     group, known = _shared(programs, build_group(graph, scope, nodes, chunks))
@@ -144,8 +145,9 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
     """Returns the named nodes and the nodes that belong to them, in graph order.
 
-    A linear layer belongs to a named node that is its only reader, e.g. the gate next to `up`. Another node of a member
-    belongs to it if only returned nodes read it, e.g. the cast `logits.f32` of `logits`.
+    A linear layer is returned if a named node is its only reader; an example is the gate next to `up`. A node whose
+    name begins with the name of a member is returned if only returned nodes read it; an example is the cast
+    `logits.f32` of `logits`.
     """
     chosen = set(names)
     for part in reversed(graph.nodes):
@@ -163,7 +165,8 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
-    """Returns the equal group of another function and True, or this group under a unique name and False."""
+    """Returns an existing group that equals this group, and True. If there is none, returns this group under a unique
+    name, and False."""
     for known in programs.groups:
         if known == _named(group, known.name):
             return known, True
@@ -172,8 +175,8 @@ def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
 
 
 def _names(group: Group) -> Iterator[str]:
-    """Yields candidate names for a group: the default name, then names with more words of the scope, then the name with
-    the word of the last member appended repeatedly."""
+    """Yields candidate names for a group. The first is the default name. The next ones have more words of the scope.
+    After these, each candidate is the previous one with the last word of the last member's name appended."""
     name = group.name
     yield name
     for word in reversed(group.scope.split(".")[:-1]):

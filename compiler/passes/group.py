@@ -18,7 +18,7 @@ from specc.compiler.programs.programs import Group
 
 
 class Unfusable(Exception):
-    """Raised if a node cannot be in a group. `reason` is text that follows the node's name."""
+    """Raised if a node cannot be in a group. `reason` is the rest of a sentence that begins with the node's name."""
 
     def __init__(self, node: str, reason: str) -> None:
         super().__init__(f"{node} {reason}")
@@ -30,7 +30,7 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
 
     Args:
         graph: The graph of the members.
-        scope: The prefix of names that the fusion point matched.
+        scope: The prefix of node names that the fusion point matched.
         members: The nodes, in graph order. Only the last may be read from outside.
         chunks: The number of chunks of rows that are computed one after another.
 
@@ -69,8 +69,8 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member other than the last is unread or read from outside, or if a member reads a number
-    that differs between layers."""
+    """Raises Unfusable if a member reads a number that differs between layers. Also raises it for a member other than
+    the last, if nothing reads this member or if a node outside the group does."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
@@ -86,8 +86,8 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
 
 
 def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
-    """Returns the members after every fusion that accepts them. Raises Unfusable if a remaining node cannot be in a
-    group."""
+    """Applies every fusion that accepts the members, and returns the result. Raises Unfusable if a node of the result
+    cannot be in a group."""
     done = Rewrite(tuple(members))
     reasons: dict[str, str] = {}
     for fusion in catalog(fusions, Fusion).values():
@@ -109,8 +109,8 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
 
 
 def _part(scope: str, members: Sequence[Node]) -> str:
-    """Returns the smallest part of the model that contains all members, e.g. `q` of an attention for `q.norm` and
-    `q.rope`."""
+    """Returns the path of the smallest part of the model that contains all members. For example, the members `q.norm`
+    and `q.rope` of an attention give `q`."""
     paths = [node.name.split(".")[:-1] for node in members]
     alike = next((i for i, words in enumerate(zip(*paths, strict=False)) if len(set(words)) > 1), min(map(len, paths)))
     part = ".".join(paths[0][:alike])
@@ -123,8 +123,9 @@ def _labels(rewrite: Rewrite) -> Mapping[str, str]:
 
 
 def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns short names for the inputs of a group, by ref. A name is the op's label of the input, the last word of a
-    parameter's name, or `x` for an activation. Longer names resolve clashes."""
+    """Returns short names for the inputs of a group, by ref. The name of an input is the label that the op gives to it.
+    Without a label, it is the last word of a parameter's name, or `x` for an activation. If two names are equal, longer
+    names are used."""
     names: dict[str, str] = {}
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
@@ -136,8 +137,8 @@ def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str,
 
 
 def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep) -> Graph:
-    """Returns the members as a graph over short input names. Pointwise members have additional outputs for the values
-    that the backward reads."""
+    """Returns the members as a graph over short input names. Pointwise members also output the values that the backward
+    reads."""
     b = Builder(name)
     for ref, short in names.items():
         b.input(short, graph.types[ref])
@@ -172,8 +173,8 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
-    """Returns the forward with joined epilogues. The values that the backward reads are additional outputs, under their
-    names in the backward."""
+    """Returns the forward, with pointwise nodes joined to products as epilogues. The forward also outputs the values
+    that the backward reads, under their names in the backward."""
     joined = join_epilogues(forward)
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     for node in joined.nodes:

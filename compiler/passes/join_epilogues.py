@@ -1,5 +1,5 @@
-"""Turns a pointwise node into the epilogue of the matrix products that it reads. An epilogue is computed before the
-store."""
+"""Turns a pointwise node into the epilogue of the matrix products that it reads. A kernel computes the epilogue before
+it stores its result."""
 
 from dataclasses import replace
 
@@ -9,11 +9,12 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_epilogues(graph: Graph) -> Graph:
-    """Returns the graph with every pointwise node that is the only reader of a product joined as its epilogue.
+    """Returns the graph, in which every pointwise node that is the only reader of a product has become the epilogue of
+    the product.
 
     If a pointwise node reads several linear layers of the same input, they become one node with several accumulators. A
-    pointwise node that reads a scalar, e.g. the gradient of a loss, is not joined: it only scales a small tensor, and
-    the product remains a library call.
+    pointwise node that reads a scalar, e.g. the gradient of a loss, is not joined. Such a node only scales a small
+    tensor, and the product can remain a library call.
     """
     for epilogue in graph.nodes:
         scales = any(not graph.types[ref].shape for ref in epilogue.inputs)
@@ -23,7 +24,7 @@ def join_epilogues(graph: Graph) -> Graph:
 
 
 def _products(graph: Graph, epilogue: Node) -> tuple[Node, ...]:
-    """Returns the products whose only reader is `epilogue` and that one kernel can compute together."""
+    """Returns the products that only `epilogue` reads and that one kernel can compute."""
     products = [
         node
         for ref in epilogue.inputs

@@ -1,4 +1,4 @@
-"""Cuts `score` before its loss: the program `logits`, which exported files contain."""
+"""Makes the program `logits`, which exported files contain: the part of `score` before the loss."""
 
 from dataclasses import replace
 
@@ -12,10 +12,12 @@ SCORE, LOGITS = "score", "logits"
 def with_logits(programs: Programs) -> Programs:
     """Returns the programs `score` and `logits`, without those of training and decoding.
 
-    `logits` has the inputs of `score` that the logits depend on, and returns the logits of each token, f32 [B, T, V].
+    The inputs of `logits` are those inputs of `score` that the logits depend on. The output is the logits of each
+    token, f32 [B, T, V].
 
     Raises:
-        ValueError: if an operation of `score` cannot be exported. The message states its place in the spec.
+        ValueError: if an operation of `score` cannot be exported. The message states the place of the operation in the
+            spec.
     """
     score = programs.program(SCORE)
     for node in flatten(programs, score).nodes:

@@ -1,7 +1,9 @@
-"""Anti-unification: merges several graphs into one list of nodes, each with the set of variants that run it.
+"""Merges several graphs, the variants, into one list of nodes (anti-unification). Each node has the set of variants
+that run it.
 
-Variants of a function are blocks that differ only in parts, or programs that differ only in a cache. A node of all
-variants is common; other nodes are guarded. Values that take each other's place in different variants share a variable.
+Variants are blocks of one module list that differ in some nodes, or programs that differ only in a cache. Generated
+code runs a node of all variants unconditionally, and other nodes under a condition. If a node reads a different value
+in each variant, these values share a variable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +35,7 @@ class Move(Op):
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A node of the merged graph. `name` is the name of the first output. `nodes` maps each variant that runs the node
-    to the node of that variant."""
+    to the node in the graph of the variant."""
 
     name: str
     nodes: Mapping[int, Node]
@@ -57,7 +59,8 @@ class Slot:
         return output_refs(self.name, len(self.node.types))
 
     def columns(self, side: Literal["inputs", "outputs"]) -> Iterator[dict[int, str]]:
-        """Yields, for each input or each output, the ref in each variant."""
+        """Yields one dict per input or per output of the node. The dict maps each variant to the ref in this
+        variant."""
         for refs in zip(*(getattr(node, side) for node in self.nodes.values()), strict=True):
             yield dict(zip(self.nodes, refs, strict=True))
 
@@ -70,7 +73,7 @@ class Merged:
         variants: The graphs.
         slots: The merged nodes, in an order that is valid for every variant.
         outputs: The values to return, by label.
-        variables: Each value that shares a variable -> the first value of that variable.
+        variables: Maps each value that shares a variable to the first value of that variable.
     """
 
     variants: tuple[Graph, ...]
@@ -92,7 +95,8 @@ class Merged:
         return sorted(inputs, key=lambda entry: entry[2] != self.every)
 
     def operands(self) -> Iterator[tuple[int, Operand]]:
-        """Yields every operand with the index of the slot that reads it. The outputs are read after all slots."""
+        """Yields every operand with the index of the slot that reads the operand. Operands of outputs have an index
+        after all slots."""
         yield from ((i, operand) for i, slot in enumerate(self.slots) for operand in slot.inputs)
         yield from ((len(self.slots) + 1, operand) for _, operand in self.outputs)
 
@@ -119,8 +123,8 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
     """Merges graphs that were lowered from similar parts, without shared variables.
 
     Args:
-        graphs: The variants. Nodes of equal name, op, epilogue, parameters and types are merged; a dim of 1 token
-            matches T tokens.
+        graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. A dim of
+            1 token equals a dim of T tokens.
         labels: The outputs to return, or None for all. A variant may lack some of them.
         kind: An additional key, e.g. of the kernel. Only nodes with equal keys are merged.
     """
@@ -164,7 +168,7 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
-    """Returns a slot for each group of nodes. Slots of different variants with the same computation are united."""
+    """Returns a slot for each group of nodes. Slots of different variants that compute the same are united."""
     groups = list(groups)
     while True:
         slots: list[Slot] = []
@@ -182,7 +186,7 @@ def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> li
 
 
 def _equal(slot: Slot, other: Slot) -> bool:
-    """Returns whether two slots of different variants are the same computation under two names."""
+    """Returns whether two slots of different variants compute the same under two names."""
     a, b = slot.node, other.node
     if slot.where & other.where or a.op.in_place or (a.op, a.epilogue, a.types) != (b.op, b.epilogue, b.types):
         return False
@@ -191,7 +195,7 @@ def _equal(slot: Slot, other: Slot) -> bool:
 
 
 def _values(slots: Sequence[Slot]) -> Mapping[tuple[int, str], str]:
-    """Maps each variant and value of a node in it to the merged value."""
+    """Maps each pair of a variant and the output of one of its nodes to the merged value."""
     return {
         (variant, ref): value
         for slot in slots
@@ -213,8 +217,8 @@ def _operand(by_variant: Mapping[int, str]) -> Operand:
 
 
 def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
-    """Returns the first option that is not taken. If all are taken, returns the last option with a number, from 2
-    on."""
+    """Returns the first option that is not taken. If all are taken, appends the first free number from 2 to the last
+    option."""
     numbered = (f"{options[-1]}_{i}" for i in count(2))
     return next(option for option in chain(options, numbered) if not taken(option))
 
@@ -223,8 +227,8 @@ def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
 
 
 def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | None:
-    """Returns the slots in a topological order that groups slots of equal variants, or None if there is no such
-    order."""
+    """Returns the slots in a topological order, in which slots of equal variants are adjacent where possible. Returns
+    None if there is no topological order."""
     before = _precedence(graphs, slots)
     current = every = frozenset(range(len(graphs)))
     ordered: list[Slot] = []
@@ -245,8 +249,8 @@ def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | Non
 def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, set[str]]:
     """Returns the names of the slots that must precede each slot.
 
-    A slot follows the slots that it reads. A slot that updates a state in place follows the readers of the state. A
-    slot that draws random numbers follows the slots that draw earlier.
+    A slot follows the slots whose values it reads. A slot that updates a state in place keeps its order relative to the
+    readers of the state. Slots that draw random numbers keep their order.
     """
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     before = {
@@ -269,8 +273,8 @@ def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, 
 
 
 def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
-    """Returns the merged graph in which one value of an operand is moved to a separate variable, because it is live
-    when another value of the operand is computed."""
+    """Returns the merged graph with a Move, which copies the value `ref` of an operand to a separate variable.
+    Otherwise, `ref` would be live when another value of the operand is computed."""
     others = [other for other, _ in operand if other not in (ref, NONE)]
     name = free([f"{others[0].replace(':', '.')}.else"], taken.__contains__)
     type = TensorType((), "f32") if ref == NONE else merged.type(ref, where)
@@ -285,8 +289,8 @@ def _with_move(merged: Merged, taken: Mapping[str, int], operand: Operand, ref: 
 
 
 class _Variables:
-    """Sets of values that share a variable. A set grows as long as no two of its values are live at once in any
-    variant."""
+    """Sets of values that share a variable. Two sets are joined only if no two values of the result are live at once in
+    any variant."""
 
     def __init__(self, merged: Merged) -> None:
         self.computed_at = {name: -1 for name, _, _ in merged.inputs()}
@@ -300,8 +304,8 @@ class _Variables:
         self.sets: dict[str, set[str]] = {}
 
     def join(self) -> tuple[Operand, str, Where] | None:
-        """Joins the values of every operand. Returns the first value that cannot be joined, as operand, ref and
-        variants; None if all values are joined."""
+        """Lets the values of every operand share a variable. If a value cannot share the variable of its operand,
+        returns the operand, the ref of the value, and its variants. Otherwise, returns None."""
         for operand in self.operands:
             refs = sorted(
                 (entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.computed_at[entry[0]]
@@ -322,8 +326,9 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether both values are live at once in some variant, or one of them is an optional input. Conditions
-        test whether an optional input is given, so it is never reassigned."""
+        """Returns whether the values must have different variables. They must if both are live at once in some variant,
+        or if one is an optional input. Generated code tests whether an optional input is None, so its variable is never
+        reassigned."""
         if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(
@@ -333,7 +338,8 @@ class _Variables:
         )
 
     def roots(self) -> Mapping[str, str]:
-        """Returns every value that shares a variable -> the first value of that variable, an input if there is one."""
+        """Maps every value that shares a variable to the first value of that variable. If an input shares the variable,
+        it is the first."""
         return {
             ref: min(members, key=lambda member: (self.computed_at[member], member))
             for ref, members in self.sets.items()

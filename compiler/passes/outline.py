@@ -1,4 +1,4 @@
-"""Moves the common parts of several programs into methods that the programs call."""
+"""Moves the common parts (sections) of several programs into methods that the programs call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +40,9 @@ class Section(Op):
 
 @dataclass(frozen=True)
 class Outlined:
-    """The programs with calls in place of common parts, and the methods as merged graphs, by name. A program that
-    consists entirely of a common part becomes the method and is removed from the programs."""
+    """The result of `outline`. `programs` call methods in place of their common parts. `methods` are the merged graphs
+    of the methods, by name. A program that consists entirely of a common part becomes a method, so it is not in
+    `programs`."""
 
     programs: tuple[Graph, ...]
     methods: Mapping[str, Merged]
@@ -59,12 +60,12 @@ def outline(
 
     Args:
         graphs: The programs, rolled and aligned.
-        sides: First words of nodes that name a side of the model.
+        sides: The first words of node names that stand for a side of the model, such as `encoder`.
         taken: The names of the model's methods.
         reserved: Names that no argument may have.
-        kind: An additional key. Only nodes with equal keys are merged.
-        distinguishes: Returns whether a method can distinguish its variants. If not, a part that fewer programs share
-            is tried.
+        kind: Returns an additional key of a node. Only nodes with equal keys are merged.
+        distinguishes: Returns whether the arguments of a method distinguish its variants. If they do not, a section of
+            fewer programs is tried.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -100,14 +101,14 @@ def _worth(slots: Sequence[Slot]) -> bool:
 
 
 def _is_section(graph: Graph, variant: int, slots: Sequence[Slot]) -> bool:
-    """Returns whether a program consists of the slots and returns no state."""
+    """Returns whether the slots are all nodes of a program, and the program returns no state."""
     stated = any(label.startswith(STATES) for label, _ in graph.outputs)
     return not stated and len(graph.nodes) == sum(variant in slot.nodes for slot in slots)
 
 
 def _section(merged: Merged, where: Where) -> Sequence[Slot]:
-    """Returns the slots that all programs `where` run. Includes slots of only some of these programs if they are
-    between common slots, or if common slots read their values."""
+    """Returns the slots that all programs `where` run. Some slots of only some of these programs are included: those
+    between common slots, and those whose values common slots read."""
     slots = [slot for slot in merged.slots if slot.where <= where]
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     read = {slot.name: {ref for operand in slot.inputs for ref, _ in operand} for slot in slots}
@@ -141,9 +142,10 @@ class _Section:
 
     Attributes:
         node_names: The names of the nodes of the section, by program.
-        inputs: Parameter -> the ref that each program passes. State is not a parameter: it is passed as a whole.
-        read: Label -> the ref of the output in each program that reads it outside the section.
-        returned: Label -> the ref of the output in each program that computes it.
+        inputs: Maps each parameter of the method to the ref that each program passes. State is not a parameter, because
+            it is passed as a whole.
+        read: Maps the label of each output to its ref in each program that reads the output outside of the section.
+        returned: Maps the label of each output to its ref in each program that computes the output.
     """
 
     def __init__(
@@ -189,8 +191,8 @@ class _Section:
         return names
 
     def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """Returns candidate names of a parameter, the most frequent first. The candidates are the names of the passed
-        values in the programs and in the loops that read them."""
+        """Returns candidate names of a parameter, the most frequent first. The candidates are the names that the passed
+        values have in the programs, and the names that loops give to these values."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]
@@ -227,8 +229,8 @@ class _Section:
         return names
 
     def _computed(self, refs: Mapping[int, str]) -> dict[int, str]:
-        """Returns the refs of an output in all programs that compute it. `refs` are the refs in the programs that read
-        it."""
+        """Returns the refs of an output in all programs that compute the output. `refs` are its refs in the programs
+        that read the output."""
         computed = dict(refs)
         for column in (column for slot in self.slots for column in slot.columns("outputs")):
             if column.items() & refs.items():
@@ -236,12 +238,12 @@ class _Section:
         return computed
 
     def _read_alike(self, refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
-        """Returns whether values of different programs are read by one merged node, as the same input."""
+        """Returns whether a merged node reads values of different programs as the same input."""
         columns = (column.items() for slot in self.merged.slots for column in slot.columns("inputs"))
         return any(column & refs.items() and column & others.items() for column in columns)
 
     def bodies(self) -> list[Graph]:
-        """Returns the section of each program as a graph."""
+        """Returns one graph per program: its nodes of the section."""
         bodies = []
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
@@ -256,7 +258,8 @@ class _Section:
         return bodies
 
     def reads_itself(self, variant: int) -> bool:
-        """Returns whether an argument of the call depends on a value of the section, through nodes outside of it."""
+        """Returns whether an argument of the call depends on a value of the section, through nodes outside of the
+        section."""
         graph, section = self.merged.variants[variant], self.node_names[variant]
         rest = [node for node in graph.nodes if node.name not in section]
         ahead = needed(rest, (refs[variant] for refs in self.inputs.values() if variant in refs))
@@ -296,8 +299,8 @@ def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
 
 
 def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
-    """Returns names for a value, shorter names first: the name of an input, or the op's output label and parts of the
-    node's path."""
+    """Returns names for a value, shorter names first. An input has one name. Names of other values are the op's label
+    for the output, and parts of the node's path."""
     node = graph.by_name.get(node_of(ref))
     if node is None:
         return (ref.replace(".", "_"),)
@@ -307,6 +310,6 @@ def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
 
 
 def _parts(name: str, sides: frozenset[str]) -> Sequence[str]:
-    """Returns the words of a node's path, without the side of the model."""
+    """Returns the words of a node's path, without the word that stands for a side of the model."""
     parts = name.split(".")
     return parts[1:] if parts[0] in sides and len(parts) > 1 else parts

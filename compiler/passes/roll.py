@@ -1,4 +1,4 @@
-"""Rolls the calls of a stack of blocks, one call per block, into one node: a loop over a module list."""
+"""Replaces the calls of a stack of blocks, one call per block, by one node: a loop over a module list."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,21 +17,22 @@ Layers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Loop(Op):
-    """Runs the blocks of the module list `at` in sequence.
+    """Runs the blocks of the module list `at` in sequence. A run is one call of a block; a block may have several runs.
 
     Attributes:
         at: The path of the module list.
-        names: The names of the blocks' inputs, without the first, which is the residual stream. If blocks read
-            different values under one name, the name occurs once per value, followed by the value.
-        some: Input -> the blocks that read it, for inputs that not all blocks read.
-        earlier: Input that holds an output of an earlier run -> the label of that output, empty for the residual
-            stream, and pairs (run, earlier run): the run that reads, and the run whose output it reads.
+        names: The names of the blocks' inputs, except the first input, which is the residual stream. If different
+            blocks read different values under one name, there is one entry per value: the name, a space, and the value.
+        some: Pairs of an input that only some blocks read, and the indices of these blocks.
+        earlier: The inputs that are outputs of earlier runs. An entry has the name of the input, the label of the
+            output (empty for the residual stream), and pairs of a run that reads the input and the earlier run whose
+            output it reads.
         returns: The labels of the outputs of blocks besides the residual stream and the state.
-        joined: The module list of the modules that join an earlier run's output to the stream.
-        join_methods: Block after the join -> method of the join, if it is not `forward`.
+        joined: The path of the list of join modules. A join module joins the output of an earlier run to the stream.
+        join_methods: Pairs of the block after a join and the method of the join module, if this is not `forward`.
         runs: The block indices in the order in which they run.
-        joins: Run -> the index in `joined` of the join before the run, and the earlier run whose output is joined to
-            the stream.
+        joins: For each run after a join: the run, the index of the join module in `joined`, and the earlier run whose
+            output is joined to the stream.
         methods: The methods of the blocks that the runs call, without class name.
         keeps: Whether each block has state.
     """
@@ -53,7 +54,7 @@ class Loop(Op):
 
     @property
     def stateful(self) -> bool:
-        """Whether each block is passed a state, which may be empty."""
+        """Whether the loop passes a state, which may be empty, to each block."""
         return self.keeps or any(method.startswith("extend") for method in self.methods)
 
     @property
@@ -94,8 +95,8 @@ def method_of(call: Node) -> str:
 
 
 def roll(programs: Programs, graph: Graph) -> Graph:
-    """Returns the program with one node per stack of blocks. Inputs and outputs that are the state of single blocks are
-    omitted."""
+    """Returns the program with one node per stack of blocks. The inputs and outputs that are the states of single
+    blocks are removed."""
     graph = without_scoring_groups(programs, graph)
     nodes: list[Node] = []
     state = {name for name, _ in graph.inputs if name.startswith(STATES)}
@@ -121,8 +122,8 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """Yields the nodes in order, grouped in runs. A run is a sequence of calls of blocks of one module list, or of
-    calls that each read the value of the previous call. Any other node is a run by itself."""
+    """Yields groups of adjacent nodes, in order. The calls of blocks of one module list form a group. A call that reads
+    the value of the previous call also belongs to its group. Any other node is a group by itself."""
     run: list[Node] = []
     for node in nodes:
         place = field_of(node)
@@ -138,8 +139,8 @@ def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
 
 
 def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
-    """Returns one loop node for `calls`. The first input of each block is the output of the block before it. Each other
-    input is a value from outside the blocks, the output of an earlier block, or the block's own state."""
+    """Returns one loop node for `calls`. The first input of each block is the output of the previous block. Each other
+    input is a value from outside the blocks, the output of an earlier block, or the state of the block."""
     place = field_of(calls[0])
     blocks = [call for call in calls if field_of(call) == place]
     runs = tuple(map(index_of, blocks))
@@ -194,7 +195,7 @@ def _returned(programs: Programs, blocks: Sequence[Node]) -> tuple[str, ...]:
 
 
 def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
-    """Returns the label of an output of a block; empty for the residual stream."""
+    """Returns the label of an output of a block. The label of the residual stream is empty."""
     call = next(call for call in calls if ref in call.outputs)
     assert isinstance(call.op, Call)
     index = call.outputs.index(ref)
@@ -202,20 +203,21 @@ def _label(programs: Programs, calls: Sequence[Node], ref: str) -> str:
 
 
 def of_block(ref: str) -> bool:
-    """Whether an input of a program is the state of a single block, i.e. its name contains the block's index."""
+    """Whether an input of a program is the state of a single block. The name of such an input contains the index of the
+    block."""
     return ref.startswith(STATES) and any(word.isdigit() for word in ref.split("."))
 
 
 def _arguments(programs: Programs, call: Node) -> Mapping[str, str]:
-    """Returns the parameters of the callee, in order -> refs that the call passes."""
+    """Maps the parameters of the callee, in order, to the refs that the call passes."""
     assert isinstance(call.op, Call)
     names = (name for name, _ in programs.function(call.op.callee).inputs)
     return dict(zip(names, call.inputs, strict=True))
 
 
 def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns one order of all names that is consistent with each of `orders`. If they contradict each other, the
-    first order decides."""
+    """Returns all names in one order that is consistent with each of `orders`. If the orders contradict each other, the
+    first order applies."""
     merged: list[str] = []
     while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
         free = (left[0] for left in rest if all(left[0] not in other[1:] for other in rest))
@@ -226,8 +228,8 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
     """Returns rolled programs in which all loops over a list have the same inputs in the same order.
 
-    An input that a loop lacks becomes the value that another program passes, if the program of the loop computes this
-    value earlier; otherwise `None`.
+    If a loop lacks an input, it receives the value that another program passes for this input. If the program of the
+    loop does not compute this value before the loop, the input is `None`.
     """
     loops = [(node.op, node.inputs) for graph in graphs for node in graph.nodes if isinstance(node.op, Loop)]
 

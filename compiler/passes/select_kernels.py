@@ -34,15 +34,15 @@ def select_kernels(
 ) -> Plan:
     """Returns the plan of `programs` on `target`.
 
-    A node has the fastest measured kernel in `lock`. Without a measurement, it has the kernel of the lowest rank among
-    those that accept it. A group has the fastest measured save choice. Without a measurement, it has the save choice
-    that moves the fewest bytes.
+    A node gets the fastest measured kernel in `lock`. Without a measurement, it gets the kernel of the lowest rank
+    among the kernels that accept the node. A group gets the fastest measured save choice. Without a measurement, it
+    gets the save choice that moves the fewest bytes.
 
     Args:
         programs: The programs, with fused groups.
         target: The target to compile for.
         title: The title of the plan.
-        source: The source of the plan.
+        source: The path of the spec, as generated files state it.
         lock: The measurements.
         deterministic: Whether every kernel must return the same bits in repeated calls.
 
@@ -136,7 +136,7 @@ def _moved(option: SaveChoice) -> int:
 
 
 def group_pattern(programs: Programs, group: Group, node: str) -> str:
-    """Returns one path pattern that matches a node of a group in every place that runs the group."""
+    """Returns one path pattern that matches a node of a group at every path at which the group runs."""
     return place_pattern(programs, programs.callers[group.name], node)
 
 
@@ -158,8 +158,8 @@ def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, tar
 
 
 def _tail(member: str, part: str) -> str:
-    """Returns the name of a member without the prefix that it shares with the label of another node. The result is
-    appended to that label."""
+    """Returns the end of a member's name, to append to the label of another node: the name without `part`, or without
+    its first word."""
     if member.startswith(f"{part}."):
         return member.removeprefix(f"{part}.")
     return member.partition(".")[2]
@@ -184,8 +184,8 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
 
 
 def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
-    """Returns the kernel of a lock entry. Raises LockError, with the lock's file name, if the kernel no longer accepts
-    the node."""
+    """Returns the kernel of a lock entry. Raises LockError if the kernel no longer accepts the node. The error names
+    the lock's file."""
     file = f"{site.module}.lock.json"
     try:
         kernel = locked_kernel(entry)
@@ -201,7 +201,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
 
 
 def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Yields the choices. If several nodes share a file, the file is rendered again with the labels of all these
+    """Yields the choices. If several nodes have the same file, the file is rendered again with the labels of all these
     nodes."""
     labels: dict[str, list[str]] = {}
     for choice in choices:
@@ -214,7 +214,8 @@ def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 
 def together(labels: Sequence[str]) -> str:
-    """Joins labels: `blocks.*.attention.{q,k}.rope` if they differ in one word, else all labels with ` and `."""
+    """Joins labels. Labels that differ in one word become one pattern, e.g. `blocks.*.attention.{q,k}.rope`. Other
+    labels are joined with ` and `."""
     split = [re.split(r"([. ])", label) for label in labels]
     if len({len(words) for words in split}) == 1:
         differing = [i for i, words in enumerate(zip(*split, strict=True)) if len(set(words)) > 1]
@@ -225,7 +226,7 @@ def together(labels: Sequence[str]) -> str:
 
 
 def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
-    """Yields a problem for different epilogues with one function name, and for different kernels with one file name."""
+    """Yields a problem if different epilogues have the same function name, or different kernels the same file name."""
     functions: dict[str, Site] = {}
     files: dict[str, Site] = {}
     for choice in choices:
@@ -249,7 +250,8 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """Returns the properties that a function name must distinguish. Sizes are part of the file name."""
+    """Returns a key that differs for nodes whose function names must differ. Sizes are not in the key, because the file
+    name contains them."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

@@ -10,7 +10,7 @@ from specc.compiler.programs.programs import Programs
 
 
 class VerifyError(AssertionError):
-    """Raised if a pass broke an invariant. The message names pass, graph and node."""
+    """Raised if a pass broke an invariant. The message names the pass, the graph and the node."""
 
 
 def verify(programs: Programs, after: str, before: Programs | None = None) -> None:
@@ -78,8 +78,8 @@ def _problems(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, 
 
 
 def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
-    """Checks the types of a node against those that its op infers. Additional outputs of a pointwise op are saved for a
-    backward and may have any dtype."""
+    """Checks the types of a node against the types that its op infers. The outputs of a pointwise op after the first
+    are saved for the backward and may have any dtype."""
     saves = isinstance(node.op, Pointwise) and len(outputs) > 1
     if len(outputs) != len(node.types):
         yield f"{node.name} has {len(node.types)} types, but its op infers {len(outputs)}"
@@ -90,7 +90,8 @@ def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
 
 
 def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
-    """Checks that an epilogue names every accumulator and operand, and that it preserves the shape of the products."""
+    """Checks that an epilogue has one variable per accumulator and operand, and that its result has the shape of the
+    products."""
     products = node.op.infer(inputs[: node.op.arity])
     count = len(products) + len(inputs) - node.op.arity
     assert isinstance(node.epilogue, Pointwise)

@@ -1,5 +1,5 @@
-"""Splits `score` for decoding without a cache: a program that reads the source, and a program that reads all tokens
-written so far."""
+"""Splits `score` into two programs for decoding without a cache. The first reads the source. The second reads all
+tokens written so far."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ def uncached(programs: Programs) -> Programs:
     """Returns the programs `score`, `encode` and `logits` of a model of pairs. The latter two are the halves of
     `score`.
 
-    `encode` maps source i64[B,S] to the state at `encoder`. It contains every node that depends only on the source and
-    is not part of the decoder. `logits` maps inputs i64[B,T] and this state to f32[B,T,V]. It contains the decoder,
-    including the keys and values of the source.
+    `encode` maps the source i64[B,S] to the state of the encoder. It contains every node that depends only on the
+    source and is not part of the decoder. `logits` maps the decoder inputs i64[B,T] and this state to logits
+    f32[B,T,V]. It contains the decoder, which also computes its keys and values of the source.
 
     Raises:
         ValueError: If `score` does not shift targets, does not contain a loss, or runs fused groups.
@@ -50,8 +50,8 @@ def uncached(programs: Programs) -> Programs:
 
 
 def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Returns the nodes that are constant while a line is written, and the other nodes without the shift and the
-    loss."""
+    """Returns two lists of nodes: those whose values do not change while the target is written, and the others without
+    the shift and the loss."""
     written = {shift.name, score.inputs[1][0]}
     read, write = [], []
     for node in score.nodes:

@@ -37,9 +37,9 @@ class Entry(StrictModel):
     """The measured kernel of one node.
 
     `key` states the node (`Site.key`), so the entry does not apply to a changed node. `ms` is the median time of the
-    kernel over `rows` rows. `floor_ms` is the minimum time of the node's bytes and operations on the machine. `others`
-    are the times of the other kernels in ms, each with the best tile of the kernel. Locks of earlier versions have
-    `site`, a digest of the node, instead of `key`.
+    kernel over `rows` rows. `floor_ms` is the minimum time in which the machine can move the node's bytes and compute
+    its operations. `others` are the times of the other kernels in ms, each with the best tile of the kernel. Locks of
+    earlier versions have `site`, a digest of the node, instead of `key`.
     """
 
     node: Word
@@ -102,8 +102,9 @@ def _with_one_of(entry: Model, new: str, old: str) -> Model:
 class Machine(StrictModel):
     """The machine and software versions of an entry.
 
-    `nvcc` and `cutlass` (the headers) are the versions that compiled the CUTLASS kernels. They are None if they were
-    not installed or not recorded. Such an entry does not match a machine that has them.
+    `nvcc` and `cutlass` (the headers) are the versions that compiled the CUTLASS kernels. A version is None if the
+    software was not installed, or if its version was not recorded. Such an entry does not match a machine that has the
+    software.
     """
 
     gpu: Word
@@ -148,8 +149,8 @@ class StepTiming(StrictModel):
 class TargetLock(StrictModel):
     """The measurements of one target.
 
-    `kernels` are by symbol, `groups` by name and first kernel, and `timings` by the key of a node that a library
-    computes. `step` is the time of a whole training step.
+    The keys of `kernels` are symbols. A key of `groups` is the name of a group and of its first kernel. The keys of
+    `timings` are those of nodes that a library computes (`Site.key`). `step` is the time of a whole training step.
     """
 
     machine: Machine
@@ -260,7 +261,7 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Returns the diagnostics with a hint for locks.
+    """Returns diagnostics of a lock, with a hint that applies to locks.
 
     The hints for specs do not apply, because locks are not edited by hand.
     """
@@ -271,7 +272,7 @@ def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
 def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable[Site], rows: int) -> None:
     """Raises LockError if `machine` has already measured one of the nodes on more rows.
 
-    The fastest tile depends on the number of rows, so a measurement on fewer rows must not replace it.
+    The fastest tile depends on the number of rows. A measurement on fewer rows must therefore not replace the entry.
 
     Args:
         lock: the lock with earlier measurements.

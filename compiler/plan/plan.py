@@ -18,7 +18,7 @@ class Choice:
         site: the node and its target.
         kernel: the chosen kernel.
         rendered: the kernel's files.
-        rejected: the other kernels, each with the reason why it was not chosen.
+        rejected: the names of the other kernels, each with the reason why it was not chosen.
         passed_over: the other kernels that could compute the node.
         measured: the lock's entry of the node; None if it was not measured.
     """
@@ -77,7 +77,7 @@ class SaveChoices:
 
     @property
     def sites(self) -> tuple[tuple[Site, ...], ...]:
-        """The nodes that have kernels, per save choice. They identify the entry of the group in a lock."""
+        """The nodes that have kernels, for each save choice. They identify the entry of the group in a lock."""
         return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 

@@ -30,8 +30,8 @@ class NodeCost:
 def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     """Returns the cost of every node of a program, with its symbolic dims set to `sizes`.
 
-    A loop over time has one entry for the loop, and one entry per node of the step function with the cost of all steps.
-    A multiply-add counts as two operations.
+    A loop over time has one entry for the loop, and one entry per node of its step function. The entry of such a node
+    has the cost of all steps. A multiply-add counts as two operations.
     """
     graph = flatten(programs, programs.program(program))
     costs = list(graph_costs(graph, sizes))
@@ -65,8 +65,8 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def cached_numbers(programs: Programs, tokens: int) -> int:
-    """Returns how many numbers the cache of one sequence of `tokens` tokens holds, in the program that extends
-    sequences; 0 without such a program."""
+    """Returns the number of values in the cache of one sequence of `tokens` tokens. The cache is that of the program
+    that extends sequences. Returns 0 if there is no such program."""
     caches = {name: type for graph in programs.programs for name, type in graph.inputs if name.startswith("cache.")}
     total = 0
     for type in caches.values():
@@ -97,8 +97,9 @@ def flops_per_token(programs: Programs, tokens: int) -> int:
 
 
 def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
-    """Returns the least work of a decoding step that appends one token to each of `rows` texts of `tokens` tokens: the
-    operations of matrix products and attention, and the bytes of the parameters and of the cache, each read once.
+    """Returns the minimum work of a decoding step that appends one token to each of `rows` texts of `tokens` tokens.
+    The first number is the operations of matrix products and attention. The second is the bytes of the parameters and
+    the cache, each read once.
 
     A lookup reads only the rows of its table that it returns. Experts are read only if a text uses them, and at most
     once.

@@ -30,8 +30,8 @@ class Mismatch(Exception):
 
 
 def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
-    """Returns the fx graph of one method of a generated module. The trace does not enter functions of model.py: each
-    call is one node."""
+    """Returns the fx graph of one method of a generated module. A call of a function of model.py is one node of the
+    trace."""
     import types
 
     from torch import arange, fx
@@ -116,7 +116,7 @@ def compare(
 
     Args:
         graph: the flattened graph of the plan.
-        scalars: the values of the scalars that calls bind, by `place.name`.
+        scalars: the values of the scalars that calls pass, by `place.name`.
         traced: the fx graph.
         groups: the name of the function that runs each fused group, by the group's name.
 
@@ -160,7 +160,7 @@ def check_types(
     checked = 0
 
     class Checked(fx.Interpreter):
-        """Compares each value when it is computed. In-place ops may change it later."""
+        """Compares each value as soon as it is computed, because in-place ops may change the value later."""
 
         def run_node(self, n: fx.Node) -> Any:
             nonlocal checked
@@ -192,8 +192,8 @@ def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int
 
 @dataclass
 class _Comparison:
-    """A simultaneous walk of plan and trace, from the output back. `seen` maps plan nodes to the traced nodes that
-    compute them."""
+    """Compares plan and trace by walking both at the same time, from the output back to the inputs. `seen` maps plan
+    nodes to the traced nodes that compute them."""
 
     graph: Graph
     scalars: Mapping[str, float]

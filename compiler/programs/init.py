@@ -23,7 +23,7 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def reading(name: str, message: str, *further: str) -> AfterValidator:
-    """Returns a validator that accepts expressions over `name` and `further` that read `name`."""
+    """Returns a validator. It accepts expressions that read `name`, and that may also read `further`."""
 
     def check(text: str) -> None:
         if name not in variables(parse(text, (name, *further))):
@@ -85,8 +85,8 @@ class Init(StrictModel):
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
         """Returns the name of the field that is set, and the value of that field for a parameter of this shape.
 
-        `fan_in` and `fan_out` treat a vector as a matrix of one row. For experts [experts, rows, columns], they are
-        those of the matrix of one expert. Raises ExprError if the formula has no value.
+        For `fan_in` and `fan_out`, a vector is a matrix of one row, and a parameter of experts [experts, rows, columns]
+        is the matrix of one expert. Raises ExprError if the formula has no value.
         """
         rows, columns = shape[-2:] if len(shape) in (2, 3) else (1, prod(shape))
         names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
@@ -94,7 +94,7 @@ class Init(StrictModel):
         return field, value_of(getattr(self, field), **names)
 
     def refusal(self, shape: tuple[int, ...], layers: int) -> str | None:
-        """Returns the reason why a parameter of this shape cannot start with this initialization; None if it can."""
+        """Returns the reason why a parameter of this shape cannot have this initialization; None if it can."""
         try:
             field, value = self.numbers(shape, layers)
         except ExprError as error:

@@ -28,7 +28,7 @@ def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()
     Args:
         path: the spec path.
         hint: what to do.
-        related: (note, path) pairs that are shown with it.
+        related: pairs (note, path) of other places in the spec that the error also shows.
 
     Raises:
         LoweringError: if the body raises TypeRuleError.
@@ -77,13 +77,14 @@ class Group:
         name: the name of the group.
         scope: the scope of its nodes.
         members: the names of the replaced nodes of the function.
-        forward: the forward graph, whose nodes carry epilogues.
-        backward: the backward graph, whose nodes carry epilogues; empty if no gradient flows through the group.
+        forward: the forward graph, whose nodes have epilogues.
+        backward: the backward graph, whose nodes have epilogues; empty if no gradient flows through the group.
         saved: the values of `forward` that `backward` reads in addition to the incoming gradient.
         keep: the kind of value that the forward saves for the backward.
         others: the same group with the other save choices. The plan selects one.
-        chunks: the number of chunks of rows that are computed one after another. With more than one, the gradients of a
-            chunk are computed right after its results, so that intermediate values of one chunk exist at a time.
+        chunks: the number of chunks of rows that are computed one after another. With more than one chunk, the
+            gradients of a chunk are computed right after its results. Only the intermediate values of one chunk then
+            exist at a time.
     """
 
     name: str
@@ -111,13 +112,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a training run, until the share `until` of the run is done.
+    """A phase of a training run. It ends when the share `until` of the run is done.
 
     Attributes:
         until: the share of the run at which the phase ends, from 0 to 1.
         train: the program that trains the model.
         score: the program that scores the model.
-        rests: the parameters that neither program reads.
+        rests: the parameters that neither of the two programs reads.
         rounds: whether `train` fake-quantizes the inputs of products, as the deployed model does. The weights must then
             be fake-quantized too.
         writes: the programs that compute decoder inputs without teacher forcing: the first encodes the source, and the
@@ -151,7 +152,8 @@ class Rewriting:
 
 @dataclass(frozen=True)
 class Programs:
-    """All programs of a model. A function is named `class.method`, e.g. `block.forward`; calls run it at a path.
+    """All programs of a model. A function has a name such as `block.forward`: a class and a method. A call runs a
+    function at a path, which is the prefix of the names of parameters and nodes.
 
     Attributes:
         name: the name of the model.
@@ -238,7 +240,7 @@ class Programs:
 
 
 def in_dtype(programs: Programs, dtype: str) -> Programs:
-    """Returns lowered programs whose compute dtype is `dtype` in place of COMPUTE."""
+    """Returns the programs, in which the dtype `dtype` replaces COMPUTE, the placeholder of the compute dtype."""
 
     def change(type: TensorType) -> TensorType:
         return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type
@@ -360,7 +362,7 @@ def group_functions(programs: Programs) -> Mapping[str, str]:
 def _computation(group: Group) -> object:
     """Returns a key that is equal for groups with the same computation.
 
-    The names of saved values are part of the key. The names of nodes and inputs are not.
+    The key contains the names of saved values, but not the names of nodes and inputs.
     """
     graphs: list[object] = []
     for graph in (group.forward, group.backward):

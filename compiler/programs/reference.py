@@ -43,8 +43,8 @@ def run(
     def outputs_of(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs of a flattened graph by label.
 
-        A node without floating-point inputs, such as sinusoidal positions, has no precision to inherit, so its
-        floating-point outputs are cast to `dtype`.
+        The outputs of a node have the precision of its inputs. A node without floating-point inputs, such as sinusoidal
+        positions, has none to inherit, so its floating-point outputs are cast to `dtype`.
         """
         values = {**inputs, **fixed}
         for node in graph.nodes:

@@ -37,14 +37,14 @@ DECORATOR = "@recomputed"
 
 @dataclass
 class Tables:
-    """Module constants that distinguish the blocks of a list.
+    """The module constants of generated code (tables) that distinguish the blocks of a list.
 
     Attributes:
         taken: the names of other constants.
         texts: the definition of each constant, by name.
         values: the value of each constant as text, by name.
-        layers: the name of the constant that holds a set of blocks, by module list and set.
-        arguments: the name of the constant that holds the blocks that receive an optional argument, by module list and
+        layers: the name of the constant for each set of blocks, by module list and set.
+        arguments: the name of the constant for the blocks that receive an optional argument, by module list and
             argument.
     """
 
@@ -55,7 +55,7 @@ class Tables:
     arguments: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, place: str, name: str, text: str, comment: str, layers: Sequence[int] = ()) -> str:
-        """Returns the name of a new table, or of an existing table with the same text and name.
+        """Adds a table and returns its name. Returns an existing table if it has the same text and preferred name.
 
         Args:
             place: the path of the module list.
@@ -75,7 +75,8 @@ class Tables:
         return chosen
 
     def of(self, place: str, layers: frozenset[int], name: str) -> str:
-        """Returns the table of some blocks of a list; a new table is called `name`."""
+        """Returns the name of the table that holds the set `layers` of a list. Adds the table, called `name`, if there
+        is none."""
         known = self.layers.get((place, layers))
         return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with {name}", tuple(layers))
 
@@ -95,11 +96,11 @@ class BlockClass:
 
     Attributes:
         context: the text of the class.
-        order: the arguments of a call after the stream.
+        order: the arguments of a call after the residual stream.
         optional: the arguments that a call may omit.
         flags: the boolean arguments.
         begin_flags: the boolean arguments of `begin`.
-        keeps: whether the class takes a cache.
+        keeps: whether `forward` has an argument for the cache.
         make: the expression that creates one module, in a comprehension over `layer`.
     """
 
@@ -114,10 +115,10 @@ class BlockClass:
 
 @dataclass(frozen=True)
 class _Uses:
-    """The functions of a module list.
+    """The functions that the blocks of a module list run.
 
-    `layers` are the blocks that run each function. `state` are the inputs that hold state. `scalars` are the values of
-    each scalar by block, and `formulas` the formulas of the scalars.
+    `layers` has the blocks that run each function. `state` has the inputs that are state. `scalars` has the value of
+    each scalar in each block. `formulas` has the formulas of the scalars.
     """
 
     place: str
@@ -171,7 +172,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         plan: the plan.
         uses: the functions of the list.
         tables: the tables of the module.
-        reserved: names that locals must not have.
+        reserved: names that local variables must not have.
         taken: the names of earlier classes.
     """
     begins = [graph for graph in uses.functions if _method(graph).startswith("begin")]
@@ -240,8 +241,9 @@ def _method(graph: Graph) -> str:
 def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
     """Returns the flags of a function.
 
-    `cache`: the function extends a cache. `training`: the function trains, and another function scores. `rounded`: the
-    function fake-quantizes. Any other function has its name as a flag.
+    A flag is a boolean argument that selects the function. `cache`: the function extends a cache. `training`: the
+    function trains, and another function scores. `rounded`: the function fake-quantizes. For any other function, the
+    flag is the name of the function.
     """
     name = _method(graph).removesuffix(FP8_SUFFIX)
     flags = {"training"} if name != _method(graph) else set()
@@ -255,12 +257,12 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
 
 
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Collection[str] = ()) -> list[Fact]:
-    """Returns the conditions on attributes of a block, for variants that the arguments do not distinguish.
+    """Returns conditions on attributes of a block. They distinguish the variants that the arguments do not distinguish.
 
     Args:
         merged: the variants.
         uses: the functions of the module list.
-        facts: the existing conditions.
+        facts: the conditions on arguments.
         taken: the names of other attributes.
     """
     known = {fact.where for fact in facts}
@@ -284,8 +286,8 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     weighted = {node.name for graph in merged.variants for node in graph.nodes if any(r[0] == "@" for r in node.inputs)}
 
     def rank(having: frozenset[int], name: str) -> tuple[bool, bool, bool]:
-        """Ranks names: of a layer that only some blocks have, of a node that other blocks lack, of a node with
-        weights."""
+        """Ranks a name for a condition. In order of preference, the name is that of a layer that only some blocks have,
+        of a node that other blocks lack, or of a node with weights."""
         return name.partition(".")[0] in common, (having, name) not in exclusive, name not in weighted
 
     for having, names in sorted(groups.items(), key=lambda entry: min(rank(entry[0], name) for name in entry[1])):
@@ -314,8 +316,8 @@ def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserv
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """Returns the inputs other than state: first the inputs of all variants, then the inputs of some blocks, then the
-    inputs of some programs."""
+    """Returns the inputs other than state, in this order: the inputs of all variants, those of some blocks, those of
+    some programs."""
 
     def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
         having = uses.having(merged.variants[variant] for variant in entry[2])
@@ -334,8 +336,8 @@ def _begin(
 ) -> tuple[Function, tuple[str, ...]]:
     """Returns the method that creates the state of a block, and the flags among its arguments.
 
-    Adds the attributes that the method needs to `attributes`, each with the blocks in which it is true. Adds the names
-    of all conditions that the method reads to `conditions`.
+    Adds to `attributes` the attributes that the method needs, each with the blocks in which the attribute is true. Adds
+    to `conditions` the names of all conditions that the method reads.
     """
     merged = merge(begins, kind=Speller(plan).kernel)
     flags = flag_variants([_flags(graph, begins) for graph in begins])

@@ -1,6 +1,6 @@
 """Renders merged graphs as the body of one Python function.
 
-Names are short, the complexity of a line is limited, and no value is computed twice.
+Names are short, lines have a limited complexity, and no value is computed twice.
 """
 
 import re
@@ -26,8 +26,7 @@ Group = tuple[Where, Sequence[str]]  # lines that the same variants run
 
 
 class Indistinguishable(LookupError):
-    """Raised if no condition distinguishes the variants of a function, so that they cannot be rendered as one
-    function."""
+    """Raised if no condition distinguishes the variants of a function. They then cannot be rendered as one function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +73,25 @@ class Body:
 
     Attributes:
         merged: the graphs to render, as variants of one function.
-        spell: returns the text of a call of a kernel, group or block; None for plain ops.
-        names: the Python names of inputs, for inputs whose Python name differs.
+        spell: returns the text of a node that calls a kernel, group or block, and None for other nodes.
+        names: the Python names of those inputs whose Python name differs from the name in the graph.
         facts: the conditions that distinguish the variants, in order of preference.
         reserved: names that locals must not have.
-        alive: the inputs that are read after the body.
-        scopes: the first words of paths, which names omit.
+        alive: the inputs that generated code reads after the body, so that their names must not be reassigned.
+        scopes: the first words of paths that the names of values omit.
         wanted: preferred names of some values.
-        unpacks: the lines that unpack state, each as assigned names, text and variants. A line is inserted before the
-            first read of an assigned name.
-        constants: names of numbers, by their digits.
+        unpacks: the lines that unpack state: the assigned names, the text and the variants of each line. A line is
+            inserted before the first read of one of its assigned names.
+        constants: the names of constants, by the digits of their values.
         regions: adds the lines of a node that is not an expression. Returns False for other nodes.
         guarded: the lines, each with its variants.
         texts: the text of each value that has been assigned.
-        held: the values that each name has had.
-        pending: values that are not assigned yet, to be inlined into the line of a reader.
+        held: all values that were assigned to each name.
+        pending: computed values that are not assigned to a name yet. Their text can be inlined into the line of a
+            reader.
         conditions: the names of the facts that conditions use.
         position: the index of the current node.
-        ahead: whether lines are being inserted before the line of the current node.
+        ahead: whether the current line is inserted before the line of the current node.
         guard: the variants of the current line.
         lines: the lines of the body. Lines of some variants are inside `if` statements.
     """
@@ -154,17 +154,18 @@ class Body:
         self.guarded.insert(at, (guard, text))
 
     def _block(self, lines: Sequence[Guarded], every: Where) -> Iterator[str]:
-        """Yields the text of lines that only the variants `every` reach. Lines of fewer variants are inside `if`
+        """Yields the text of lines that the variants `every` reach. Lines of fewer variants are inside `if`
         statements."""
         for common, group in groupby(lines, lambda line: line[0] == every):
             run = list(group)
             yield from (text for _, text in run) if common else self._branches(run, every)
 
     def _branches(self, lines: Sequence[Guarded], every: Where) -> Sequence[str]:
-        """Returns the text of guarded lines that tests the fewest facts.
+        """Returns the text of guarded lines, with as few conditions as possible.
 
-        Lines of equal variants form a group. One statement contains a group, two groups with opposite conditions, or
-        several groups inside the branches of one fact. `best` has the choice for each number of first groups.
+        Adjacent lines of the same variants form a group. A statement contains one group, two groups with opposite
+        conditions, or several groups in the two branches of one fact. `best[n]` is the best text of the first n groups
+        (dynamic programming).
         """
         groups = _grouped(lines)
         best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), self.conditions)]
@@ -182,7 +183,7 @@ class Body:
         return text
 
     def _statements(self, groups: Sequence[Group], every: Where) -> Iterator[Iterator[str]]:
-        """Yields the lines of each single statement that contains the groups."""
+        """Yields each way to write the groups as one statement, as lines."""
         (where, lines), *others = groups
         if not others:
             yield self._opposite(where, every, lines, ())
@@ -195,7 +196,7 @@ class Body:
                 yield self._nested(groups, every, first)
 
     def _opposite(self, where: Where, every: Where, lines: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-        """Yields a statement of two branches without branches inside."""
+        """Yields a statement with two branches that contain no further `if` statement."""
         condition = self.condition(where, every)
         if others and condition.startswith("not ") and " " not in condition.removeprefix("not "):
             condition, where, lines, others = condition.removeprefix("not "), every - where, others, lines
@@ -203,7 +204,8 @@ class Body:
         yield from _branched(condition, lines, others) if joined is None else joined
 
     def _nested(self, groups: Sequence[Group], every: Where, side: Where) -> Iterator[str]:
-        """Yields a statement whose branches, for the variants `side` and for the others, contain the groups."""
+        """Yields a statement with one branch for the variants `side` and one for the other variants. The branches
+        contain the groups."""
         lines = [(where, text) for where, texts in groups for text in texts]
         branches = [
             (branch, list(self._block([line for line in lines if line[0] <= branch], branch)))
@@ -238,8 +240,8 @@ class Body:
         return group[0], f"if {self.condition(others, every)}:", added
 
     def condition(self, where: Where, every: Where | None = None) -> str:
-        """Returns Python that is true in the variants `where` and in no others of `every`, by default of all. Raises
-        Indistinguishable if no facts distinguish them."""
+        """Returns a Python condition that is true in the variants `where`, and false in the other variants of `every`,
+        by default all variants. Raises Indistinguishable if no facts distinguish them."""
         every = self.merged.every if every is None else every
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         facts = sorted(self.facts, key=lambda fact: fact.name not in STATE and fact.name not in read)
@@ -273,14 +275,14 @@ class Body:
             self.assign(slot, text)
 
     def _release_state(self, slot: Slot) -> None:
-        """Assigns the pending values that read the state that the current node changes."""
+        """Assigns the pending values that read a state before the current node changes this state."""
         self.release(self.text(slot.inputs[0]))
 
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
-        """Returns the expression of the node, the cost of the expression, and whether the expression contains a heavy
-        node.
+        """Returns the expression of the node, the complexity of the expression, and whether it contains a heavy node
+        (see `_heavy`).
 
-        Pending inputs are assigned first if the expression would repeat them or exceed a line's complexity.
+        A pending input is assigned first if the expression would contain it twice, or if the line would be too complex.
         """
         for i, operand in enumerate(slot.inputs):
             if self._waits(operand) and (self._repeats(slot, i) or len(self._reads[operand[0][0]]) > 1):
@@ -320,7 +322,7 @@ class Body:
         return len(re.findall(rf"\b{names[index]}\b", self.spelled(slot, names))) > 1
 
     def _may_wait(self, slot: Slot) -> bool:
-        """Returns whether the value can be inlined into the line of its only reader, or into the return."""
+        """Returns whether the value can be inlined into the line of its only reader, or into the return statement."""
         reads = self._reads.get(slot.name, [])
         if not slot.node.op.inline or slot.node.op.everywhere or slot.name in self.merged.variables:
             return False
@@ -377,7 +379,8 @@ class Body:
             self.hold(name, ref)
 
     def hold(self, name: str, ref: str) -> None:
-        """Records that the variable `name` holds the value `ref`. Values merged with `ref` then use the same name."""
+        """Records that the variable `name` holds the value `ref`. Other values that share a variable with `ref` then
+        have the same name."""
         self.texts[ref] = name
         self.held.setdefault(name, []).append(ref)
         if (root := self.merged.variables.get(ref)) is not None:
@@ -386,8 +389,8 @@ class Body:
     # Names
 
     def name_for(self, slot: Slot, index: int) -> str:
-        """Returns a short name that no live value has, or a longer name if all short names are taken. If an output of
-        several is unread, its name is `_`."""
+        """Returns a short name that no live value has, or a longer name if all short names are taken. If a node has
+        several outputs, the name of an output that nothing reads is `_`."""
         ref = slot.outputs[index]
         if len(slot.node.types) > 1 and ref not in self._reads:
             return "_"
@@ -428,7 +431,7 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """Returns, for the output of a Move, a value of the same variable that is not the output of a Move."""
+        """If the value is the output of a Move, returns a value of the same variable that no Move computes."""
         root = self.merged.variables[slot.name]
         refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
@@ -436,7 +439,7 @@ class Body:
     def live(self, ref: str) -> bool:
         """Returns whether a value, or another value of its variable, is read after the current node.
 
-        While lines are inserted before the current node, its own reads count too.
+        While a line is inserted before the current node, the reads of the current node also count.
         """
         if ref in self.alive:
             return True
@@ -463,7 +466,7 @@ class Body:
 
 
 def constants_of(plan: Plan) -> Mapping[str, str]:
-    """Maps the digits of each constant that a formula of the spec defines to the name of the constant."""
+    """Maps the digits of each constant to its name. Formulas of the spec define the constants."""
     return {repr(value): name for name, value, _ in plan.programs.constants}
 
 
@@ -477,10 +480,10 @@ def _branched(condition: str, first: Sequence[str], second: Sequence[str]) -> It
 
 
 def _grouped(lines: Sequence[Guarded]) -> Sequence[Group]:
-    """Returns the lines grouped by guard.
+    """Returns the lines grouped by guard, i.e. by the set of their variants.
 
-    Lines with the same guard are joined if all lines between them have guards that are disjoint from it. Groups are
-    sorted by their first variant.
+    Lines with the same guard are joined if no variant of the guard runs the lines between them. Groups are sorted by
+    their first variant.
     """
     runs: list[dict[Where, list[str]]] = [{}]
     for where, text in lines:
@@ -509,7 +512,8 @@ def _heavy(node: Node) -> bool:
 
 
 def _cost(node: Node) -> int:
-    """Returns the complexity of a node in a line: the node, its parameters, and a function call in it.
+    """Returns the complexity that a node adds to a line. The node, each of its parameters, and a function call in its
+    text count.
 
     Ops that only change a shape, and casts, are free.
     """

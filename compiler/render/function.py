@@ -87,12 +87,13 @@ def tuple_text(texts: Sequence[str]) -> str:
 def optional_arguments(
     merged: Merged, inputs: Sequence[tuple[str, TensorType, Where]], flags: Sequence[str], state: Sequence[str]
 ) -> Sequence[str]:
-    """Returns the arguments of a method whose docstring states the types. Inputs that some variants lack are optional.
+    """Returns the arguments of a method, for a method that states the types of inputs in its docstring. Inputs that
+    some variants lack are optional.
 
     Args:
         merged: The variants of the method.
         inputs: The inputs other than state, with the variants that have them.
-        flags: The names of arguments that are true or false.
+        flags: The names of boolean arguments.
         state: The text of the argument for state, if there is one.
     """
     names = (name if where == merged.every else f"{name}=None" for name, _, where in inputs)
@@ -109,7 +110,7 @@ def docstring(text: str) -> list[str]:
 
 
 def types_doc(inputs: Iterable[Named], outputs: Sequence[TensorType]) -> str:
-    """Returns a line with the types of the inputs and outputs. Inputs of one type are grouped."""
+    """Returns a line with the types of the inputs and outputs. Inputs of the same type are listed together."""
     by_type: dict[str, list[str]] = {}
     for name, type in inputs:
         by_type.setdefault(typed(type), []).append(name)
@@ -125,7 +126,7 @@ def typed(type: TensorType) -> str:
 def applied(group: Group, name: str, args: Sequence[str]) -> str:
     """Returns the call of a group's function on `args`.
 
-    If the group takes rows, the leading dims of an argument are flattened to one dim, and the result is unflattened.
+    If the group takes rows, the call flattens the leading dims of an argument to one dim, and unflattens the result.
     """
     first, flat = "", list(args)
     if group.takes_rows:
@@ -145,9 +146,9 @@ class Speller:
 
     Attributes:
         plan: the plan.
-        flags: the flags that are true of each program, such as `training`.
-        sections: the flags that are arguments of each shared method.
-        keeper: the name of the state argument in programs.
+        flags: the flags that are true in each program, such as `training`.
+        sections: for each method that several programs call, the flags among its arguments.
+        keeper: the name of the argument of programs that holds the state.
     """
 
     plan: Plan
@@ -183,7 +184,7 @@ class Speller:
     def kernel(self, graph: Graph, node: Node) -> str:
         """Returns the name of the kernel function of a node; empty if the plan has no kernel for the node.
 
-        Nodes of a group without a backward are inlined in the program, so their choice is looked up in the group.
+        A program contains the nodes of a group without a backward. The choice of such a node belongs to the group.
         """
         homes = [graph]
         for group in self.plan.programs.groups:

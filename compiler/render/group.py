@@ -23,9 +23,9 @@ ADD_SHARE = TorchCall("add_share", tuple(map(Input, range(4))))  # the sum, a ch
 class GroupContext:
     """A fused group as an autograd.Function, without a backward if no gradient flows through it.
 
-    `saved` are the values that the forward saves. `restored` are the names of the saved values in the backward; empty
-    if the backward only passes them on. `calls` are the support functions that the forward calls besides those of the
-    group's nodes.
+    `saved` are the values that the forward saves. `restored` are the names of the saved values in the backward; it is
+    empty if the backward only passes them on. `calls` are the support functions that the forward calls in addition to
+    those of the group's nodes.
     """
 
     name: str
@@ -38,7 +38,7 @@ class GroupContext:
 
 
 def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
-    """Returns the groups that have a backward. Groups that compute the same share one context."""
+    """Returns the contexts of the groups that have a backward. Groups with the same computation share one context."""
     names = group_functions(plan.programs)
     learned = [group for group in plan.programs.groups if not group.inlined]
     firsts = {names[group.name]: group for group in reversed(learned)}
@@ -54,8 +54,8 @@ def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
 def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
     """Returns the context of a group that computes its rows in chunks.
 
-    Its forward also computes the gradients, for each chunk, and saves only these. Values without rows are computed
-    before the first chunk.
+    The forward also computes the gradients of each chunk, and saves only the gradients. Values without rows are
+    computed once, before the first chunk.
     """
     rows = [label for label, type in group.forward.inputs if type.shape and isinstance(type.shape[0], str)]
     first, rest = _split(group.forward, rows)
@@ -114,7 +114,8 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
 
 def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
-    """Returns the backward of a loss, with some of its gradients before their last step, the product with `d`."""
+    """Returns the backward of a loss without the last step of the gradients `names`. This step is the product with `d`,
+    the incoming gradient."""
     last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
     assert all(node.op == SCALED for node in last.values())
     outputs = tuple((name, last[name].inputs[0] if name in last else ref) for name, ref in graph.outputs)
@@ -122,7 +123,8 @@ def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
 
 
 def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
-    """Returns the nodes of a graph that read no rows, and the others, which receive their values as inputs."""
+    """Splits a graph in two: the nodes that do not depend on rows, and the others, which receive the values of the
+    first as inputs."""
     first: list[Node] = []
     known = {name for name, _ in graph.inputs if name not in rows}
     for node in graph.nodes:
@@ -139,14 +141,14 @@ def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
 
 
 def _bound(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns the assignments of texts to names, without those of a name to itself."""
+    """Returns the assignments of texts to names. An assignment of a name to itself is omitted."""
     return [f"{name} = {text}" for name, text in pairs if name != text]
 
 
 def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
     """Returns the context of a group with a backward.
 
-    If the group has products, it accepts any leading dims, flattened to one dim.
+    If the group has products, its function accepts inputs with any leading dims, flattened to one dim.
     """
     forward = _body(plan, group.forward, frozenset(group.saved))
     (_, result), *_ = group.forward.outputs

@@ -63,7 +63,7 @@ def exists(template: str) -> bool:
 def environment() -> jinja2.Environment:
     """Returns the Jinja environment.
 
-    Undefined names raise an error. Lines with only a block tag leave no blank line.
+    Undefined names raise an error. A template line with only a block tag renders no blank line.
     """
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -87,7 +87,8 @@ def render(template: str, context: object, source: str, key: str, known: Collect
         context: the typed context, `c` in the template.
         source: the path of the spec file, for headers.
         key: the plan key, for headers.
-        known: the names that the text may read although it does not define them, because it is a part of a module.
+        known: names that the text may read without defining them. They are defined elsewhere in the module of which the
+            text is a part.
 
     Raises:
         TemplateFault: if the template is invalid, reads an undefined name, or renders Python that does not parse or
@@ -118,7 +119,7 @@ def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
 def _require_python(text: str, template: str, known: Collection[str]) -> None:
     """Raises TemplateFault if `text` is not valid Python, or reads a name that is neither defined nor `known`.
 
-    The error states the line of the template, if a line of it can render the invalid line.
+    The error states the line of the template that can render the invalid line, if there is such a line.
     """
     try:
         names = [*_undefined(symtable.symtable(text, template, "exec"))]

@@ -1,4 +1,4 @@
-"""Renders rolled loops over blocks, and scans as loops over time."""
+"""Renders two kinds of loops: rolled loops over blocks, and scans, which are loops over time."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,8 +53,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns the values of each argument. Each value is an input name of the loop and the blocks that read it. For the
-    last value, None stands for all other blocks."""
+    """Returns the possible values of each argument of a block. A value is the name of an input of the loop, with the
+    blocks that read it. The last value has None instead, which stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -68,7 +68,7 @@ def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
-    """Returns the blocks before which a join calls a method other than `forward`, by method."""
+    """Maps each join method other than `forward` to the blocks that follow a join with this method."""
     methods = dict.fromkeys(method for _, method in loop.join_methods)
     return {name: [layer for layer, method in loop.join_methods if method == name] for name in methods}
 
@@ -83,7 +83,7 @@ class LoopText:
         block: the class of its blocks.
         tables: the tables of the module.
         keeper: the name of the state argument in the function.
-        first: the index of the first block's state in a cache.
+        first: the index of the state of the first block in a cache.
         flags: for each flag of the blocks, the variants in which it is true.
     """
 
@@ -130,13 +130,14 @@ class LoopText:
         body.hold(name, slot.name)
 
     def _lists(self, joins: Sequence[str]) -> Mapping[str, str]:
-        """Returns the name of the list of each output of blocks that later blocks read, by label."""
+        """Maps the label of each output that later blocks read to the name of the Python list that collects this
+        output."""
         read = {label for _, label, _ in self.loop.earlier} | ({""} if joins else set())
         return {label: f"all_{label}" if label else "outputs" for label in sorted(read)}
 
     def _table(self, name: str, plain: Mapping[int, str], values: Mapping[int, object]) -> str:
-        """Returns the table that holds the values of a variant, or the text `plain` if there is no table. If variants
-        differ, adds a line that assigns the table to `name`."""
+        """Returns the name of the table that holds the values, or the text `plain` if there is no table. If the tables
+        of variants differ, adds a line that assigns the table of the variant to `name`, and returns `name`."""
         named = {variant: self.tables.named(repr(value)) for variant, value in values.items()}
         texts = {**plain, **named}
         text, *others = dict.fromkeys(texts[variant] for variant in sorted(self.slot.nodes))
@@ -206,14 +207,15 @@ class LoopText:
 
 
 def _assign_pending(body: Body, operands: Sequence[Operand]) -> None:
-    """Assigns the pending values, which every block reads, so that they are computed once before the loop."""
+    """Assigns the pending values among the operands before the loop. Every block reads the operands, so they would
+    otherwise be computed once per block."""
     for operand in operands:
         if operand[0][0] in body.pending:
             body.write(operand[0][0])
 
 
 def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping[str, Where]) -> Iterator[str]:
-    """Yields the flags that blocks are given."""
+    """Yields the flags that the loop passes to its blocks, as arguments."""
     for flag in names:
         where = flags.get(flag, frozenset()) & slot.where
         if where == slot.where:
@@ -224,7 +226,7 @@ def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping
 
 
 def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, Where]) -> None:
-    """Adds the line that makes a dict with the initial state of every block.
+    """Adds the line that creates a dict with the initial state of every block.
 
     Args:
         body: The body to add the line to.

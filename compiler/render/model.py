@@ -144,7 +144,7 @@ def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
 
 
 def _by_number(entry: tuple[str, str]) -> str:
-    """Returns a sort key that orders n9 before n10, as import sorters do."""
+    """Returns a sort key by which n9 comes before n10, as in import sorters."""
     return re.sub(r"\d+", lambda digits: digits[0].zfill(12), entry[0])
 
 

@@ -24,7 +24,8 @@ FITTING = 72  # characters of a block's state that fit on one line with a compre
 
 
 def keeper_of(programs: Programs) -> str:
-    """Returns the name of the state argument: `cache`, or, for models of pairs, `state`, a dict by spec path."""
+    """Returns the name of the argument that holds the state. It is `cache`. For models of pairs, it is `state`, a dict
+    by spec path."""
     names = (name for graph in programs.programs for name, _ in (*graph.inputs, *graph.outputs))
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
 
@@ -33,7 +34,8 @@ def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
     """Returns the flags of each program.
 
     `training`: the program trains. `rounded`: the program fake-quantizes the inputs of products. `once`: the program
-    runs each block once. If the blocks have separate methods in a phase, the name of these methods is also a flag.
+    runs each block once. If the blocks have separate methods in a phase of training, the name of these methods is also
+    a flag.
     """
     trains = {"train", *(phase.train for phase in programs.phases)}
     flags = {}
@@ -61,7 +63,7 @@ class Methods:
     outer_state: Sequence[str]  # the state outside of blocks, in order
 
     def distinguishes(self, name: str, merged: Merged) -> bool:
-        """Returns whether a method that several programs call can distinguish them."""
+        """Returns whether the arguments of a method that several programs call distinguish these programs."""
         try:
             self.shared(name, merged)
         except Indistinguishable:
@@ -151,7 +153,8 @@ class Methods:
     def _unpacked(
         self, merged: Merged, state: Mapping[str, Where]
     ) -> tuple[Mapping[str, str], Sequence[tuple[frozenset[str], str, Where]]]:
-        """Returns the local names of state outside of blocks, and the lines that unpack it."""
+        """Returns the names of local variables for the state outside of blocks, and the lines that unpack this
+        state."""
         taken = {name for name, _, _ in merged.inputs()}
         words = {name: name.split(".")[1:] for name in state}
         last = [path[-1] for path in words.values()]
@@ -188,7 +191,7 @@ def _places(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
 
 
 def _new_state(body: Body) -> str:
-    """Returns the text of the dict of a new state."""
+    """Returns the text of the dict that holds a new state."""
     operands = dict(body.merged.outputs)
     begins = {slot.name for slot in body.merged.slots if isinstance(slot.node.op, Begin)}
     entries = {label: f"**{body.text(op)}" for label, op in operands.items() if op[0][0] in begins}
@@ -200,7 +203,7 @@ def _new_state(body: Body) -> str:
 def _wanted(merged: Merged) -> dict[str, str]:
     """Returns preferred names: `x` for a loop's result, and the blocks' argument name for a loop's initial value.
 
-    The latter applies if all blocks also receive the initial value as an argument.
+    The second name applies if all blocks also receive the initial value as an argument.
     """
     names: dict[str, str] = {}
     for slot in merged.slots:

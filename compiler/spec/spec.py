@@ -304,13 +304,15 @@ class Spec(StrictModel):
             yield Problem(("compute",), "S293", message, "remove one of the two", (("the model", ("model", "dtype")),))
         if self.train.precision.masters == "bf16" and self.computes_in != "bf16":
             dtype = self.computes_in or "the dtype of its target"
-            message = f"masters in bf16 are the weights that a model in bf16 reads, but it computes in {dtype}"
+            message = f"masters in bf16 need a model that computes in bf16, but this model computes in {dtype}"
             yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
         if self.train.precision.masters == "bf16" and self.model.reads == "lines":
-            message = "rounding draws from Torch's generator, as dropout of lines does, whose draws differ by process"
+            message = (
+                "masters in bf16 need a model of text; with lines, dropout draws from the generator that rounds masters"
+            )
             yield Problem(("masters",), "S293", message, "remove masters; models of text draw dropout by counters")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
-            message = "qat rounds copies of weights in f32, but the masters are bf16, and have no copies"
+            message = "qat rounds copies of weights in f32, but masters in bf16 have no copies"
             yield Problem(("masters",), "S293", message, "remove masters, or remove qat")
         if self.train.precision.tf32 and self.computes_in != "f32":
             message = f"tf32 changes products in f32, but the model computes in {self.computes_in or 'bf16'} on a GPU"

@@ -314,7 +314,7 @@ class TrainSpec(StrictModel):
             late.append(("average", self.average.below, (self.steps or 0) % every + 1))
         for name, below, left in late:
             if (lowest := self.schedule.lowest(self.steps, left)) >= below:
-                message = f"{name} starts at a multiplier below {below:g}, but the schedule only reaches {lowest:g}"
+                message = f"{name} starts when the schedule falls below {below:g}, but it falls only to {lowest:g}"
                 hint = "lower the end of the schedule (warmdown_steps or warmdown_fraction, floor), or raise `below`"
                 related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()
                 yield Problem((name, "below"), "S269", message, hint, related)

@@ -23,13 +23,14 @@ class Library:
     """A third-party attention kernel.
 
     Attributes:
-        name: The library's usual name.
+        name: The common name of the library.
         call: The name of its calls in templates/torch/attention_calls.jinja.
-        widest: The maximum number of channels per head.
+        widest: The largest number of channels per head.
         step: The number of channels per head must be a multiple of this.
-        home: Targets with one of these features prefer the library. The choice equals that of Torch's own dispatch.
+        home: Features of targets. A target with one of these features prefers the library, as Torch's own dispatch
+            does.
         extra: Whether the library has to be installed in addition to Torch.
-        unequal: Whether values may have fewer channels than keys.
+        unequal: Whether the values may have another number of channels per head than the keys.
     """
 
     name: str
@@ -58,9 +59,9 @@ class AttentionContext:
     Attributes:
         repeats: A sentence that states whether repeated calls return the same bits.
         imports: The statements that import flash-attn-4; none for other libraries.
-        wanted: The rows of the table of input checks.
+        wanted: The rows of the table of input checks. A row has the name, the required shape and the required dtype.
         call: The macro of the library call in attention_calls.jinja.
-        ordered: Whether sums must have a fixed order.
+        ordered: Whether sums must have a fixed order, so that repeated calls return the same bits.
     """
 
     op: GeneratedFunction
@@ -77,7 +78,8 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel(Kernel):
-    """The kernel of a library for one direction, forward or backward. It accepts 16-bit heads of certain sizes."""
+    """The forward or the backward kernel of a library. It accepts heads of 16-bit values, if the library supports their
+    size."""
 
     by: Library = CUDNN
 
@@ -177,7 +179,7 @@ FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HO
 
 
 def fake_outputs(site: Site) -> str:
-    """Returns the outputs of the fake of a kernel as Python text."""
+    """Returns the outputs of a kernel's fake implementation, which Torch calls for tracing, as Python text."""
     if is_gradient(site):
         return "q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)"
     y = "q.shape" if unequal(site) is None else f"*q.shape[:3], {inputs_of(site)['v'].width}"
@@ -190,7 +192,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def unequal(site: Site) -> str | None:
-    """Returns the reason to reject values with another number of channels than keys; None if the numbers are equal."""
+    """Returns the reason to reject a site whose values have another number of channels than its keys; None if the
+    numbers are equal."""
     inputs = inputs_of(site)
     keys, values = inputs["k"].width, inputs["v"].width
     return None if keys == values else f"takes values with as many channels as keys; these have {values} and {keys}"

@@ -1,4 +1,4 @@
-"""Lists of blocks of scores for libraries: tiles with masked pairs, and tiles without."""
+"""Lists of blocks of scores, for libraries: blocks with some masked pairs of query and key, and blocks without any."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from specc.compiler.kernels.lines import listed, nested
 
 @dataclass(frozen=True, slots=True)
 class BlockLists:
-    """The context of templates/triton/attention_blocks.jinja, which has a kernel and its launch.
+    """The context of templates/triton/attention_blocks.jinja, which contains a kernel and its launch function.
 
     Attributes:
         queries: The number of queries of a block.
@@ -21,7 +21,7 @@ class BlockLists:
         every: The line that computes whether a block has no masked pair.
         function: The signature of the function that launches the kernel.
         launch: The statement that launches the kernel.
-        sequences: The number of sequences whose blocks are listed.
+        sequences: The number of sequences for which blocks are listed.
     """
 
     queries: int

@@ -1,4 +1,5 @@
-"""Attention with a score and a mask by flash-attn-4, and its gradient: the expressions as functions of the CuTe DSL."""
+"""Attention with a score and a mask, and its gradient, by flash-attn-4. The expressions of score and mask become
+functions of the CuTe DSL."""
 
 import re
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ _NAMES = re.compile(r"[A-Za-z_]\w*")
 class Hook:
     """A function that flash-attn-4 compiles into its kernel.
 
-    flash-attn-4 distinguishes hooks by their text alone. The text therefore contains all numbers, and calls only
-    functions that have the same text in all files.
+    flash-attn-4 distinguishes hooks only by their text. The text of a hook therefore contains all numbers, and calls
+    only functions that have the same text in all files.
 
     Attributes:
         signature: The first line of the function.
@@ -54,7 +55,7 @@ class FlashScoredContext:
     """The context of templates/torch/flash_scored_attention.py.jinja.
 
     Attributes:
-        how: A description of the algorithm, and a sentence on whether repeated calls return the same bits.
+        how: A description of the algorithm. It states whether repeated calls return the same bits.
         modules: The statements that import modules other than Torch.
         imports: The statements that import the compiler of hooks and flash-attn-4.
         helpers: Name and value of the functions that hooks call.
@@ -62,7 +63,7 @@ class FlashScoredContext:
         blocks: The lists of blocks of scores; None if the mask needs none.
         wanted: Rows of the table of input checks.
         call: The lines that call flash-attn-4 and return its results.
-        fake: The statement that returns outputs without values.
+        fake: The statement of the fake implementation, which returns outputs without values.
     """
 
     op: GeneratedFunction
@@ -81,8 +82,8 @@ class FlashScoredContext:
 
 
 class FlashScored(AttentionKernel):
-    """The forward, or the gradient of q, k, v and of sinks. flash-attn-4 returns no gradient of a tensor that a hook
-    reads. Other kernels compute the gradient of a score with learned tables."""
+    """The forward, or the gradient of q, k, v and sinks. flash-attn-4 returns no gradients of tensors that hooks read,
+    so other kernels compute the gradient of a score with learned tables."""
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
@@ -100,10 +101,11 @@ class FlashScored(AttentionKernel):
 
 
 def _misread(site: Site) -> str | None:
-    """Returns the variable that the gradient's hooks read and get wrongly, or None.
+    """Returns a variable for which flash-attn-4 passes wrong values to the hooks of the gradient, or None.
 
-    flash-attn-4 computes the gradient by query heads, and divides the indices of heads and queries that it passes to
-    `score_mod` and `score_mod_bwd` by the number of heads that share a key, as if they were packed (4.0.0b36).
+    flash-attn-4 (4.0.0b36) computes the gradient for each query head. It divides the indices of heads and queries that
+    it passes to `score_mod` and `score_mod_bwd` by the number of query heads per key head, which is only correct for
+    packed heads.
     """
     inputs = inputs_of(site)
     if inputs["q"].shape[-2] == inputs["k"].shape[-2]:
@@ -178,7 +180,8 @@ class _FlashWriter:
             yield _hook(f"mask({end})", doc, start, cute_text(self.mask.condition, whole=True))
 
     def _element(self, reading: Reading) -> str:
-        """Returns the statement that loads an element of a table. The index of a masked pair may be out of range."""
+        """Returns the statement that loads an element of a table. The statement is valid for masked pairs, whose index
+        may be out of range."""
         index: Expr = reading.index
         if not set(variables(index)) <= {"h"}:
             index = Call("min", (Call("max", (index, ZERO)), Const(reading.size - 1)))

@@ -1,4 +1,4 @@
-"""Attention with a score and a mask by Torch's FlexAttention, and its gradient."""
+"""Attention with a score and a mask, and its gradient, by Torch's FlexAttention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -70,7 +70,7 @@ class FlexContext:
 class FlexKernel(Kernel):
     """Attention by FlexAttention, for 16-bit heads of at least 16 channels.
 
-    Where a Triton kernel also accepts the site, only a measurement in the lock chooses this one.
+    If a Triton kernel also accepts the site, this kernel is chosen only by a measurement in the lock.
     """
 
     RANK: ClassVar[int] = 7

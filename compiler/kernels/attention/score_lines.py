@@ -1,8 +1,9 @@
 """Triton code of scores, masks and table reads, for a tile of queries and keys.
 
-Names in the kernels: i, j and h are the int32 positions of a tile, i0 and j0 its first positions, s the scaled product,
-and seen the condition that a pair is not masked. fi, fj and fh are i, j and h in fp32, converted once per position,
-because a conversion per score would take as long as the exponential.
+Names in the kernels: i and j are the int32 positions of the queries and keys of a tile, h is its head, and i0 and j0
+are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh
+are i, j and h in fp32. They are converted once per position, because a conversion per score would take as long as
+the exponential.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,12 +27,12 @@ DIFFERENCE = {"i": Var("j") + Var("d")}
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A read of one element of a table per score.
+    """A read of a learned table by a score. Each score reads one element.
 
     There are three kinds of reads. If the index depends on the head alone, the element is loaded once. If it depends on
-    the head and on i - j, the kernel loads tiles of a strip: a copy of the elements in the order in which a row of
-    tiles reads them. A tile whose scores all read the element of the most distant pair needs no strip. With any other
-    index, each score loads an element.
+    the head and on i - j, the kernel loads elements from a strip: a copy of the table in the order in which a row of
+    tiles reads it. A tile needs no strip if all of its scores read the same element as the most distant pair. With any
+    other index, each score loads its own element.
 
     Attributes:
         name: The name of the element in the score.
@@ -39,7 +40,7 @@ class Reading:
         size: The number of elements of the table.
         indices: The index of each dim, over i, j and h.
         index: The flat index of the element, over i, j and h.
-        slope: The derivative of the score by the element, as Triton code.
+        slope: The derivative of the score with respect to the element, as Triton code.
     """
 
     name: str
@@ -58,13 +59,13 @@ class Reading:
     def distance(self) -> Expr | None:
         """The flat index as an expression over the distance d = i - j and the head h.
 
-        None if the index does not depend on i and j, or depends on them in another way than by d.
+        None if the index does not depend on i and j, or does not depend on them through d alone.
         """
         return None if self.per_head else by_distance(self.index)
 
     @property
     def located(self) -> str:
-        """The line that computes the flat index over d and h; "" if the index depends on more than d and h."""
+        """The line that computes the flat index from d and h; "" if the index depends on more than d and h."""
         if self.general:
             return ""
         place = self.index if self.distance is None else substitute(self.distance, {"d": Var("i")})
@@ -77,14 +78,14 @@ class Reading:
         return not self.per_head and self.distance is None
 
     def source(self, by_keys: bool = False) -> str:
-        """Returns the name of the tensor that the kernel reads: the table, or a strip. `by_keys` selects the strip by
-        rows of keys."""
+        """Returns the name of the tensor that the kernel reads: the table or a strip. `by_keys` selects the strip for
+        rows of tiles of keys."""
         if self.distance is None:
             return f"{self.table}_table"
         return f"{self.name}_by_keys" if by_keys else f"{self.name}_by_queries"
 
     def first(self, by_keys: bool = False) -> list[str]:
-        """Returns the lines that load the element that all scores of a head read."""
+        """Returns the lines that load the element of a head, which all scores of the head read."""
         if self.per_head:
             return [self._load(self.name, triton_text(self.index, whole=True))]
         if self.distance is None:
@@ -118,7 +119,7 @@ class Reading:
         """Returns lines that compute bounds of a tile, and the condition that all scores of the tile read the same
         element.
 
-        If the index depends on i - j, this is the element of the most distant pair.
+        If the index depends on i - j, this element is the one of the most distant pair.
         """
         lines, conditions = [], []
         for place, index in enumerate(self.indices):
@@ -163,8 +164,8 @@ class Reading:
         ]
 
     def begin_sums(self, exact: bool) -> list[str]:
-        """Returns the lines that set the sums of a row of tiles to 0. The row is one of keys if the read is `general`,
-        and otherwise one of queries."""
+        """Returns the lines that set the sums of a row of tiles to 0. If the read is `general`, this is a row of keys;
+        otherwise, it is a row of queries."""
         name, row = f"{self.name}_sums", "(b.to(tl.int64) * G + g)" if self.general else "(b.to(tl.int64) * H + h)"
         size = f" * {self.size}" if self.general else ""
         place = f"{self.name}_place = {name}_ptr + ({row} * tl.num_programs(0) + tile){size}"
@@ -181,7 +182,8 @@ class Reading:
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
-        """Returns the lines that add a tile to the sums. With `exact`, they also sum the correction of rounding."""
+        """Returns the lines that add a tile to the sums. With `exact`, they also sum the correction of rounding
+        errors."""
         sums, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general and masked:
             return [f"{sums} += sums_by_index({self.gradient}, {self._place(True)}, seen, {entries})"]
@@ -202,7 +204,7 @@ class Reading:
         return f"tl.store({self.name}_place, tl.sum({name}{error}))"
 
     def finish_sums(self) -> list[str]:
-        """Returns the lines of a launch that add the sums to the gradient of the table."""
+        """Returns the lines of the launch function that add the sums to the gradient of the table."""
         grad, sums = f"d{self.table}_table", f"{self.name}_sums"
         if self.general:
             return [f"{grad} += {sums}.sum((0, 1, 2)).view({grad}.shape)"]
@@ -219,13 +221,13 @@ class ScoreLines:
     Attributes:
         calls: The name and value of each function that the score and its derivatives share.
         value: The score, over s, positions and elements of tables.
-        slope: The derivative of the score by s; "" if it is 1.
+        slope: The derivative of the score with respect to s; "" if it is 1.
         mask: The condition that a query attends to a key.
         some: The condition that some pair of a tile is not masked, over the bounds of the tile.
         every: The condition that no pair of a tile is masked, and that all scores of the tile read the same elements.
         bounds: The lines that define the names in `every`.
         readings: The reads of tables.
-        floats: The names of `FLOATS` that occur, with their values.
+        floats: The names of `FLOATS` that occur in the code, with their values.
         documents: Whether the mask reads `start`.
     """
 
@@ -279,22 +281,22 @@ class ScoreLines:
 
     @property
     def by_distance(self) -> tuple[Reading, ...]:
-        """The reads whose index depends on i and j only through i - j."""
+        """The reads whose index depends on i and j through i - j alone."""
         return tuple(reading for reading in self.readings if reading.distance is not None)
 
     def convert(self, *names: str) -> tuple[str, ...]:
-        """Returns the lines that compute the `names` that occur in the code."""
+        """Returns the lines that compute those of `names` that occur in the code."""
         return tuple(f"{name} = {self.floats[name]}.to(tl.float32)" for name in names if name in self.floats)
 
     def scores(self, masked: bool, by_keys: bool = False) -> tuple[str, ...]:
-        """Returns the lines that compute the scores x of a tile and, if some are masked, first the mask `seen`."""
+        """Returns the lines that compute the scores x of a tile. If `masked`, they also compute the mask `seen`."""
         mask = (nested("seen", self.mask, 8),) if masked else ()
         loads = (line for reading in self.readings for line in reading.load(masked, by_keys))
         return *mask, *loads, *(nested(*call, 8) for call in self.calls), nested("x", self.value, 8)
 
 
 def by_distance(expr: Expr) -> Expr | None:
-    """Returns the expression as a function of d = i - j; None if it depends on i and j in another way."""
+    """Returns the expression as a function of d = i - j; None if it does not depend on i and j through d alone."""
     moved = simplify(substitute(expr, DIFFERENCE))
     return None if "j" in variables(moved) else moved
 
@@ -309,8 +311,8 @@ def _reading(read: TableRead, slope: Expr, shape: tuple[int, ...]) -> Reading:
 
 
 def _floating(expr: Expr) -> Expr:
-    """Renames positions outside of integer subexpressions by FLOATS, and replaces division by a number with
-    multiplication.
+    """Replaces positions outside of integer subexpressions by their names in FLOATS, and replaces division by a number
+    with multiplication.
 
     A per-head factor times (i - j) becomes two products: one per query of a tile, and one per key.
     """
@@ -334,7 +336,7 @@ def _floating(expr: Expr) -> Expr:
 
 
 def _named(expr: Expr, calls: dict[Expr, str]) -> Expr:
-    """Replaces calls of tanh by variables, whose arguments are added to `calls`."""
+    """Replaces calls of tanh by variables, and adds the arguments of these calls to `calls`."""
     expr = rebuild(expr, lambda part: _named(part, calls))
     match expr:
         case Call("tanh", (argument,)):

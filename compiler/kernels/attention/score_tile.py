@@ -12,8 +12,8 @@ NARROWEST = 16  # rows and columns of a product on tensor cores
 
 @dataclass(frozen=True, slots=True)
 class ScoreTile:
-    """The number of queries and keys whose scores a program computes at a time, with `warps` warps and `stages` loads
-    in flight.
+    """The numbers of queries and keys of a tile. A program has `warps` warps and `stages` loads in flight, and computes
+    the scores of one tile at a time.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -41,7 +41,8 @@ class ScoreTile:
 
 @dataclass(frozen=True, slots=True)
 class ScoreGradTile:
-    """The tiles of the kernels of dq (`queries`), and of dk and dv (`keys`)."""
+    """The tiles of the two gradient kernels: `queries` of the kernel that computes dq, `keys` of the kernel that
+    computes dk and dv."""
 
     queries: ScoreTile
     keys: ScoreTile

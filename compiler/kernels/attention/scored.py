@@ -1,5 +1,5 @@
-"""Causal attention with a score and a mask as expressions, and its gradient, in Triton. Fully masked tiles are
-skipped."""
+"""Causal attention with a score and a mask as expressions, and its gradient, in Triton. The kernels skip fully masked
+tiles."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -23,10 +23,10 @@ RANK = 3  # after the libraries' kernels for plain causal attention
 
 
 class ScoredKernel(Kernel):
-    """The base class of the kernels of both directions. Accepts 16-bit heads of at most 256 channels.
+    """The base class of the forward and the gradient kernel. Accepts heads of at most 256 channels of 16-bit values.
 
-    A separate kernel lists the tiles of scores first. Fully masked tiles are not in the list. Tiles without masked
-    pairs are computed without the mask.
+    A separate kernel first lists the tiles of scores that are not fully masked. The mask is not computed for tiles
+    without masked pairs.
     """
 
     RANK: ClassVar[int] = RANK

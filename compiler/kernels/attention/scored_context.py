@@ -35,13 +35,14 @@ SINK = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A loop over the tiles of a row that have no masked pairs, or over those that have some.
+    """A loop over some tiles of a row: those that have masked pairs, or those that have none.
 
     Attributes:
         comment: A comment on the loop.
         span: The bounds of the loop, as arguments of `tl.range`.
         tiles: The number of tiles of the loop, in the kernel of dk and dv.
-        start: The first tile of the loop, followed by " + "; "" if it is the first tile of the row.
+        start: The index of the first tile of the loop, followed by " + "; "" if the loop begins with the first tile of
+            the row.
         keys: Additional arguments of the loads of keys and values.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
         base: The value that is subtracted from scores before the exponential.
@@ -72,11 +73,11 @@ class ScoredContext:
         list_tiles: The signature of the function that launches that kernel.
         tiles_arguments: The arguments of the launch.
         listing: The call of that function, without the arguments for the sizes of tiles.
-        diagonals: The reads whose gradients are summed along i - j, with the signatures of the kernels that compute
-            these sums.
+        diagonals: The reads whose gradients are summed over pairs of equal i - j, with the signatures of the kernels
+            that compute these sums.
         classes: Lines of these kernels that determine whether some scores of a tile are masked.
         mixed: Lines that compute the scores of a tile with masked pairs.
-        located: The reads whose elements, by head and distance, are gathered before the launch.
+        located: The reads whose elements are gathered before the launch, by head and distance.
         helpers: Templates of functions that the kernels call.
         entries: The largest number of elements of a table whose sums fit into a program.
         body: The template of the kernels and their launch.
@@ -155,7 +156,8 @@ def is_gradient(site: Site) -> bool:
 
 
 def prefix_reason(site: Site) -> str | None:
-    """Returns why kernels that list tiles of causal masks reject the mask of a site; None if they do not."""
+    """Returns the reason why kernels that list the tiles of causal masks reject the mask of a site; None if they accept
+    the mask."""
     if sees_later(op_of(site).mask, number_of(inputs_of(site)["q"].shape[-2])):
         return "takes causal masks; this one lets the tokens of a prefix attend to each other"
     return None
@@ -284,10 +286,11 @@ class Writer:
         )
 
     def _error(self) -> list[str]:
-        """Returns the lines that initialize and compute the error of delta, which the rounding of y causes.
+        """Returns the lines that initialize and compute the error of delta, the sum of dy y. The rounding of y causes
+        this error.
 
-        Without rounding, the sum of p dy v^T over the keys equals dy y. The sum of p (dy v^T - delta) is therefore the
-        error of delta. Gradients of tables are sums over many pairs and need this correction.
+        Without rounding, the sum of p dy v^T over the keys equals delta. The sum of p (dy v^T - delta) is therefore the
+        error. Gradients of tables are sums over many pairs, so they need a correction for this error.
         """
         if not self.exact:
             return []
@@ -306,7 +309,7 @@ class Writer:
         return tuple(f"triton/scored_attention_{name}.jinja" for name, used in names if used)
 
     def function(self, by: str) -> GeneratedFunction:
-        """Returns the description of the generated function. `by` completes its summary."""
+        """Returns the description of the generated function. `by` is the end of the summary."""
         values = self.inputs | self.outputs
         shapes = {
             name: f"[{', '.join(self._shape(name, type, *'BT', self.heads, self.kv_heads, self.channels))}]"
@@ -378,7 +381,8 @@ class Writer:
         return (f"start = tl.load(start_ptr + {place}, mask=i < T, other=0).to(tl.int32)",)
 
     def _part(self, masked: bool) -> Part:
-        """Returns the loop of a row of queries over whole tiles, or over tiles with a masked pair."""
+        """Returns the loop of a row of queries over tiles with masked pairs if `masked`, and otherwise over tiles
+        without."""
         weights = "tl.exp2(x * LOG2E - lse[:, None])"
         inside = (
             [f"(key[:, None] < T){self.inside}" if self.inside else "key[:, None] < T"]
@@ -404,7 +408,8 @@ class Writer:
         )
 
     def _key_part(self, masked: bool) -> Part:
-        """Returns the loop of a row of keys over whole tiles, or over tiles with a masked pair."""
+        """Returns the loop of a row of keys over tiles with masked pairs if `masked`, and otherwise over tiles
+        without."""
         weights = "tl.exp2(x * LOG2E - lse[None, :])"
         begin = [*self.lines.convert("fi", "fj", "fh"), *(self._start("begin + i") if masked else ())]
         begin += [line for reading in self.lines.readings for line in reading.first(by_keys=True)]
@@ -436,7 +441,8 @@ class Writer:
         return self._kernel("keys", tensors, [], "DK_")
 
     def _diagonals(self, reading: Reading) -> tuple[str, list[str]]:
-        """Returns the signature and the launch of the kernel that sums the gradient of a read along i - j."""
+        """Returns the signature and the launch of the kernel that sums the gradient of a read over pairs of equal i -
+        j."""
         name, room = f"{reading.name}_diagonals", f"{SPLITS}, H, 2, t"
         tensors = ["dy", "q", "k", "v", "lse", "delta", *self._read(), name]
         signature, arguments = self._kernel(name, tensors, [("B", "b")], "DQ_")

@@ -35,8 +35,8 @@ MOST_PAIRS = 1024
 class PairTile:
     """The work of one program. A pair is one key head of one sequence.
 
-    `pairs` pairs are processed in sequence by `warps` warps, with `stages` loads in flight. Raises ValueError if a
-    field is out of its bounds.
+    A program of `warps` warps processes `pairs` pairs in sequence, with `stages` loads in flight. Raises ValueError if
+    a field is out of its bounds.
     """
 
     pairs: int
@@ -145,8 +145,8 @@ SHORT_SEEN_GRAD = ShortAttention("short_seen_attention_grad", "triton", _NEEDS, 
 
 
 def pair_tile(site: Site) -> PairTile:
-    """Returns the default tile: one pair per program, and the smallest number of warps whose registers hold the scores
-    and heads of the pair."""
+    """Returns the default tile. A program processes one pair, and has the smallest number of warps whose registers hold
+    the scores and heads of the pair."""
     rows, width = _rows(site), _block(number_of(inputs_of(site)["q"].width))
     if rows <= 32:
         return PairTile(1, max(1, width // 32), 1)

@@ -1,4 +1,5 @@
-"""The Python function of a product and its epilogue, the same for every language."""
+"""The Python function that generated code calls for a product and its epilogue. It is the same for kernels of every
+language."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ class Product:
     """The fields that the templates of a product have in all languages.
 
     Attributes:
-        x: The input whose rows and device the other inputs must share.
+        x: The input of the product. The other inputs must have the same number of rows and the same device.
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
         result: The returned expression.
@@ -50,8 +51,8 @@ def product_function(
     Args:
         site: The product.
         epilogue: The inputs and outputs of the product.
-        words: A description of the products and the epilogue; if unset, that of a single kernel.
-        formulas: The formulas; if unset, those of `epilogue`.
+        words: A description of the products and the epilogue; by default, a single kernel computes both.
+        formulas: The formulas; by default, those of `epilogue`.
 
     Returns:
         The description.

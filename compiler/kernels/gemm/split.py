@@ -11,7 +11,7 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value
 class GivenProduct:
     """The product of x and `weight`, computed by the library and rounded to the dtype of x.
 
-    `into` names an output of the node if `is_output`, and otherwise a temporary.
+    `into` is the name of an output of the node if `is_output`, and otherwise the name of a temporary.
     """
 
     weight: Value
@@ -32,8 +32,9 @@ class GivenProduct:
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
     """Returns the remaining epilogue, with one accumulator, and the products that the library computes before it.
 
-    The kernel computes the last product. In a gated activation, this is the gate, so the exponential of the gate is
-    computed from an unrounded accumulator. If an output equals a product of the library, the library writes the output.
+    The kernel computes the last product. In a gated activation, the last product is the gate. Its exponential is
+    therefore computed from an unrounded accumulator. If an output equals a product of the library, the library writes
+    the output directly.
     """
     *firsts, accumulator = epilogue.accumulators
     *weights, weight = epilogue.weights

@@ -1,5 +1,5 @@
-"""A product and its pointwise epilogue as one Triton kernel: persistent with TMA if the target has it, else with plain
-pointers."""
+"""A product and its pointwise epilogue as one Triton kernel. On a target with TMA, the kernel is persistent and uses
+TMA; otherwise, it uses plain pointers."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -18,8 +18,8 @@ GROUP = 8  # tiles of rows that run next to each other, so that they find their 
 
 @dataclass(frozen=True, slots=True)
 class TmaContext:
-    """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are signatures; tuples are lines of
-    function bodies."""
+    """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are the first lines of functions.
+    Tuples are lines of function bodies."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
     op: GeneratedFunction

@@ -66,8 +66,9 @@ def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -
         site: The site of the product.
         template: The template of the .cu file.
         tile: The tile, passed to the templates.
-        leaf: CUTLASS code by name. `evt` is the type of the tree, and `sum` the arguments of the sums. `column` and
-            `tile` are the arguments of a loaded operand: format strings over the `element` type and the `name`.
+        leaf: CUTLASS code by name. `evt` is the type of the epilogue tree. `sum` is the code of the node for the sums.
+            `column` and `tile` are format strings of the node for a loaded operand, with the fields `element` (its
+            type) and `name`.
 
     Returns:
         The files, with the Python function that launches the kernel.

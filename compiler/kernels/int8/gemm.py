@@ -18,8 +18,8 @@ LONGEST_LABEL = 64
 
 @dataclass(frozen=True, slots=True)
 class Int8Epilogue:
-    """An int8 product with the names of generated code: x [rows, K] i8, w [N, K] i8, offset [N] i32, and operands.
-    `expr` computes y [rows, N] from the sums `p` and the operands."""
+    """An int8 product with the names that generated code has for its inputs: x [rows, K] i8, w [N, K] i8, offset [N]
+    i32, and operands. `expr` computes y [rows, N] from the sums `p` and the operands."""
 
     n: int
     k: int
@@ -90,7 +90,7 @@ def int8_refusal(site: Site) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Int8Function:
-    """The Python function around a kernel. Fields with code hold whole lines.
+    """The Python function that launches a kernel. Fields with code contain whole lines.
 
     Attributes:
         op: The names, signatures and descriptions of the function.
@@ -131,14 +131,14 @@ def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Funct
 
 
 def nodes_of(label: str) -> str:
-    """Returns the code of the tuple NODES: the paths in a label, without the members of each fusion point."""
+    """Returns the code of the tuple NODES. It contains the paths in a label, without the members of fusion points."""
     paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
 def short_label(label: str) -> str:
-    """Returns the label of a file. If many nodes share the file, the label states the first node and the number of
-    other nodes. The plan page lists all nodes."""
+    """Returns the label in a file's header. If many nodes have the same file, the label states the first node and the
+    number of the others. The plan page lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 

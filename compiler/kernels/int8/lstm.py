@@ -19,9 +19,9 @@ class StepFunction:
     Attributes:
         nodes: The tuple of all nodes that call the function, for the error messages of its input check.
         size: The hidden size H.
-        k: H, padded to the K of the product with h.
+        k: The dim K of the product with h: H, padded.
         dtype: The dtype of h and c.
-        fine: The ratio of the resolutions of the second and the first code of h; None without a second code.
+        fine: The step of the first code of h divided by the step of the second code; None without a second code.
         largest: The largest code.
     """
 

@@ -78,7 +78,7 @@ def _depth(k: int) -> int:
 
 
 def _stages(k: int) -> int:
-    """Returns the number of loads in flight. A single block has nothing to prefetch."""
+    """Returns the number of loads in flight. If the reduction dim is a single block, there is nothing to prefetch."""
     return 1 if k <= WHOLE_K else 3
 
 

@@ -18,10 +18,10 @@ LEAF = {
 
 
 class GemmInt8Sm90(Kernel):
-    """Accepts any number of rows, including one. TMA fills rows outside with zeros and does not store them.
+    """Accepts any number of rows, including one. TMA reads rows beyond the last as zeros, and does not store them.
 
-    The kernel ranks first only for large weights: setting up barriers and TMA costs 1 to 3 us per call, more than a
-    small product takes.
+    The kernel ranks first only for large weights, because the setup of barriers and TMA takes 1 to 3 us per call. This
+    is more than a small product takes.
     """
 
     def rejects(self, site: Site) -> str | None:

@@ -34,8 +34,8 @@ class Heads:
 
     @property
     def halves(self) -> bool:
-        """Whether all channels of a head are rotated, and each pair has one channel of the first half and one of the
-        second half."""
+        """Whether all channels of a head are rotated, and each pair consists of a channel of the first half and a
+        channel of the second half."""
         return 2 * self.pairs == self.channels and not self.op.neighbors
 
     @property

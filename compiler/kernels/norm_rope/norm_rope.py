@@ -21,8 +21,8 @@ LOADED = 1024  # elements of a tile: 8 per thread, 16 bytes of bf16, one vector 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """The work of one program of `warps` warps: `rows` heads at the same positions of `sequences` sequences. The
-    sequences are processed one after another. Raises ValueError if a field is out of its bounds."""
+    """The work of one program of `warps` warps: the same `rows` rows (pairs of position and head) of each of
+    `sequences` sequences, one sequence after another. Raises ValueError if a field is out of its bounds."""
 
     rows: int
     sequences: int
@@ -41,9 +41,9 @@ class HeadTile:
 def head_tile(block: int) -> HeadTile:
     """Returns the tile, by rule, for rows of `block` elements.
 
-    Each thread has one load per tensor in flight, so that all loads of a tile are issued before the first value is
-    used. With two loads per tensor, the compiler waits for the first one. Four sequences share one read of the angles,
-    which leaves enough programs to fill a GPU.
+    Each thread has one load per tensor in flight. All loads of a tile are then issued before the first value is used.
+    With two loads per tensor, the compiler waits for the first load. Four sequences share one read of the angles. More
+    sequences per program would leave too few programs to fill a GPU.
     """
     return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
 
@@ -65,8 +65,8 @@ class HeadContext:
         pair: The index of the pair of channel c of a whole head.
         signed: The signed sine for each channel of a whole head.
         body: The template of the kernel's loop.
-        loops: Whether a program processes several sequences, in a loop.
-        indent: The indent of the lines in the loop, or of the same lines without a loop.
+        loops: Whether a program has a loop over several sequences.
+        indent: The indent of the lines that are in the loop if there is one.
         before: Lines before the loop.
         loads: Lines in the loop that load additional inputs.
         lines: Other lines in the loop.
@@ -227,7 +227,8 @@ _LAYOUT = ('layout = "evenly spaced tokens of contiguous heads" if tensor is x e
 
 
 def _wanted(name: str, heads: Heads) -> str:
-    """Returns a row of the table of input checks. Gain and weight are small, so they need less alignment."""
+    """Returns a row of the table of input checks. The required alignment of gain and weight is lower, because they are
+    small."""
     dtype = heads.inputs[name].dtype
     shape = {"cos": "(t, R)", "sin": "(t, R)", "weight": "(C,)", "gain": "(H, 1)"}.get(name, "heads")
     laid = "even" if name == "x" else f"{name}.is_contiguous()"

@@ -79,8 +79,8 @@ def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
 
 
 def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
-    """Returns the lines of the backward and the expression it returns. Inputs of fewer bits are converted to f32
-    first."""
+    """Returns the lines of the backward and the expression that it returns. Inputs of fewer bits than f32 are converted
+    to f32 first."""
     eps, gain, dtype = heads.op.eps, heads.op.gain, next(iter(heads.inputs.values())).dtype
     read = ["dy", "x"] if heads.reads_x else ["dy"]
     cast = "" if dtype == "f32" else f".to({DTYPES[dtype]})"

@@ -1,5 +1,5 @@
-"""Softmax cross-entropy of long rows, and in training its gradient, in CUDA C++. A row is copied to shared memory once,
-and read there twice."""
+"""Softmax cross-entropy of long rows, and in training its gradient, in CUDA C++. A row of logits is copied once to
+shared memory, and read twice from there."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -42,7 +42,7 @@ class StagedTile:
         threads: Threads per block.
         vectors: Vectors of 16 bytes that each thread holds in registers at a time.
         resident: Blocks per multiprocessor.
-        copy: How a row is copied to shared memory: by each thread with cp.async (`async`) or by TMA (`bulk`).
+        copy: How a row is copied to shared memory: `async` uses cp.async in each thread, `bulk` uses TMA.
         persistent: Whether a block processes several rows, and copies the next row while it writes the current one.
 
     Raises:
@@ -141,7 +141,7 @@ class SoftmaxLossCuda(Kernel):
     """Accepts rows that fit in shared memory but not in registers. `tile` is a measured tile; if it is None, the rule
     of `staged_tile` applies.
 
-    Logits are first scaled to base 2, so that a row with a finite logit beyond 2.3e38 gives NaN.
+    The kernel first multiplies logits by log2(e). A row with a finite logit beyond 2.3e38 therefore gives NaN.
     """
 
     TILE: ClassVar[type | None] = StagedTile
@@ -199,9 +199,9 @@ SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu
 def staged_tile(site: Site) -> StagedTile:
     """Returns the tile by rule.
 
-    If shared memory has room for two rows, each block has one row, and two blocks share a multiprocessor. One block
-    computes while the other waits. Otherwise a persistent block copies the next row while it computes. TMA is used if
-    the target has it.
+    If shared memory has room for two rows, each block processes one row, and two blocks share a multiprocessor. One
+    block computes while the other waits for its copy. Otherwise, a persistent block copies the next row while it
+    computes. TMA is used if the target has it.
     """
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"
     two = StagedTile(512, 2, 2, copy, False)
@@ -211,8 +211,8 @@ def staged_tile(site: Site) -> StagedTile:
 def shared_bytes(site: Site, tile: StagedTile) -> int:
     """Returns the bytes of shared memory per block.
 
-    Shared memory holds the sums of each warp for the current and the next row, two barriers per step if copies are
-    bulk, and one row.
+    Shared memory holds one row, and the sums of each warp for the current and the next row. With bulk copies, it also
+    holds two barriers per step.
     """
     barriers = 16 * _steps(site, tile) if tile.copy == "bulk" else 0
     return _bytes(site) + -(-(16 * (tile.threads // WARP) + barriers) // ALIGNED) * ALIGNED
@@ -313,8 +313,9 @@ def _begun(name: str) -> tuple[str, ...]:
 
 
 def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Returns three texts for a row: the lines that write the loss; the argument with the factor of the exponentials,
-    empty if the factor is 1; and the lines that write the gradient of the logits of the targets."""
+    """Returns three texts for a row. The first has the lines that write the loss. The second is the argument that
+    passes the factor of the exponentials; it is empty if the factor is 1. The third has the lines that write the
+    gradient of the targets' logits."""
     sum_of_row = "logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base)"
     if op.per_token == "nats":
         p = "float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);"
@@ -338,12 +339,13 @@ def _terms(op: SoftmaxLoss, learns: bool) -> tuple[tuple[str, ...], str, tuple[s
 
 
 def _ends(op: SoftmaxLoss) -> tuple[str, ...]:
-    """Returns the ends of the names that belong to each target."""
+    """Returns, for each target, the suffix of the names that belong to the target."""
     return ("", *(f"_{name}" for name in op.further))
 
 
 def _ended(op: SoftmaxLoss, end: str) -> tuple[str, ...]:
-    """Returns the lines that write the gradient of the logit of one target. Several targets may have the same logit."""
+    """Returns the lines that write the gradient of the logit of one target. Several targets may be the same token, so
+    they may have the same logit."""
     same = [f" + (column{other} == column{end} ? hit{other} : 0.0f)" for other in _ends(op) if other != end]
     power = f"power_of_two(fmaf(f{end}, kLog2e, -base))"
     owner = f"known{end} && threadIdx.x == column{end} / kPer % kThreads" if end else "owner"

@@ -61,9 +61,10 @@ class RowTile:
 def row_tile(width: int) -> RowTile:
     """Returns the tile, by rule, for rows of `width` columns.
 
-    A row that fits in registers is read once, and a program has several short rows. A longer row is read twice, and
-    each thread loads 16 bytes of bf16 at a time. The number of rows in flight must be small enough that L2 still holds
-    them for the second read: with 16 warps per program, at most four programs share a multiprocessor.
+    A row that fits in registers is read once; a program processes several rows if they are short. A longer row is read
+    twice, and each thread loads 16 bytes of bf16 at a time. L2 must still hold a row at its second read, so the number
+    of rows in flight must be small. Therefore a program has 16 warps, so that at most four programs share a
+    multiprocessor.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -80,18 +81,19 @@ SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024
 class Loss:
     """The context of templates/torch/softmax_op.py.jinja, which the Triton kernel and the CUDA kernel share.
 
-    A fake is the function that returns an output with the right shape and no values. Torch calls it for tracing.
-    A further target is a target of a token in addition to the next token.
+    The fake of a custom op is a function that returns outputs of the right shape without values. Torch calls the fake
+    for tracing. A further target is a target of a token in addition to the next token.
 
     Attributes:
         learns: Whether the kernel also computes the gradient.
         vocab: The number of logits of a row.
         width: The number of columns of a row, with padding after the logits.
         dtype: The dtype of the logits.
-        op: The name of the custom op. If the kernel computes the gradient, the op overwrites the logits with it.
+        op: The name of the custom op. If the kernel computes the gradient, the op overwrites the logits with the
+            gradient.
         launch: The call of `launch` in the op.
         returns: The result of the op.
-        fake: The shape of the output of the op's fake.
+        fake: The shape of the output that the op's fake returns.
         targets: The parameters of the op that hold further targets.
         signature: The first line of the op that computes the gradient.
         fake_signature: The first line of the fake of that op.
@@ -123,10 +125,10 @@ class LossContext:
         wanted: The expression of the target's logit after `bound`.
         read: The name of a loaded logit.
         bound: The line that computes `f` from a loaded logit, if `f` is not the logit itself.
-        partial: Whether some tile has columns that are not logits.
+        partial: Whether a tile may have columns that are not logits.
         padded: Whether rows have padding after the logits.
         inside: The mask of the elements of a tile that are inside the tensor of logits.
-        slope: The factor by the function's derivative, or "".
+        slope: The multiplication by the derivative of `f`, or "".
         begun: Lines that load the further targets of a token, and the logits of these targets.
         weighted: Lines that load the weights of a weighted loss, and compute its operands.
         value: The loss of a token.
@@ -243,7 +245,8 @@ SOFTMAX_LOSS_TORCH = SoftmaxLossTorch("softmax_loss_torch", "torch", computes=So
 
 
 def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
-    """Returns the lines that compute nats, lse and the gradient before the slope of f and the mean."""
+    """Returns the lines that compute nats, lse and the gradient with respect to f(z), before division by the number of
+    tokens."""
     share, (hit, *hits) = shares_of(op)
     lines = [
         nested("f", f),
@@ -268,9 +271,9 @@ def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
 def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
     """Returns the factors of softmax and of each one-hot target in the gradient of a token's loss.
 
-    With E the loss and nats = lse - f[target], dE/df = (E_nats + E_lse) softmax - E_nats onehot. In the factor of
-    softmax, the factor of a further target `n` is multiplied by the variable `known_n`, which is 1 if the token has
-    such a target and otherwise 0.
+    Let E be the loss, with partial derivatives E_nats and E_lse, and nats = lse - f[target]. Then dE/df = (E_nats +
+    E_lse) softmax - E_nats onehot. A further target `n` adds its own term to the factor of softmax. This term is
+    multiplied by the variable `known_n`, which is 1 if the token has such a target and otherwise 0.
     """
     loss = reread(op.per_token)
     targets = ("nats", *(f"nats_{name}" for name in op.further))

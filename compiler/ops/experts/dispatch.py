@@ -1,7 +1,7 @@
 """Dropless dispatch of tokens to experts: rows are sorted by expert, and each expert multiplies its rows.
 
-A token has K experts, so B T tokens have B T K rows. The ops keep the dims [B, T, K] of these rows in sorted order too,
-where they only count rows: no size depends on the values.
+A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K]. Their product is the
+number of rows, and the single dims have no meaning. No size therefore depends on the values of a batch.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in 
 class SortByExpert(Moves):
     """The order of rows sorted by expert, for experts i64[B, T, K] below `experts`.
 
-    Outputs are `order` i64[B, T, K], the row that is at each place of the sorted rows; `place` i64[B, T, K], the place
-    of each row; and `ends` i32[E], for each expert the number of rows of this expert and all experts before it. Rows of
-    an expert stay in the order of their tokens.
+    Outputs are `order` i64[B, T, K], the index of the row at each place of the sorted rows; `place` i64[B, T, K], the
+    place of each row; and `ends` i32[E], the number of rows of each expert and all experts before it. Rows of one
+    expert are in the order of their tokens.
     """
 
     name: ClassVar[str] = "sort_by_expert"
@@ -51,7 +51,8 @@ class SortByExpert(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Dispatch(Moves):
-    """The rows [B, T, K, D], sorted by expert, of the tokens x [B, T, D], by `order` and `place` of SortByExpert."""
+    """Copies each token of x [B, T, D] to its K rows, and sorts the rows by expert: [B, T, K, D]. The other inputs are
+    `order` and `place` of SortByExpert."""
 
     name: ClassVar[str] = "dispatch"
     arity: ClassVar[int] = 3
@@ -74,7 +75,7 @@ class Dispatch(Moves):
 
 @dataclass(frozen=True, slots=True)
 class OfExperts(Moves):
-    """Selects, for each sorted row, the value of its expert: [B, T, K, N] from the values [E, N] of all experts.
+    """Selects the value of the expert of each sorted row. The result is [B, T, K, N], for values [E, N] of all experts.
 
     Further inputs are the experts i64[B, T, K] of the tokens, and `order` of SortByExpert.
     """
@@ -98,7 +99,8 @@ class OfExperts(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Combine(Op):
-    """y [B, T, D], the sum of each token's rows by weights f32[B, T, K], from the rows [B, T, K, D] sorted by expert.
+    """Computes the weighted sum y [B, T, D] of each token's rows. Inputs are the rows [B, T, K, D], sorted by expert,
+    and weights f32[B, T, K].
 
     Further inputs are `order` and `place` of SortByExpert. The sum is computed in f32 or wider.
     """
@@ -133,8 +135,7 @@ class Combine(Op):
 class GroupedLinear(Op):
     """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
 
-    Rows are sorted by expert. `ends` i32[E] is, for each expert, the number of rows of this expert and all experts
-    before it.
+    Rows are sorted by expert. `ends` i32[E] is the number of rows of each expert and all experts before it.
     """
 
     name: ClassVar[str] = GROUPED_LINEAR

@@ -1,4 +1,5 @@
-"""The load of experts, the loss that balances it, and the gradient of a bias that balances it without a loss."""
+"""The load of experts, and two ways to balance the load: a loss, and a bias of each expert with a gradient of its
+own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from specc.compiler.ops.shape import Moves
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad(Op):
-    """The load f32[B, E]: the share of the rows of each sequence that each of `experts` experts has.
+    """The load f32[B, E] of `experts` experts: the share of each sequence's rows that an expert has.
 
     The input is the experts of each token, i64[B, T, K]. There is no gradient.
     """
@@ -42,8 +43,8 @@ class BalanceLoss(Op):
     """E sum_e load_e p_e, f32[], for the mean probability p_e of each expert; 1 if load or p is equal for all experts.
 
     Inputs are probabilities f32[B, T, E] and the load f32[B, E]. Means are over all tokens (Fedus et al. 2022, "Switch
-    Transformers", equation 4), or with `by_sequence` over the tokens of a sequence, and the loss is then the mean over
-    sequences (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
+    Transformers", equation 4). With `by_sequence`, they are over the tokens of one sequence, and the loss is the mean
+    over sequences (DeepSeek-AI 2024, arXiv 2412.19437, equation 17).
     """
 
     name: ClassVar[str] = "balance_loss"
@@ -72,11 +73,11 @@ class BalanceLoss(Op):
 
 @dataclass(frozen=True, slots=True)
 class AttachLoad(Moves):
-    """The weights f32[B, T, K], unchanged. In the backward pass, the gradient of the bias f32[E] of an expert is the
-    load of the expert less the mean load.
+    """Returns the weights f32[B, T, K] unchanged. In the backward pass, the gradient of the bias f32[E] is the load of
+    each expert minus the mean load.
 
-    Inputs are the weights, the bias, and the load f32[B, E]. An optimizer that lowers the bias of an expert with too
-    much load then balances the load without a loss (Wang et al. 2024, arXiv 2408.15664).
+    Inputs are the weights, the bias, and the load f32[B, E]. With this gradient, an optimizer lowers the bias of an
+    expert that has too much load. This balances the load without a loss (Wang et al. 2024, arXiv 2408.15664).
     """
 
     name: ClassVar[str] = "attach_load"

@@ -1,4 +1,5 @@
-"""The router of a mixture of experts: the scores of experts, the choice of the best, and their weights."""
+"""The router of a mixture of experts: the scores of experts, the choice of the best experts, and the weights of
+these."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

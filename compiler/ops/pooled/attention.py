@@ -1,4 +1,4 @@
-"""Attention over pooled blocks of tokens and single tokens: over a whole sequence, and over a cache of both."""
+"""Attention to pooled blocks of tokens and to single tokens, over a whole sequence or over a cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ class PooledBase(PoolFields):
         return f"pool({', '.join((x, *POOLINGS[self.by].reads))})"
 
     def pooled_lines(self) -> tuple[str, ...]:
-        """Returns the lines that put the positions of pooled keys before `j`, and mark the pooled keys."""
+        """Returns the lines that prepend the positions of pooled keys to `j`, and mark which keys are pooled."""
         many = f".repeat_interleave({self.tokens})" if self.tokens > 1 else ""
         return (
             f"pooled = torch.arange(k.shape[2], device=k.device) < {self.tokens} * len(number)",
@@ -104,7 +104,7 @@ class PooledBase(PoolFields):
         return {"pool": PoolContext(self.tokens, self.block, self.seed), "helper": POOLINGS[self.by].template}
 
     def pooled_keys(self, *inputs: Tensor) -> int:
-        """Returns the number of pooled keys, for the inputs of `allowed`."""
+        """Returns the number of pooled keys. The inputs are those of `allowed`."""
         raise TypeRuleError(f"{self.name} does not say how many keys are pooled")
 
     def allowed(self, *inputs: Tensor) -> Tensor:
@@ -124,7 +124,8 @@ class PooledBase(PoolFields):
 
 
 class SdpaPooled(PooledBase):
-    """Causal attention over a whole sequence and its whole blocks. Inputs are q, k, v and the additional inputs."""
+    """Causal attention to the tokens of a whole sequence and to its complete blocks. Inputs are q, k, v and the
+    additional inputs."""
 
     name: ClassVar[str] = "sdpa_pooled"
 
@@ -243,12 +244,12 @@ class WriteContext:
 
 @dataclass(frozen=True, slots=True)
 class PoolWrite(Op):
-    """Pools the blocks to which tokens at `positions` (i64[T]) belong, and replaces their rows of a cache
-    [B, N M, G, C], in place.
+    """Pools the blocks that contain the tokens at `positions` (i64[T]), and replaces the rows of these blocks in a
+    cache [B, N M, G, C], in place.
 
     The second input holds the rows of single tokens, as `SdpaPooledCached` reads them. A pooling by latent tokens also
-    reads the keys of these rows, and the latents. Rows of unfinished blocks have no meaning; each further token of the
-    block replaces them.
+    reads the keys of these rows, and the latents. Rows of incomplete blocks have no meaning. Each further token of such
+    a block replaces them.
     """
 
     name: ClassVar[str] = "pool_write"

@@ -33,7 +33,7 @@ class Pooling:
             x: the keys or values, [B, G, N, P, C].
             number: the indices of the blocks, i64[N].
             keys: the keys of the same tokens, [B, G, N, P, C].
-            latents: the learned latent tokens, [M, G C], of a pooling that reads them.
+            latents: the learned latent tokens, [M, G C]; only `Latent` reads them.
             tokens: the number M of results per block.
             seed: the seed of a sample.
         """
@@ -77,7 +77,7 @@ class Reservoir(Pooling):
 
 class Latent(Pooling):
     """M learned latent tokens that attend to the tokens of the block, as in a Perceiver (Jaegle et al., 2021). The
-    result for each is the mean of x, weighted by softmax(latent keys^T / sqrt(C))."""
+    result of a latent token is the mean of x, weighted by softmax(latent keys^T / sqrt(C))."""
 
     template = "torch/pool_latent.jinja"
     reads = ("keys", "latents")

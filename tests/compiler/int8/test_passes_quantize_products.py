@@ -103,7 +103,7 @@ def test_weights_that_share_an_input_scale_it_alike() -> None:
     by_feature = {"scheme": "int8", "activations": "per_channel"}
     keep = {"match": "embed.token", **NONE}
     problem = problem_of(keep, {"match": "blocks.*.attention.v", **by_feature}, default={"scheme": "int8"})
-    wanted = "blocks.0.attention.q and others with the same input must all have one scale, or all one per feature"
+    wanted = "blocks.0.attention.q and other weights read the same input, but not all of them use one scale per feature"
     assert (problem.code, problem.path, problem.message) == ("S312", ("quant", "rules", 1), wanted)
     assert '{match: "blocks.*.attention.{q,k,v}", ...}' in problem.hint
     assert deployed({"match": "blocks.0.attention.{q,k,v}", **by_feature}).programs
