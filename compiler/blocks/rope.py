@@ -180,7 +180,7 @@ class RopeSpec(StrictModel):
     def _scaling_problems(self, dims: int) -> Iterator[Problem]:
         """Yields a problem if a scaled frequency has no value. `dims` is the number of rotated channels."""
         scaling = self.scaling
-        if scaling is None or isinstance(scaling, Scaling) and any(scaling.problems()):
+        if scaling is None or (isinstance(scaling, Scaling) and any(scaling.problems())):
             return
         try:
             share = parse(scaling.share(dims, self.base) if isinstance(scaling, Scaling) else scaling)

@@ -1,0 +1,191 @@
+"""Random nodes for every kernel of the catalogue, and the comparison of a kernel with the judge of `specc verify`."""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_sites import attention_site
+from head_sites import PARTS, head_site
+from kernel_sites import EPILOGUES, GUARD, imported, make_site
+from loss_sites import FUNCTIONS, TERMS, loss_site
+from scored_sites import CASES as SCORED
+from step_sites import step_site
+from torch import Tensor
+
+from specc.compiler import kernels
+from specc.compiler.catalog import catalog
+from specc.compiler.ir.op import Op
+from specc.compiler.kernels.kernel import Kernel, Site, missing
+from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.ops.linear import Product
+from specc.compiler.ops.loss import SoftmaxLoss
+from specc.compiler.ops.norm_rope import HeadRotation
+from specc.compiler.ops.quantized import Int8Linear
+from specc.compiler.ops.saved_attention import (
+    CausalAttention,
+    CausalAttentionGrad,
+    ScoredAttention,
+    ScoredAttentionGrad,
+    SeenAttention,
+    SeenAttentionGrad,
+)
+from specc.runtime.verify.judge import SEQUENCE, Judge, inputs_of, many, within
+
+# Int8 products are compared exactly: test_int8_products.py.
+KERNELS = {name: kernel for name, kernel in catalog(kernels, Kernel).items() if kernel.computes is not Int8Linear}
+Draw = Callable[[random.Random, str, str], Site]  # a random node, for a target and a dtype
+TRIES = 200
+
+
+def _product(rng: random.Random, target: str, dtype: str) -> Site:
+    n, k = (8 * rng.choice((1, 3, 8, 16, rng.randint(1, 60))) for _ in range(2))
+    return make_site(rng.choice([*EPILOGUES]), n, k, target, dtype)
+
+
+def _attention(backward: bool, kinds: tuple[str, ...]) -> Draw:
+    def draw(rng: random.Random, target: str, dtype: str) -> Site:
+        groups = rng.choice((1, 2, 3))
+        channels = rng.choice((8, 16, 32, 64, 64, 128, rng.randint(1, 64)))
+        shape = (groups * rng.choice((1, 2, 4)), groups, channels)
+        return attention_site(shape, backward, target, dtype, rng.choice(kinds), rng.randint(1, 128))
+
+    return draw
+
+
+def _scored(backward: bool) -> Draw:
+    def draw(rng: random.Random, target: str, dtype: str) -> Site:
+        attention = rng.choice([*SCORED.values()])
+        groups = rng.choice((1, 2, 4))
+        return attention.site((4, groups, rng.choice((16, 32, 64, 128))), backward, dtype, target)
+
+    return draw
+
+
+def _head(rng: random.Random, target: str, dtype: str) -> Site:
+    channels = rng.choice((32, 64, 128, 2 * rng.randint(1, 64)))
+    sizes = (rng.choice((1, 4, 12, rng.randint(1, 20))), channels, rng.randint(1, channels // 2))
+    return head_site(rng.choice([*PARTS]), sizes, rng.random() < 0.5, target, dtype)
+
+
+def _loss(rng: random.Random, target: str, dtype: str) -> Site:
+    vocab, reduction = rng.choice((rng.randint(2, 99), rng.randint(2, 2000), 9000)), rng.choice(("mean", "none"))
+    terms = rng.choice([*TERMS]) if reduction == "mean" else ""
+    width = vocab + rng.choice((0, rng.randint(1, 63), -vocab % 64))
+    return loss_site(vocab, width, rng.choice([*FUNCTIONS.values()]), reduction, target, dtype, terms=terms)
+
+
+def _step(rng: random.Random, target: str, dtype: str) -> Site:
+    return step_site(rng.choice((4, 64, 100, 4 * rng.randint(1, 80))), target, bits=rng.choice((8, 16)))
+
+
+DRAWS: Mapping[type[Op], Draw] = {
+    Product: _product,
+    CausalAttention: _attention(False, ("causal",)),
+    CausalAttentionGrad: _attention(True, ("causal",)),
+    SeenAttention: _attention(False, ("seen", "cross")),
+    SeenAttentionGrad: _attention(True, ("seen", "cross")),
+    ScoredAttention: _scored(False),
+    ScoredAttentionGrad: _scored(True),
+    HeadRotation: _head,
+    SoftmaxLoss: _loss,
+    Int8LstmStep: _step,
+}
+
+
+def random_site(kernel: Kernel, rng: random.Random, target: str, *dtypes: str) -> Site | None:
+    """Returns a random node that a kernel accepts; None if it accepts none on the target in any of the dtypes."""
+    for _ in range(TRIES):
+        site = DRAWS[kernel.computes](rng, target, rng.choice(dtypes))
+        if missing(kernel, site.target):
+            return None
+        if kernel.rejects(site) is None:
+            return site
+    return None
+
+
+def random_sizes(site: Site, rng: random.Random, most: int) -> Mapping[str, int]:
+    """Returns random sizes of the symbolic dims, at most `most` tokens: often one, a prime, or one beside a tile.
+
+    Sequences that are attended to have at least SEQUENCE tokens, as the gradients of shorter ones are mostly rounding.
+    """
+    least = SEQUENCE if site.node.op.mixes_tokens else 1
+    tokens, keys = (
+        min(max(rng.choice((1, 2, 7, 127, 128, 129, 31, 33, 257, rng.randint(1, most))), least), most) for _ in range(2)
+    )
+    return within(site, {"B": rng.randint(1, 3), "T": tokens, "S": keys})
+
+
+def surrounded(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a copy of a tensor between poisoned elements, NaN or the largest number, and the memory of both."""
+    poison = math.nan if value.is_floating_point() else True if value.dtype == torch.bool else 0x7F
+    memory = torch.full((value.numel() + 2 * GUARD,), poison, dtype=value.dtype, device=value.device)
+    inside = memory[GUARD : GUARD + value.numel()].view(value.shape)
+    inside.copy_(value)
+    return inside, memory
+
+
+def problems(kernel: Kernel, site: Site, op: Callable[..., Any], sizes: Mapping[str, int], where: str) -> Iterator[str]:
+    """Yields what is wrong with a kernel: errors beyond those of plain Torch, values that it does not write, and other
+    bits, or a write, if poison stands beside its inputs.
+
+    Args:
+        kernel: the kernel.
+        site: the node that it was rendered for.
+        op: its function.
+        sizes: the sizes of the symbolic dims.
+        where: the device.
+    """
+    judge = Judge.of(site, inputs_of(site, sizes, where, seed=sum(sizes.values())))
+    first = judge.call(op)
+    for label, error in zip(site.node.op.output_labels or map(str, range(9)), judge.errors(first), strict=False):
+        if not error.ok:
+            yield f"output {label} {error.words}"
+    pairs = [surrounded(value) for value in judge.inputs]
+    before = [memory.clone() for _, memory in pairs]
+    second = many(op(*(value for value, _ in pairs)))
+    for i, (one, other) in enumerate(zip(first, second, strict=True)):
+        alike = torch.equal(one, other) if kernel.deterministic else torch.allclose(one, other, 1e-2, 1e-2)
+        if not alike:
+            yield f"output {i} depends on what stands beside the inputs"
+    for i, (memory, old) in enumerate(zip((memory for _, memory in pairs), before, strict=True)):
+        for part in (slice(GUARD), slice(-GUARD, None)):
+            if not torch.equal(memory[part].view(torch.uint8), old[part].view(torch.uint8)):
+                yield f"memory beside input {i} is written"
+
+
+def check_kernel(
+    kernel: Kernel,
+    rng: random.Random,
+    folder: Path,
+    place: tuple[str, str, tuple[str, ...]],
+    counts: tuple[int, int, int],
+) -> int:
+    """Checks a kernel on random nodes and shapes, and returns the number of shapes: 0 if it accepts no node there.
+
+    Args:
+        kernel: the kernel.
+        rng: the source of nodes and shapes.
+        folder: where its files are written.
+        place: the target, the device, and the dtypes of nodes.
+        counts: the number of shapes, the number of shapes of each node, and the most tokens of a sequence.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    target, device, dtypes = place
+    shapes, each, most = counts
+    done = 0
+    while done < shapes:
+        site = random_site(kernel, rng, target, *dtypes)
+        if site is None:
+            break
+        name = f"random_{kernel.name}_{target}_{done}"
+        op = getattr(imported(kernel, site, folder / name), kernel.render(site).function)
+        for _ in range(min(each, shapes - done)):
+            sizes = random_sizes(site, rng, most)
+            assert [*problems(kernel, site, op, sizes, device)] == [], (kernel.name, site.key, sizes)
+            done += 1
+    return done
