@@ -33,12 +33,13 @@ from specc.compiler.ops.saved_attention import (
     SeenAttention,
     SeenAttentionGrad,
 )
-from specc.runtime.verify.judge import SEQUENCE, Judge, inputs_of, many, within
+from specc.runtime.verify.judge import PEAK, RMS, SEQUENCE, Judge, inputs_of, many, within
 
 # Int8 products are compared exactly: test_int8_products.py.
 KERNELS = {name: kernel for name, kernel in catalog(kernels, Kernel).items() if kernel.computes is not Int8Linear}
 Draw = Callable[[random.Random, str, str], Site]  # a random node, for a target and a dtype
 TRIES = 200
+MANY = 1000  # of so many numbers the RMS error is not decided by chance
 SHAPES_OF_A_NODE = {"cutlass": 100, "cuda": 50}
 
 
@@ -130,10 +131,15 @@ def surrounded(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inexact(kernel: Kernel, judge: Judge, op: Callable[..., Any]) -> Iterator[str]:
-    """Yields the outputs of a kernel that are less exact than those of plain Torch, or not written."""
+    """Yields the outputs of a kernel that are less exact than those of plain Torch, or not written.
+
+    The largest error is at most twice that of plain Torch. The RMS error is at most as large, but of few numbers, where
+    chance decides, it may be twice as large too.
+    """
+    outputs = judge.call(op)
     labels = judge.site.node.op.output_labels or ("",) * len(judge.exact)
-    for label, error in zip(labels, judge.errors(judge.call(op)), strict=True):
-        if not error.ok:
+    for label, output, error in zip(labels, outputs, judge.errors(outputs), strict=True):
+        if error.peak > PEAK or error.rms > (RMS if output.numel() >= MANY else PEAK):
             yield f"output {label} {error.words}"
 
 
