@@ -11,14 +11,14 @@ import torch
 from fork_server import run_script
 from int8_sites import here
 from kernel_sites import DTYPES, expected, imported, make_site
-from random_sites import KERNELS, SHAPES_OF_A_NODE, Check, Place, inexact, strays
+from random_sites import KERNELS, SHAPES_OF_A_NODE, Check, Place, inexact, random_site, random_sizes, strays
 from tiers import Trials, soak, tiers
 from torch import Tensor
 
-from specc.compiler.kernels.kernel import Kernel, Site, missing
+from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.ops.linear import Product
 from specc.compiler.targets import TARGETS
-from specc.runtime.verify.judge import many
+from specc.runtime.verify.judge import inputs_of, many
 
 TRITON = [name for name, kernel in KERNELS.items() if kernel.language == "triton"]
 EXACT = ("relu2", "relu6", "mul", "two_muls", "scaled_residual")  # epilogues of whole numbers that are whole numbers
@@ -109,3 +109,27 @@ def test_products_of_whole_numbers_are_exact(trials: Trials, tmp_path: Path) -> 
     for kernel in KERNELS.values():
         if kernel.computes is Product and kernel.needs and not missing(kernel, TARGETS[place.target]):
             assert [*inexact_products(kernel, place, trials["shapes_of_each_kernel"], 1024)] == []
+
+
+@pytest.mark.gpu
+@soak("C12", inputs_of_each_op=6)
+def test_custom_ops_pass_opcheck(trials: Trials, tmp_path: Path) -> None:
+    """Their schema, their fakes, and tracing with sizes that vary. Their gradients are ops of their own."""
+    target, rng, checked = here(), random.Random(12), set()
+    for kernel in KERNELS.values():
+        if missing(kernel, TARGETS[target]) or (kernel.package and not find_spec("flash_attn")):
+            continue
+        site = random_site(kernel, rng, target, "bf16", "f16", "f32")
+        if site is None or not kernel.needs:
+            continue
+        module = imported(kernel, site, tmp_path / f"opcheck_{kernel.name}")
+        registered = getattr(torch.ops, getattr(module, "NAMESPACE", ""), None)
+        op = getattr(registered, symbol(site)[1], None)
+        if op is None:  # a library's function without an op of its own
+            continue
+        for seed in range(trials["inputs_of_each_op"]):
+            inputs = tuple(inputs_of(site, random_sizes(site, rng, 300), "cuda", seed))
+            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+            torch.library.opcheck(op.default, inputs, test_utils=tests)
+        checked.add(kernel.name)
+    assert len(checked) > 5
