@@ -7,7 +7,8 @@ runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, 
 and at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and
 take hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--deployed` is
 for the kernels of int8 artifacts; `--tiles` says how many of the largest tile a multiprocessor gets at least, 0 that
-there are few rows only. The exit code is 1 where a tool reports anything or does not come to an end.
+there are few rows only; `--shapes` says how many row counts there are. The exit code is 1 where a tool reports anything
+or does not come to an end.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from specc.runtime.tune.candidates import tuned_choices
 from specc.runtime.verify.judge import inputs_of, many_sizes, sizes_of
 from specc.runtime.verify.random_inputs import int8_operands
 
-ROWS = (1, 129, 300)
+ROWS = (1, 129, 300, 2, 7, 64, 127, 128, 255, 511)
+FEW = 3  # of ROWS are launched unless `--shapes` states another number
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 TILES = 1  # of 256 x 256, so several of most: racecheck takes a thousand times as long as the kernel
 # How the machine code of a source calls its kernels: of Triton, of CUDA C++, and of CUTLASS 3 and 2. cuBLAS has kernels
@@ -66,10 +68,10 @@ def kernel_names(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def inputs(site: Site, device: str, tiles: int) -> Iterator[list[Tensor]]:
+def inputs(site: Site, device: str, tiles: int, shapes: int) -> Iterator[list[Tensor]]:
     """Those of one launch for each row count. They come from the host: initcheck follows copies, and no kernel that is
-    not looked at."""
-    few = [sizes_of(site, rows) for rows in ROWS]
+    not looked at. `shapes` is the number of row counts."""
+    few = [sizes_of(site, rows) for rows in ROWS[:shapes]]
     large = many_sizes(site, device, tiles) if tiles else None
     for sizes in (*few, *([large] if large is not None else ())):
         if isinstance(site.node.op, Int8Linear):
@@ -110,7 +112,7 @@ def launch(spec: Spec, plan: Plan, chosen: Sequence[Choice], lock: Lock, options
         loaded = instantiate(spec, options.target, Path(folder), lock=lock, deployed=options.deployed)
         module, device = vars(sys.modules[type(loaded.model).__module__]), device_of(loaded.target)
         for choice in chosen:
-            for values in inputs(choice.site, device, options.tiles):
+            for values in inputs(choice.site, device, options.tiles, options.shapes):
                 print(choice.rendered.module, list(values[0].shape), flush=True)
                 module[plan.called(choice)](*values)
                 if device == "cuda":
@@ -124,6 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--without", default="")
     parser.add_argument("--deployed", action="store_true")
     parser.add_argument("--tiles", type=int, default=TILES)
+    parser.add_argument("--shapes", type=int, default=FEW)
     parser.add_argument("--sanitize", nargs="*", choices=TOOLS, metavar="TOOL")
     options = parser.parse_args(arguments)
     spec, _ = load(options.spec)
@@ -137,6 +140,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     texts = [text for choice in chosen for text in kernel_files(choice.rendered, choice.key, "").values()]
     words = [str(options.spec), options.target, "--without", options.without, "--tiles", str(options.tiles)]
+    words += ["--shapes", str(options.shapes)] * (options.shapes != FEW)
     return sanitize(options.sanitize or TOOLS, kernel_names(texts), words + ["--deployed"] * options.deployed)
 
 

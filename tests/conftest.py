@@ -1,21 +1,28 @@
-"""Requirements of tests: tests that need a GPU, nvcc or much time are deselected, with a line that says so."""
+"""Requirements of tests: tests that need a GPU, nvcc or much time are deselected, with a line that says so.
+
+The fixture `trials` of tests in two tiers; it records the results of `make soak`.
+"""
 
 import gc
 import os
 import re
 import shutil
 import signal
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import Trials, done_today, record
 
 # On matrices as small as those of tests, threads only wait for each other. Torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is looked up anywhere: models are made from configs
 LEFT_OUT = pytest.StashKey[list[str]]()
+PASSED = pytest.StashKey[bool]()
 MEMORY, ROOM = Path("/dev/shm"), 4 << 30  # a folder in memory, and the free bytes that it must have
 TESTS = Path(__file__).parent
 SLOW = ("runtime", "cli", "docs", "errors", "generated")  # folders whose files take long
@@ -94,3 +101,32 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for line in config.stash[LEFT_OUT]:
         terminalreporter.write_line(line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[Any]:
+    report = yield
+    if report.when == "call" and not report.skipped:
+        item.stash[PASSED] = report.passed
+    return report
+
+
+@pytest.fixture
+def trials(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> Iterator[Trials]:
+    promise, numbers = request.param
+    test = f"{request.node.path.relative_to(TESTS).as_posix()}::{request.node.originalname}"
+    if request.node.get_closest_marker("soak") is None:
+        yield numbers
+        return
+    if done_today(test, numbers):
+        pytest.skip("passed today with as many trials")
+    began = time.monotonic()
+    yield numbers
+    passed = request.node.stash.get(PASSED, None)
+    if passed is None:  # the test was skipped
+        return
+    gpu = request.node.get_closest_marker("gpu") is not None
+    line = record(promise, test, numbers, time.monotonic() - began, passed, gpu)
+    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\n{line}")

@@ -17,6 +17,8 @@ from specc.compiler.ops.positions import Rope, RopeAngles, RotaryAngles, RotaryF
 from specc.compiler.programs.init import formula, reading, value_of
 from specc.compiler.strict import ExprText, Positive, PositiveFloat, Problem, StrictModel, later
 
+MOST_DIMS = 65_536  # the check of the frequencies of a larger head would take minutes
+
 Frequency = Annotated[ExprText, reading("f", "a scaled frequency must read f", "pair")]
 
 
@@ -163,7 +165,10 @@ class RopeSpec(StrictModel):
         if dims > size:
             hint = f"use at most {size}, or remove dims to rotate all"
             yield Problem(place, "S212", f"RoPE rotates {dims} dims, but a head has {size}", hint)
-        if dims % 2:
+        if dims > MOST_DIMS:
+            message = f"RoPE rotates {dims:,} dims; it rotates at most {MOST_DIMS:,}"
+            yield Problem(place, "S212", message, f"use at most {MOST_DIMS:,}")
+        elif dims % 2:
             message = f"RoPE has {dims} dims; it rotates pairs, so the number must be even"
             yield Problem(place, "S213", message, "use an even number")
         elif self.trained is not None and dims == 2:
@@ -175,16 +180,17 @@ class RopeSpec(StrictModel):
     def _scaling_problems(self, dims: int) -> Iterator[Problem]:
         """Yields a problem if a scaled frequency has no value. `dims` is the number of rotated channels."""
         scaling = self.scaling
-        if isinstance(scaling, Scaling) and any(scaling.problems()):
+        if scaling is None or (isinstance(scaling, Scaling) and any(scaling.problems())):
             return
         try:
-            text = scaling.share(dims, self.base) if isinstance(scaling, Scaling) else scaling or "f"
+            share = parse(scaling.share(dims, self.base) if isinstance(scaling, Scaling) else scaling)
             for pair in range(dims // 2):
-                number(parse(text), f=self.base ** (-2 * pair / dims), pair=float(pair))
+                number(share, f=self.base ** (-2 * pair / dims), pair=float(pair))
             if isinstance(scaling, Scaling) and scaling.multiplier <= 0:
                 raise ExprError(f"the magnitude is {scaling.multiplier:g}")
-        except (ExprError, ZeroDivisionError) as error:
-            message = f"the frequencies have no value: {getattr(error, 'message', 'log(base) is 0')}"
+        except (ExprError, ArithmeticError) as error:
+            reason = "a power of the base overflows" if isinstance(error, OverflowError) else "log(base) is 0"
+            message = f"the frequencies have no value: {getattr(error, 'message', reason)}"
             yield Problem(("scaling",), "S270", message, "change the scaling, or the base")
 
 

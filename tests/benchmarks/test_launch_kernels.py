@@ -1,13 +1,16 @@
 """The script that compute-sanitizer runs launches every kernel, and a wrong kernel ends it with an error."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
 import launch_kernels
 import pytest
 from attention_sites import attention_site
+from int8_sites import here
 from kernel_sites import make_site
+from tiers import Trials, soak
 
 from specc.compiler.build import compile_spec, kernel_files
 from specc.compiler.kernels.attention.short import SHORT_CAUSAL
@@ -25,9 +28,9 @@ def test_few_rows_and_many_are_launched(monkeypatch: pytest.MonkeyPatch, capsys:
     lines = capsys.readouterr().out.splitlines()
     names = {line.split(" ")[0].partition("__")[0] for line in lines}
     assert names == {"linear_leaky_relu2", "dgrad_mul", "softmax_loss_tanh", "softmax_nats_tanh"}
-    assert len(lines) == 4 * (len(launch_kernels.ROWS) + 1) and "[1, 343, 128]" in lines[3]
+    assert len(lines) == 4 * (launch_kernels.FEW + 1) and "[1, 343, 128]" in lines[3]
     assert launch_kernels.main([str(SPEC), "cpu", "--without", "norm_rotary", "--tiles", "0"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 4 * len(launch_kernels.ROWS)
+    assert len(capsys.readouterr().out.splitlines()) == 4 * launch_kernels.FEW
 
 
 def test_kernels_of_artifacts_are_launched(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +38,7 @@ def test_kernels_of_artifacts_are_launched(capsys: pytest.CaptureFixture[str]) -
     lines = capsys.readouterr().out.splitlines()
     names = {line.split(" ")[0] for line in lines}
     assert {"int8_lstm_step", "int8_linear_f32"} <= {name.partition("__")[0] for name in names}
-    assert len(lines) == len(names) * len(launch_kernels.ROWS)
+    assert len(lines) == len(names) * launch_kernels.FEW
     with pytest.raises(SystemExit, match="deploys what it trains"):
         launch_kernels.main([str(SPEC), "cpu", "--deployed"])
 
@@ -100,3 +103,17 @@ def test_what_the_tools_find_is_summed_up(
     ran = next(line for line in lines if line.startswith("launched"))
     assert "--kernel-name kns=" in ran and "kns=cutlass13device_kernel" in ran and "kns=norm_rotary_kernel" in ran
     assert ran.endswith(f"launch_kernels.py {SPEC} sm90 --without attention --tiles 1")
+
+
+@pytest.mark.gpu
+@soak("C14", shapes_of_each_kernel=10)
+def test_no_tool_reports_a_kernel(trials: Trials) -> None:
+    """All tools of compute-sanitizer, over the kernels of these specs and those of int8 artifacts."""
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not installed")
+    shapes = ["--shapes", str(trials["shapes_of_each_kernel"])]
+    for name in ("gpt_mlp35_base", "gpt_mini", "poly_transformer", "nanochat_d12"):
+        path = str(SPEC.with_name(f"{name}.yaml"))
+        assert launch_kernels.main([path, here(), *shapes, "--sanitize"]) == 0, name
+    path = str(SPEC.with_name("poly_attn.yaml"))
+    assert launch_kernels.main([path, here(), "--deployed", *shapes, "--sanitize"]) == 0

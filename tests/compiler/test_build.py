@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from tiers import Trials, soak, tiers
 from tiny_models import spec_data
 
 from specc.compiler.build import canonical, check, compile_loaded, compile_spec, interface_digest, spec_of
@@ -178,9 +179,29 @@ print(json.dumps(digests))
 """
 
 
-def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
-    """4 hash seeds, two locales and two working directories; a third read the files themselves, the others their
+@tiers("C7", hash_seeds=(4, 40))
+def test_bytes_depend_on_nothing_but_the_spec(trials: Trials, tmp_path: Path) -> None:
+    """Two locales, five time zones and two working directories; a third read the files themselves, the others their
     mappings with keys shuffled anew."""
+    assert len(digests_of(tmp_path, [(sys.executable, seed) for seed in range(trials["hash_seeds"])])) == 1
+
+
+@soak("C7", versions_of_python=2)
+def test_another_python_gives_the_same_bytes(trials: Trials, tmp_path: Path) -> None:
+    """Python 3.11 and 3.12. SPECC_OTHER_PYTHON is the other interpreter, in which specc is installed."""
+    other = os.environ.get("SPECC_OTHER_PYTHON")
+    if other is None:
+        pytest.skip("SPECC_OTHER_PYTHON is not set")
+    versions = {
+        subprocess.run([python, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True).stdout
+        for python in (sys.executable, other)
+    }
+    assert len(versions) == trials["versions_of_python"]
+    assert len(digests_of(tmp_path, [(python, seed) for seed in (1, 3) for python in (sys.executable, other)])) == 1
+
+
+def digests_of(tmp_path: Path, runs: list[tuple[str, int]]) -> set[str]:
+    """Returns the digests of all files of all committed specs that interpreters with seeds of hashes compute."""
     import ruamel.yaml
 
     specs = {path.stem: ruamel.yaml.YAML(typ="safe").load(path) for path in SPECS}
@@ -196,22 +217,22 @@ def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
         assert process.returncode == 0, errors
         results.add(output)
 
-    for seed in range(4):
+    for python, seed in runs:
         environment = {
             "PYTHONHASHSEED": str(seed),
             "LC_ALL": locales[seed % 2],
             "PATH": os.environ["PATH"],
             "TZ": f"UTC-{seed % 5}",
         }
-        command = [sys.executable, str(script), str(ROOT / "specs"), str(seed), json.dumps(specs)]
+        command = [python, str(script), str(ROOT / "specs"), str(seed), json.dumps(specs)]
         folder = folders[seed // 2 % 2]
         waiting.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=-1, stderr=-1, text=True))
         if len(waiting) == 2:
             collect()
     while waiting:
         collect()
-    assert len(results) == 1
-    assert json.loads(results.pop()).keys() == specs.keys()
+    assert all(json.loads(result).keys() == specs.keys() for result in results)
+    return results
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copy, copytree
@@ -14,6 +15,7 @@ from subprocess import CompletedProcess, run
 
 import pytest
 from error_cases import BASES, FAMILIES, FOLDER, Case, cases_of, write_message
+from tiers import Trials, tiers
 
 from specc.compiler.build import plan_spec
 from specc.compiler.errors import SpecError, render
@@ -170,8 +172,10 @@ def mutants(text: str, others: list[str], rng: random.Random) -> Iterator[bytes]
         yield raw
 
 
-@pytest.mark.parametrize("count", [240, pytest.param(2000, marks=pytest.mark.soak)])
-def test_damage_to_a_spec_is_an_error_with_a_place(count: int, tmp_path: Path) -> None:
+@tiers("C1", damaged_specs=(240, 50_000))
+def test_damage_to_a_spec_is_an_error_with_a_place(trials: Trials, tmp_path: Path) -> None:
+    """None of them takes five seconds to refuse."""
+    count = trials["damaged_specs"]
     rng = random.Random(1105 + count)
     texts = [path.read_text() for path in SPECS]
     streams = [mutants(text, texts, rng) for text in texts]
@@ -180,10 +184,12 @@ def test_damage_to_a_spec_is_an_error_with_a_place(count: int, tmp_path: Path) -
     for i in range(count):
         raw = next(streams[i % len(streams)])
         path.write_bytes(raw)
+        began = time.process_time()
         try:
             plan_spec(path)
         except SpecError as error:
             refused += 1
+            assert time.process_time() - began < 5, raw
             lines = raw.decode("utf-8", "replace").split("\n")
             assert error.exit_code == 2 and error.diagnostics
             for diagnostic in error.diagnostics:

@@ -3,9 +3,11 @@
     @tiers("C21", flips=(500, 10_000))
     def test_flips(trials: Trials) -> None: ... trials["flips"] ...
 
-docs/generate.py reads the numbers from the source, and the results of `make soak` from docs/promises.json.
-`SPECC_SOAK_SHARE` scales the numbers of `make soak`; what was run is recorded. A promise with a result of today, of at
-least as many trials, is not run again, unless `SPECC_SOAK_AGAIN` is set.
+Such a test may stand in any folder of tests, and is not parametrized otherwise: it has one result. The fixture `trials`
+is in conftest.py. docs/generate.py reads the numbers from the source, and the results of `make soak` from
+docs/promises.json. `SPECC_SOAK_SHARE` scales the numbers of `make soak`; what was run is recorded. A promise with a
+result of today, of at least as many trials, is not run again, unless `SPECC_SOAK_AGAIN` is set. A test that is skipped
+has no result. Tests with the marker `gpu` run in `make soak-gpu`.
 """
 
 import json
@@ -18,7 +20,8 @@ from typing import Any
 
 import pytest
 
-RESULTS = Path(__file__).parents[2] / "docs" / "promises.json"
+TESTS = Path(__file__).parents[1]
+RESULTS = TESTS.parent / "docs" / "promises.json"
 SHARE = float(os.environ.get("SPECC_SOAK_SHARE", "1"))
 FEW = 9  # such a number is one of kinds, which is not scaled
 Trials = Mapping[str, int]
@@ -74,8 +77,30 @@ def rounds_left(cache: pytest.Cache, test: str, rounds: Sequence[str]) -> Iterat
             cache.set(key, {"date": today, "rounds": passed})
 
 
-def record(promise: str, test: str, trials: Trials, seconds: float, passed: bool) -> str:
-    """Adds a result to docs/promises.json, in place of an earlier one of the same test, and returns it as a line."""
+def machine(gpu: bool) -> str:
+    """Returns the machine in words, with its GPU for tests that run on one."""
+    words = [f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"]
+    if gpu:
+        import torch
+
+        words.insert(0, torch.cuda.get_device_name())
+    return ", ".join(words)
+
+
+def record(promise: str, test: str, trials: Trials, seconds: float, passed: bool, gpu: bool = False) -> str:
+    """Adds a result to docs/promises.json, in place of an earlier one of the same test, and returns it as a line.
+
+    Args:
+        promise: the name of the promise.
+        test: the file of the test, from the folder of tests, and its function: `promises/test_sizes.py::test_a`.
+        trials: the numbers of trials that were run.
+        seconds: the duration in seconds.
+        passed: whether the test passed.
+        gpu: whether the test ran on a GPU, which is then recorded.
+
+    Returns:
+        The result in one line.
+    """
     line = {
         "promise": promise,
         "test": test,
@@ -83,7 +108,7 @@ def record(promise: str, test: str, trials: Trials, seconds: float, passed: bool
         "passed": passed,
         "seconds": round(seconds, 1),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}",
+        "machine": machine(gpu),
     }
     others = [result for result in results() if result["test"] != test]
     ordered = sorted([*others, line], key=lambda result: (int(result["promise"][1:]), result["test"]))

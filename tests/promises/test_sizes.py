@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from export_samples import CODE, INTERFACE, Layout, layout_of, spec_of
 from run_samples import make_run, small_spec, write_text
-from tiers import Trials, tiers
+from tiers import Trials, soak, tiers
 
 from specc.cli.app import run as specc
 from specc.compiler.quant.gptq import Gptq
@@ -71,6 +72,24 @@ def test_every_code_comes_back(trials: Trials, tmp_path: Path) -> None:
             exact = codes.astype(np.float64) * scale.astype(np.float64)[..., None]
             assert np.array_equal(scheme.dequantize(read[name], shape).numpy().astype(np.float64), exact)
         done += count
+
+
+@pytest.mark.gpu
+@soak("C18", shapes_on_a_gpu=1_000)
+def test_a_gpu_dequantizes_to_the_same_bits(trials: Trials) -> None:
+    every, rng = schemes(), np.random.default_rng(18)
+    for number in range(trials["shapes_on_a_gpu"]):
+        scheme, shape = every[number % len(every)], (int(rng.integers(1, 400)), int(rng.integers(1, 700)))
+        codes = rng.integers(-scheme.top, scheme.top + 1, shape, dtype=np.int8)
+        scale = rng.integers(1, 0x7BFF, shape[:-1], dtype=np.uint16).view(np.float16)
+        on_cpu, on_gpu = (
+            torch.from_numpy(codes).to(device).float() * torch.from_numpy(scale).to(device).float()[:, None]
+            for device in ("cpu", "cuda")
+        )
+        arrays = {"codes": codes, "scale": scale}
+        if scheme.integer:
+            arrays["input_scale"] = np.ones(1, np.float32)
+        assert torch.equal(on_cpu, on_gpu.cpu()) and torch.equal(on_cpu, scheme.dequantize(arrays, shape).float())
 
 
 @pytest.fixture(scope="module")

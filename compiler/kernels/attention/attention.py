@@ -199,10 +199,15 @@ def unequal(site: Site) -> str | None:
     return None if keys == values else f"takes values with as many channels as keys; these have {values} and {keys}"
 
 
+def table_name(name: str) -> str:
+    """Returns the name of a table in generated code. A suffix prevents collisions with variables."""
+    return name if name in ("start", "sinks") else f"{name}_table"
+
+
 def inputs_of(site: Site) -> dict[str, TensorType]:
     """Returns the inputs of the site by their names in generated code."""
     op = site.node.op
-    further = op.further if isinstance(op, ScoreFields) else ("seen",)
+    further = map(table_name, op.further) if isinstance(op, ScoreFields) else ("seen",)
     names = (*(BACKWARD if is_gradient(site) else FORWARD), *further)
     return dict(zip(names, site.inputs, strict=False))
 
@@ -213,8 +218,10 @@ def attention_function(site: Site, summary: str) -> GeneratedFunction:
     outputs = dict(zip(site.node.op.output_labels, site.node.types, strict=True))
     dims = {name: _dims(name, inputs["q"], inputs["k"], inputs["v"]) for name in (*inputs, *outputs)}
     further = site.node.op.further if isinstance(site.node.op, ScoreFields) else ()
-    dims |= {name: tuple(map(str, inputs[name].shape)) for name in further}
-    dims |= {f"d{name}": dims[name] for name in further if f"d{name}" in dims}
+    for name in further:
+        dims[table_name(name)] = tuple(map(str, inputs[table_name(name)].shape))
+        if f"d{name}" in dims:
+            dims[f"d{name}"] = dims[table_name(name)]
     shapes = {name: f"[{', '.join(shape)}]" for name, shape in dims.items()}
     return generated_function(site, inputs, outputs, shapes, f"{site.label}: {summary}.", _formulas(site))
 

@@ -9,16 +9,22 @@ from specc.compiler.expr import Call, Const, Expr, cute_text, variables
 from specc.compiler.expr.mask import sees_itself
 from specc.compiler.expr.python_lines import fitted, operand
 from specc.compiler.expr.values import ZERO
-from specc.compiler.kernels.attention.attention import DATA_CENTRE, FLASH_4, FLASH_4_CALLS, REPEATS, AttentionKernel
+from specc.compiler.kernels.attention.attention import (
+    DATA_CENTRE,
+    FLASH_4,
+    FLASH_4_CALLS,
+    REPEATS,
+    AttentionKernel,
+    inputs_of,
+    table_name,
+)
 from specc.compiler.kernels.attention.block_lists import BlockLists
 from specc.compiler.kernels.attention.score_lines import Reading
 from specc.compiler.kernels.attention.scored_context import (
     Writer,
-    inputs_of,
     is_gradient,
     op_of,
     prefix_reason,
-    table_name,
 )
 from specc.compiler.kernels.generated import GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Rendered, Site

@@ -7,9 +7,9 @@ from typing import ClassVar
 from specc.compiler.expr import score_text, torch_text
 from specc.compiler.expr.mask import sees_itself
 from specc.compiler.expr.python_lines import fitted
-from specc.compiler.kernels.attention.attention import REPEATS, unequal
+from specc.compiler.kernels.attention.attention import REPEATS, inputs_of, table_name, unequal
 from specc.compiler.kernels.attention.block_lists import BlockLists
-from specc.compiler.kernels.attention.scored_context import Writer, inputs_of, is_gradient, op_of, table_name
+from specc.compiler.kernels.attention.scored_context import Writer, is_gradient, op_of
 from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed

@@ -4,7 +4,7 @@ tiles."""
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.kernels.attention.attention import unequal
+from specc.compiler.kernels.attention.attention import inputs_of, unequal
 from specc.compiler.kernels.attention.score_tile import (
     FORWARD_TILES,
     KEYS_TILES,
@@ -13,7 +13,7 @@ from specc.compiler.kernels.attention.score_tile import (
     ScoreTile,
     fitting,
 )
-from specc.compiler.kernels.attention.scored_context import MOST_ENTRIES, Writer, inputs_of, lines_of, prefix_reason
+from specc.compiler.kernels.attention.scored_context import MOST_ENTRIES, Writer, lines_of, prefix_reason
 from specc.compiler.kernels.generated import number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from specc.compiler.expr.mask import sees_later
 from specc.compiler.ir.types import DTYPES, TensorType
-from specc.compiler.kernels.attention.attention import BACKWARD, FORWARD
+from specc.compiler.kernels.attention.attention import BACKWARD, inputs_of, table_name
 from specc.compiler.kernels.attention.score_lines import NEAREST, Reading, ScoreLines
 from specc.compiler.kernels.attention.score_tile import ScoreGradTile, ScoreTile, block
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, generated_function, number_of
@@ -145,11 +145,6 @@ class ScoredContext:
     fake: str
 
 
-def table_name(name: str) -> str:
-    """Returns the name of a table in generated code. A prefix prevents collisions with variables."""
-    return name if name in ("start", "sinks") else f"{name}_table"
-
-
 def is_gradient(site: Site) -> bool:
     """Returns whether the site is the gradient."""
     return isinstance(site.node.op, ScoredAttentionGrad)
@@ -166,12 +161,6 @@ def prefix_reason(site: Site) -> str | None:
 def op_of(site: Site) -> ScoredAttention | ScoredAttentionGrad:
     assert isinstance(site.node.op, ScoredAttention | ScoredAttentionGrad)
     return site.node.op
-
-
-def inputs_of(site: Site) -> dict[str, TensorType]:
-    """Returns the inputs of the site by their names in generated code."""
-    names = (*(BACKWARD if is_gradient(site) else FORWARD), *map(table_name, op_of(site).further))
-    return dict(zip(names, site.inputs, strict=True))
 
 
 def lines_of(site: Site) -> ScoreLines:

@@ -1,12 +1,14 @@
 """Attention and its gradient on the CPU, by Torch's own attention kernel."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import Const, score_text, torch_text, variables
+from specc.compiler.expr.mask import Mask
 from specc.compiler.expr.python_lines import fitted, operand
-from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient, unequal
+from specc.compiler.expr.score import Score
+from specc.compiler.kernels.attention.attention import attention_function, inputs_of, is_gradient, table_name, unequal
 from specc.compiler.kernels.generated import GeneratedFunction, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.attention import ScoreFields
@@ -91,6 +93,12 @@ def _form(site: Site) -> ScoreFields:
     return op if isinstance(op, ScoreFields) else ScoreFields()
 
 
+def _parsed(site: Site) -> tuple[Score, Mask]:
+    """Returns the score and the mask. Tables have their names in generated code."""
+    score, mask = _form(site).parsed(number_of(inputs_of(site)["q"].shape[-2]))
+    return replace(score, reads=tuple(replace(read, table=table_name(read.table)) for read in score.reads)), mask
+
+
 def _scale(site: Site) -> str:
     scale = _form(site).scale
     return "/ q.shape[3] ** 0.5" if scale is None else f"* {scale!r}"
@@ -98,8 +106,7 @@ def _scale(site: Site) -> str:
 
 def _scores(site: Site) -> Iterator[str]:
     """Yields the statements that compute the scaled products `s`, `seen` and the masked scores `score`."""
-    op, heads = _form(site), number_of(inputs_of(site)["q"].shape[-2])
-    score, mask = op.parsed(heads)
+    score, mask = _parsed(site)
     operands = "dy, q, k, v, y" if is_gradient(site) else "q, k, v"
     yield f"{operands} = (x.transpose(1, 2) for x in ({operands}))"
     yield "shared = q.shape[1] // k.shape[1]"
@@ -128,8 +135,7 @@ def _forward(site: Site) -> Iterator[str]:
 
 
 def _backward(site: Site) -> Iterator[str]:
-    op, heads = _form(site), number_of(inputs_of(site)["q"].shape[-2])
-    score, _ = op.parsed(heads)
+    op, (score, _) = _form(site), _parsed(site)
     yield "p = (score - lse[..., None]).exp()"
     yield "delta = (dy * y).sum(-1, keepdim=True)"
     yield "dv = p.mT @ dy"
@@ -139,7 +145,7 @@ def _backward(site: Site) -> Iterator[str]:
         yield "dsinks = -((sinks[:, None] - lse).exp() * delta[..., 0]).sum((0, 2))"
         results.append("dsinks")
     elements = score.elements()
-    for table in op.tables:
+    for table in map(table_name, op.tables):
         yield f"d{table} = torch.zeros({table}.numel(), dtype=torch.float64, device=q.device)"
         for read, slope in zip(score.reads, score.slopes, strict=True):
             if read.table != table:

@@ -32,8 +32,9 @@ CASES = {
     "documents": (ScoredAttention(mask=f"j <= i and {SAME}", sinks=True), {"sinks": (H,)}),
     "buckets": (ScoredAttention("s + bias[h, bucket(i - j, 8, 16)]", tables=("bias",)), {"bias": (H, 8)}),
     "tables": (
-        ScoredAttention("s * a[min(i - j, 3)] + b[h, i, j] ** 2", f"j <= i and {SAME}", None, ("a", "b"), True),
-        {"sinks": (H,), "a": (4,), "b": (H, T, T)},
+        # these are also names of values of the gradient
+        ScoredAttention("s * p[min(i - j, 3)] + index[h, i, j] ** 2", f"j <= i and {SAME}", None, ("p", "index"), True),
+        {"sinks": (H,), "p": (4,), "index": (H, T, T)},
     ),
 }  # fmt: skip
 

@@ -2,22 +2,26 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from random_sites import DRAWS
+from tiers import Trials, tiers
 from torch import Tensor
 
 from specc.compiler import ops
 from specc.compiler.catalog import classes
+from specc.compiler.ir.graph import output_ref
 from specc.compiler.ir.op import Op, Scaled, Tape
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import SoftmaxLoss
-from specc.compiler.ops.norm_rope import NormRope
+from specc.compiler.ops.norm_rope import HeadRotation, NormRope
 from specc.compiler.ops.saved_attention import CausalAttention, ScoredAttention, SeenAttention
 from specc.compiler.ops.shape import PadRows
-from specc.runtime.verify.judge import many
+from specc.runtime.verify.judge import inputs_of, many, upcast
 
 
 class Computed(Tape):
@@ -41,8 +45,9 @@ class Computed(Tape):
         return f"grad{index}"
 
     def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
-        (self.held[suffix],) = many(op.reference(*(self.held[ref] for ref in inputs)))
-        return suffix
+        outputs = many(op.reference(*(self.held[ref] for ref in inputs)))
+        self.held |= {output_ref(suffix, i): value for i, value in enumerate(outputs)}
+        return output_ref(suffix, 0)
 
     def value(self, gradient: str | Scaled | None) -> Tensor | None:
         if isinstance(gradient, Scaled):
@@ -85,6 +90,45 @@ def test_derivatives_equal_autograd(which: int, seed: int) -> None:
     for gradient, want in zip(gradients, wanted, strict=False):
         torch.testing.assert_close(tape.value(gradient), want, rtol=1e-12, atol=1e-12)
     assert all(gradient is None for gradient in gradients[len(inputs) :])  # whole numbers have none
+
+
+class ByRule(torch.autograd.Function):
+    """The first output of the reference of an op, whose gradient is computed by the rule of the op."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Op, *inputs: Tensor) -> Tensor:
+        ctx.op = op
+        ctx.save_for_backward(*inputs)
+        return many(op.reference(*inputs))[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        tape = Computed(ctx.op, ctx.saved_tensors, grad)
+        gradients = ctx.op.derivative(tape)
+        return (None, *(tape.value(gradient) for gradient in gradients))
+
+
+DRAWN = (CausalAttention, SeenAttention, ScoredAttention, HeadRotation, SoftmaxLoss)
+
+
+@tiers("C12", shapes_of_each_op=(3, 50))
+def test_rules_equal_differences_of_the_reference(trials: Trials) -> None:
+    """By gradcheck, along random directions."""
+    rng = random.Random(12)
+    for kind in DRAWN:
+        done = 0
+        while done < trials["shapes_of_each_op"]:
+            site = DRAWS[kind](rng, "cpu", "f32")
+            op, sizes = site.node.op, {name: rng.randint(1, 6) for name in ("B", "T", "S")}
+            values = [upcast(value, torch.float64) for value in inputs_of(site, sizes, "cpu", done)]
+            first = many(op.reference(*values))[0]
+            gradients = op.derivative(Computed(op, values, torch.ones_like(first)))  # type: ignore[arg-type]
+            if gradients is None:  # a gradient, or the loss of each token
+                continue
+            pairs = zip(values, gradients, strict=True)
+            inputs = [value if slope is None else value.detach().requires_grad_() for value, slope in pairs]  # type: ignore[union-attr]
+            torch.autograd.gradcheck(lambda *x, op=op: ByRule.apply(op, *x), inputs, fast_mode=True)  # type: ignore[no-untyped-call]
+            done += 1
 
 
 def test_ops_without_a_rule_say_so() -> None:

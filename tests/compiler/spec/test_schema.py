@@ -8,6 +8,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from schema_values import SchemaValues
+from tiers import Trials, tiers
 
 from specc.compiler.errors import SpecError
 from specc.compiler.errors.codes import CODES
@@ -111,25 +113,45 @@ def codes(data: Any) -> set[str]:
     return set()
 
 
-@pytest.mark.parametrize(
-    "mutants", [30, pytest.param(5000 // len(list(SPECS.glob("*.yaml"))) + 1, marks=pytest.mark.soak)]
-)
-def test_editor_and_compiler_agree(mutants: int) -> None:
-    """They may differ in rules across fields (S2..) and inside texts (S106, S107).
+BEYOND = {code for code in CODES if code.startswith("S2")} | {"S106", "S107"}
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
-    And in `8.0` for a whole number, which JSON Schema takes; no mutant writes that. And inside changes, whose fields of
-    layers a schema does not see.
+
+def agreed(data: Any) -> bool:
+    """Returns the verdict of the editor, and asserts that the compiler has the same.
+
+    They may differ in rules across fields (S2..) and inside texts (S106, S107).
+
+    And in `8.0` for a whole number, which JSON Schema takes; no case here writes that. And inside changes, whose fields
+    of layers a schema does not see.
     """
-    beyond = {code for code in CODES if code.startswith("S2")} | {"S106", "S107"}
-    validator = jsonschema.Draft202012Validator(SCHEMA)
-    rng = random.Random(20 + mutants - 30)
-    verdicts = [0, 0]
-    for path in sorted(SPECS.glob("*.yaml")):
-        base = listed(read(path).data)
+    result, accepted = codes(data), VALIDATOR.is_valid(data)
+    assert accepted == (result <= BEYOND), (result, data)
+    return accepted
+
+
+@tiers("C4", changed_specs=(600, 5_000))
+def test_editor_and_compiler_agree(trials: Trials) -> None:
+    rng = random.Random(20)
+    bases = [listed(read(path).data) for path in sorted(SPECS.glob("*.yaml"))]
+    for base in bases:
         base["model"].get("blocks", {}).pop("changes", None)
-        for _ in range(mutants):
-            data = mutated(base, rng)
-            result, accepted = codes(data), validator.is_valid(data)
-            assert accepted == (result <= beyond), (result, data)
-            verdicts[accepted] += 1
+    verdicts = [0, 0]
+    for number in range(trials["changed_specs"]):
+        verdicts[agreed(mutated(bases[number % len(bases)], rng))] += 1
+    assert min(verdicts) > 20
+
+
+@tiers("C4", generated_specs=(200, 5_000))
+def test_editor_and_compiler_agree_on_generated_specs(trials: Trials) -> None:
+    """Each is valid by the schema; then one value of it is changed."""
+    rng = random.Random(4)
+    values = SchemaValues(SCHEMA, rng)
+    verdicts = [0, 0]
+    for _ in range(trials["generated_specs"]):
+        data = values.value()
+        if isinstance(data["model"].get("blocks"), dict):
+            data["model"]["blocks"].pop("changes", None)
+        assert agreed(data), data
+        verdicts[agreed(mutated(data, rng))] += 1
     assert min(verdicts) > 20

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiers import Trials, tiers
 
 from specc.compiler.errors import SpecError
 from specc.compiler.text.source import read
@@ -60,10 +61,11 @@ def lines_of(error: SpecError) -> list[int]:
     return [mark.line for d in error.diagnostics for mark in (d.mark, *(mark for _, mark in d.related))]
 
 
-def test_errors_stand_near_the_damage() -> None:
+@tiers("C1", slips_of_each_kind=(60, 1_000))
+def test_errors_stand_near_the_damage(trials: Trials) -> None:
     rng = random.Random(16)
     distances = []
-    for _ in range(60):
+    for _ in range(trials["slips_of_each_kind"]):
         for slip in SLIPS.values():
             text, line = slip(rng, rng.choice(SPECS))
             try:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from tiers import Trials, tiers
 
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
@@ -159,6 +161,33 @@ def test_both_metrics_agree_with_a_second_implementation(
     assert (result.tokens, result.piece_bytes) == (stream.tokens - 1, size)
     assert result.document_bytes == sum(map(len, documents(folder / "val.jsonl", "val")))
     assert (result.bpb == result.bpb_pieces) == tokenizer.lossless == (result.piece_bytes == result.document_bytes)
+
+
+def random_text(rng: random.Random) -> str:
+    """Words, and characters of any kind: marks, controls, emoji with joiners, other planes."""
+    planes = ((0, 0x80), (0x80, 0x800), (0x300, 0x370), (0x2000, 0x2070), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF))
+    spans = (*planes, (0xE000, 0xF8FF), (0x20000, 0x2A6DF))
+    characters = [chr(rng.randrange(*rng.choice(spans))) for _ in range(rng.randrange(40))]
+    pieces = [*characters, *rng.choices(WORDS, k=rng.randrange(1, 40))]
+    rng.shuffle(pieces)
+    return "".join(pieces)
+
+
+@tiers("C19", documents_of_each_tokenizer=(50, 1_000))
+def test_random_documents_have_the_bytes_of_their_tokens(trials: Trials, folder: Path, tmp_path: Path) -> None:
+    rng = random.Random(19)
+    lines = [json.dumps({"text": random_text(rng)}) + "\n" for _ in range(trials["documents_of_each_tokenizer"])]
+    (tmp_path / "val.jsonl").write_text("".join(lines))
+    for name in ("bytes", "small.tiktoken", "small.model"):
+        if name != "bytes":
+            shutil.copy(folder / name, tmp_path)
+        tokenizer = open_tokenizer(name, [tmp_path])
+        stream = open_stream(tmp_path / "val.jsonl", "val", tokenizer, tmp_path / "cache")
+        result = bits(score, stream, tokenizer, 256, 8)
+        bpb, bpb_pieces, size = second_implementation(name, tmp_path, None)
+        assert result.bpb == pytest.approx(bpb, rel=1e-9, abs=0) and result.piece_bytes == size
+        assert result.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
+        assert (result.piece_bytes == result.document_bytes) or not tokenizer.lossless
 
 
 @pytest.mark.parametrize("name", ["bytes", "small.tiktoken", "small.model"])

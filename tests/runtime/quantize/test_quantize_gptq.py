@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from tiers import Trials, tiers
 from torch import Tensor
 
 from specc.compiler.quant.gptq import Gptq
@@ -184,12 +185,17 @@ def hostile(kind: str, columns: int, generator: torch.Generator) -> Tensor:
 KINDS = ("dead", "all dead", "rank 1", "equal columns", "condition 1e12", "outlier", "few rows", "plain")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_never_nan_and_never_worse_than_rounding_to_nearest(kind: str) -> None:
+@tiers("C17", hessians=(400, 1_000))
+def test_never_nan_and_never_worse_than_rounding_to_nearest(trials: Trials) -> None:
+    for kind in KINDS:
+        never_worse(kind, trials["hessians"] // len(KINDS))
+
+
+def never_worse(kind: str, count: int) -> None:
     generator = torch.Generator().manual_seed(KINDS.index(kind))
     rng = random.Random(KINDS.index(kind))
     won = 0
-    for i in range(50):
+    for i in range(count):
         rows, columns = rng.randint(1, 12), rng.randint(1, 40)
         weight = torch.randn(rows, columns, generator=generator) ** rng.choice((1, 3)) * 10.0 ** rng.randint(-3, 2)
         hessian = hostile(kind, columns, generator) * 10.0 ** rng.choice((-8, 0, 8))
@@ -207,7 +213,7 @@ def test_never_nan_and_never_worse_than_rounding_to_nearest(kind: str) -> None:
         delta = (weight.double() - back.double()).square().sum() * hessian.double().diagonal().sum()
         assert errors[0] <= errors[1] + 1e-14 * float(delta)
         won += errors[0] < 0.9 * errors[1]
-    assert won >= (0 if kind == "all dead" else 12)
+    assert won >= (0 if kind == "all dead" else count // 4)
 
 
 def _error(weight: Tensor, back: Tensor, hessian: Tensor) -> float:

@@ -1,0 +1,135 @@
+"""Every kernel of the catalogue on random nodes and shapes: exact, without strays; products of small whole numbers."""
+
+import json
+import random
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from fork_server import run_script
+from int8_sites import here
+from kernel_sites import DTYPES, expected, imported, make_site
+from random_sites import KERNELS, SHAPES_OF_A_NODE, Check, Place, inexact, random_site, random_sizes, strays
+from tiers import Trials, soak, tiers
+from torch import Tensor
+
+from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
+from specc.compiler.ops.linear import Product
+from specc.compiler.targets import TARGETS
+from specc.runtime.verify.judge import inputs_of, many
+
+TRITON = [name for name, kernel in KERNELS.items() if kernel.language == "triton"]
+EXACT = ("relu2", "relu6", "mul", "two_muls", "scaled_residual")  # epilogues of whole numbers that are whole numbers
+
+
+def wrong(place: Place, check: Check, shapes: int) -> Iterator[str]:
+    """Yields what is wrong with any kernel of a target whose package is installed."""
+    for kernel in KERNELS.values():
+        if not missing(kernel, TARGETS[place.target]) and (not kernel.package or find_spec("flash_attn")):
+            yield from place.check(kernel, check, shapes)
+
+
+@tiers("C10", shapes_of_each_kernel_of_the_cpu=(2, 200))
+def test_kernels_of_the_cpu_are_as_exact_as_plain_torch(trials: Trials, tmp_path: Path) -> None:
+    assert [*wrong(Place(tmp_path, "cpu"), inexact, trials["shapes_of_each_kernel_of_the_cpu"])] == []
+
+
+@pytest.mark.gpu
+@soak("C10", shapes_of_each_kernel=200)
+def test_kernels_are_as_exact_as_plain_torch(trials: Trials, tmp_path: Path) -> None:
+    place = Place(tmp_path, here(), "cuda", ("bf16", "f16", "f32"), 2000)
+    assert [*wrong(place, inexact, trials["shapes_of_each_kernel"])] == []
+
+
+@tiers("C13", shapes_of_each_kernel_of_the_cpu=(1, 50))
+def test_kernels_of_the_cpu_have_no_strays(trials: Trials, tmp_path: Path) -> None:
+    assert [*wrong(Place(tmp_path, "cpu"), strays, trials["shapes_of_each_kernel_of_the_cpu"])] == []
+
+
+@pytest.mark.gpu
+@soak("C13", shapes_of_each_kernel=50)
+def test_kernels_have_no_strays(trials: Trials, tmp_path: Path) -> None:
+    place = Place(tmp_path, here(), "cuda", ("bf16", "f16", "f32"), 2000)
+    assert [*wrong(place, strays, trials["shapes_of_each_kernel"])] == []
+
+
+@pytest.mark.interpret
+@soak("C16", shapes_of_each_kernel=20)
+def test_interpreted_kernels_are_as_exact_as_plain_torch(trials: Trials, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "helpers" / "run_random_nodes.py"
+    words = (str(tmp_path), str(trials["shapes_of_each_kernel"]), *TRITON)
+    run_script(script, *words, folder=tmp_path, interpret=True)
+    assert json.loads((tmp_path / "wrong.json").read_text()) == {name: [] for name in TRITON}
+
+
+def whole(site: Site, m: int, seed: int, device: str) -> list[Tensor]:
+    """Inputs of a product: -1, 0 and 1 for its factors, and -4 to 4 for the operands of its epilogue."""
+    generator = torch.Generator(device).manual_seed(seed)
+    values = []
+    for i, type in enumerate(site.inputs):
+        most, shape = 1 if i < site.node.op.arity else 4, [m if isinstance(dim, str) else dim for dim in type.shape]
+        numbers = torch.randint(-most, most + 1, shape, generator=generator, device=device)
+        values.append(numbers.to(DTYPES[type.dtype]))
+    return values
+
+
+def inexact_products(kernel: Kernel, place: Place, shapes: int, deepest: int) -> Iterator[str]:
+    """Yields the shapes for which an output is not the exact value, rounded once. `deepest` is the largest K."""
+    rng, each = random.Random(11), SHAPES_OF_A_NODE.get(kernel.language, 10)
+    done = 0
+    while done < shapes:
+        n, k = 8 * rng.randint(1, 40), 8 * rng.randint(1, deepest // 8)
+        site = make_site(rng.choice(EXACT), n, k, place.target, rng.choice(place.dtypes))
+        if kernel.rejects(site) is not None:
+            continue
+        op = getattr(imported(kernel, site, place.folder / f"whole_{kernel.name}_{done}"), kernel.render(site).function)
+        for _ in range(min(each, shapes - done)):
+            m = rng.choice((1, 127, 128, 129, rng.randint(1, 999)))
+            inputs = whole(site, m, done, place.device)
+            for output, exact in zip(many(op(*inputs)), expected(site, inputs), strict=True):
+                if not torch.equal(output, exact.to(output.dtype)):
+                    yield f"{kernel.name}, {site.key}, {m} rows"
+            done += 1
+
+
+@tiers("C11", shapes_of_the_kernel_of_the_cpu=(10, 200))
+def test_products_of_whole_numbers_are_exact_on_the_cpu(trials: Trials, tmp_path: Path) -> None:
+    """At most 64 deep: Torch rounds a product in bf16 before its epilogue, and such products are exact in bf16."""
+    place = Place(tmp_path, "cpu", dtypes=("bf16", "f32"))
+    shapes = trials["shapes_of_the_kernel_of_the_cpu"]
+    assert [*inexact_products(KERNELS["torch_epilogue"], place, shapes, 64)] == []
+
+
+@pytest.mark.gpu
+@soak("C11", shapes_of_each_kernel=200)
+def test_products_of_whole_numbers_are_exact(trials: Trials, tmp_path: Path) -> None:
+    place = Place(tmp_path, here(), "cuda", ("bf16", "f32"))
+    for kernel in KERNELS.values():
+        if kernel.computes is Product and kernel.needs and not missing(kernel, TARGETS[place.target]):
+            assert [*inexact_products(kernel, place, trials["shapes_of_each_kernel"], 1024)] == []
+
+
+@pytest.mark.gpu
+@soak("C12", inputs_of_each_op=6)
+def test_custom_ops_pass_opcheck(trials: Trials, tmp_path: Path) -> None:
+    """Their schema, their fakes, and tracing with sizes that vary. Their gradients are ops of their own."""
+    target, rng, checked = here(), random.Random(12), set()
+    for kernel in KERNELS.values():
+        if missing(kernel, TARGETS[target]) or (kernel.package and not find_spec("flash_attn")):
+            continue
+        site = random_site(kernel, rng, target, "bf16", "f16", "f32")
+        if site is None or not kernel.needs:
+            continue
+        module = imported(kernel, site, tmp_path / f"opcheck_{kernel.name}")
+        registered = getattr(torch.ops, getattr(module, "NAMESPACE", ""), None)
+        op = getattr(registered, symbol(site)[1], None)
+        if op is None:  # a library's function without an op of its own
+            continue
+        for seed in range(trials["inputs_of_each_op"]):
+            inputs = tuple(inputs_of(site, random_sizes(site, rng, 300), "cuda", seed))
+            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+            torch.library.opcheck(op.default, inputs, test_utils=tests)
+        checked.add(kernel.name)
+    assert len(checked) > 5

@@ -1,0 +1,150 @@
+"""Templates whose context lacks a value: each access of each template fails in turn, and every branch is rendered.
+
+The templates are instrumented as they are parsed: each read of a name or attribute, and each branch, calls a function
+with its number. A read that is removed has the value of a name that the context lacks.
+"""
+
+import random
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from jinja2 import nodes
+from kernel_sites import written
+from random_sites import KERNELS, random_site
+from tiers import Trials, tiers
+
+from specc.compiler.build import compile_loaded
+from specc.compiler.plan.lock import lock_path, read_lock
+from specc.compiler.render import jinja
+from specc.compiler.render.jinja import TemplateFault
+from specc.compiler.spec.check import load
+from specc.compiler.targets import TARGETS
+
+ROOT = Path(__file__).parents[3]
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+MISSED = 23  # branches that neither a committed spec nor a random node renders: only fewer are allowed
+NODES = 12  # random nodes for each kernel
+Place = tuple[str, int, str]  # template, line, text
+Rendering = Callable[[], str]
+
+
+@dataclass
+class Probe:
+    """The reads and branches of all templates, and the first rendering that came to each."""
+
+    reads: list[Place] = field(default_factory=list)
+    branches: list[Place] = field(default_factory=list)
+    read_by: dict[int, Rendering] = field(default_factory=dict)
+    rendered: set[int] = field(default_factory=set)
+    removed: int | None = None
+    rendering: Rendering | None = None
+
+    def read(self, number: int, value: Any) -> Any:
+        if self.removed == number:
+            return jinja2.StrictUndefined(name=self.reads[number][2])
+        if self.rendering is not None:
+            self.read_by.setdefault(number, self.rendering)
+        return value
+
+    def branch(self, number: int, value: Any = "") -> Any:
+        self.rendered.add(number)
+        return value
+
+    def instrument(self, node: nodes.Node, template: str) -> nodes.Node:
+        """Adds the calls to a tree, which it changes."""
+        passed = node.args if isinstance(node, nodes.Call) else []  # a macro reads them where it prints them
+        for name, value in list(node.iter_fields()):
+            if value is passed:
+                continue
+            if isinstance(value, nodes.Node):
+                setattr(node, name, self.instrument(value, template))
+            elif isinstance(value, list):
+                value[:] = [self.instrument(v, template) if isinstance(v, nodes.Node) else v for v in value]
+        if isinstance(node, nodes.If):
+            self._branch(node.body, node, template, "if")
+            self._branch(node.else_, node, template, "else")
+        elif isinstance(node, nodes.For):
+            self._branch(node.body, node, template, "for")
+        elif isinstance(node, nodes.CondExpr):
+            node.expr1 = self._call("branch_", self.branches, (template, node.lineno, "then"), node.expr1)
+            if node.expr2 is not None:
+                node.expr2 = self._call("branch_", self.branches, (template, node.lineno, "else"), node.expr2)
+        elif isinstance(node, nodes.Getattr) and node.ctx == "load":
+            return self._call("read_", self.reads, (template, node.lineno, node.attr), node)
+        elif isinstance(node, nodes.Name) and node.ctx == "load":
+            return self._call("read_", self.reads, (template, node.lineno, node.name), node)
+        return node
+
+    def _call(self, function: str, places: list[Place], place: Place, *values: nodes.Expr) -> nodes.Call:
+        places.append(place)
+        arguments = [nodes.Const(len(places) - 1, lineno=place[1]), *values]
+        return nodes.Call(nodes.Name(function, "load", lineno=place[1]), arguments, [], None, None, lineno=place[1])
+
+    def _branch(self, body: list[nodes.Node], node: nodes.Node, template: str, name: str) -> None:
+        line = body[0].lineno if body else node.lineno
+        body.insert(0, nodes.Output([self._call("branch_", self.branches, (template, line, name))], lineno=line))
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
+    """A probe that has rendered all files of all committed specs, and of every kernel for random nodes."""
+    probe, real, render = Probe(), jinja2.Environment._parse, jinja.render
+
+    def parsed(self: jinja2.Environment, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = real(self, source, name, filename)
+        assert name is not None
+        probe.instrument(tree, name)
+        return tree
+
+    def rendered(template: str, context: object, source: str, key: str, known: Collection[str] = ()) -> str:
+        probe.rendering = lambda: render(template, context, source, key, known)
+        return probe.rendering()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2.Environment, "_parse", parsed)
+        patch.setattr(jinja, "render", rendered)
+        jinja.environment.cache_clear()
+        jinja.environment().globals |= {"read_": probe.read, "branch_": probe.branch}
+        for path in SPECS:
+            spec, source = load(path)
+            compile_loaded(spec, source, (), read_lock(lock_path(path, spec.name)))
+        rng = random.Random(5)
+        for kernel in KERNELS.values():
+            for number in range(NODES):
+                target = rng.choice([*TARGETS])
+                site = random_site(kernel, rng, target, "bf16", "f16", "f32")
+                if site is not None:
+                    written(kernel, site, tmp_path_factory.getbasetemp() / f"{kernel.name}_{number}")
+        probe.rendering = None
+        yield probe
+    jinja.environment.cache_clear()
+
+
+@tiers("C5", removed_reads_of_each_template=(3, 1_000))
+def test_a_template_fails_without_any_of_its_values(trials: Trials, probe: Probe) -> None:
+    rng = random.Random(5)
+    of: dict[str, list[int]] = {}
+    for number in probe.read_by:
+        of.setdefault(probe.reads[number][0], []).append(number)
+    assert len(of) > 45
+    holes = []
+    for numbers in of.values():
+        for number in rng.sample(numbers, min(len(numbers), trials["removed_reads_of_each_template"])):
+            probe.removed = number
+            try:
+                probe.read_by[number]()
+                holes.append(probe.reads[number])
+            except TemplateFault:
+                pass
+            finally:
+                probe.removed = None
+    assert holes == []
+
+
+def test_nearly_every_branch_of_every_template_is_rendered(probe: Probe) -> None:
+    missed = {place for number, place in enumerate(probe.branches) if number not in probe.rendered}
+    assert len(missed) <= MISSED, "\n".join(map(str, sorted(missed)))

@@ -1,0 +1,207 @@
+"""Random nodes for every kernel of the catalogue, and the comparison of a kernel with the judge of `specc verify`."""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from attention_sites import attention_site
+from head_sites import PARTS, head_site
+from kernel_sites import EPILOGUES, GUARD, imported, make_site
+from loss_sites import FUNCTIONS, TERMS, loss_site
+from scored_sites import CASES as SCORED
+from step_sites import step_site
+from torch import Tensor
+
+from specc.compiler import kernels
+from specc.compiler.catalog import catalog
+from specc.compiler.ir.op import Op
+from specc.compiler.kernels.kernel import Kernel, Site, missing
+from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.ops.linear import Product
+from specc.compiler.ops.loss import SoftmaxLoss
+from specc.compiler.ops.norm_rope import HeadRotation
+from specc.compiler.ops.quantized import Int8Linear
+from specc.compiler.ops.saved_attention import (
+    CausalAttention,
+    CausalAttentionGrad,
+    ScoredAttention,
+    ScoredAttentionGrad,
+    SeenAttention,
+    SeenAttentionGrad,
+)
+from specc.runtime.verify.judge import PEAK, RMS, SEQUENCE, Judge, inputs_of, many, within
+
+# Int8 products are compared exactly: test_int8_products.py.
+KERNELS = {name: kernel for name, kernel in catalog(kernels, Kernel).items() if kernel.computes is not Int8Linear}
+Draw = Callable[[random.Random, str, str], Site]  # a random node, for a target and a dtype
+TRIES = 200
+SUMS = 8
+MANY = 1000  # of so many numbers the RMS error is not decided by chance
+SHAPES_OF_A_NODE = {"cutlass": 100, "cuda": 50}
+
+
+def _product(rng: random.Random, target: str, dtype: str) -> Site:
+    n, k = (8 * rng.choice((1, 3, 8, 16, rng.randint(1, 60))) for _ in range(2))
+    return make_site(rng.choice([*EPILOGUES]), n, k, target, dtype)
+
+
+def _attention(backward: bool, kinds: tuple[str, ...]) -> Draw:
+    def draw(rng: random.Random, target: str, dtype: str) -> Site:
+        groups = rng.choice((1, 2, 3))
+        channels = rng.choice((8, 16, 32, 64, 64, 128, rng.randint(1, 64)))
+        shape = (groups * rng.choice((1, 2, 4)), groups, channels)
+        return attention_site(shape, backward, target, dtype, rng.choice(kinds), rng.randint(1, 128))
+
+    return draw
+
+
+def _scored(backward: bool) -> Draw:
+    def draw(rng: random.Random, target: str, dtype: str) -> Site:
+        attention = rng.choice([*SCORED.values()])
+        groups = rng.choice((1, 2, 4))
+        return attention.site((4, groups, rng.choice((16, 32, 64, 128))), backward, dtype, target)
+
+    return draw
+
+
+def _head(rng: random.Random, target: str, dtype: str) -> Site:
+    channels = rng.choice((32, 64, 128, 2 * rng.randint(1, 64)))
+    sizes = (rng.choice((1, 4, 12, rng.randint(1, 20))), channels, rng.randint(1, channels // 2))
+    return head_site(rng.choice([*PARTS]), sizes, rng.random() < 0.5, target, dtype)
+
+
+def _loss(rng: random.Random, target: str, dtype: str) -> Site:
+    vocab, reduction = rng.choice((rng.randint(2, 99), rng.randint(2, 2000), 9000)), rng.choice(("mean", "none"))
+    terms = rng.choice([*TERMS]) if reduction == "mean" else ""
+    width = vocab + rng.choice((0, rng.randint(1, 63), -vocab % 64))
+    return loss_site(vocab, width, rng.choice([*FUNCTIONS.values()]), reduction, target, dtype, terms=terms)
+
+
+def _step(rng: random.Random, target: str, dtype: str) -> Site:
+    return step_site(rng.choice((4, 64, 100, 4 * rng.randint(1, 80))), target, bits=rng.choice((8, 16)))
+
+
+DRAWS: Mapping[type[Op], Draw] = {
+    Product: _product,
+    CausalAttention: _attention(False, ("causal",)),
+    CausalAttentionGrad: _attention(True, ("causal",)),
+    SeenAttention: _attention(False, ("seen", "cross")),
+    SeenAttentionGrad: _attention(True, ("seen", "cross")),
+    ScoredAttention: _scored(False),
+    ScoredAttentionGrad: _scored(True),
+    HeadRotation: _head,
+    SoftmaxLoss: _loss,
+    Int8LstmStep: _step,
+}
+
+
+def random_site(kernel: Kernel, rng: random.Random, target: str, *dtypes: str) -> Site | None:
+    """Returns a random node that a kernel accepts; None if it accepts none on the target in any of the dtypes."""
+    for _ in range(TRIES):
+        site = DRAWS[kernel.computes](rng, target, rng.choice(dtypes))
+        if missing(kernel, site.target):
+            return None
+        if kernel.rejects(site) is None:
+            return site
+    return None
+
+
+def random_sizes(site: Site, rng: random.Random, most: int) -> Mapping[str, int]:
+    """Returns random sizes of the symbolic dims, at most `most` tokens: often one, a prime, or one beside a tile.
+
+    Sequences that are attended to have at least SEQUENCE tokens, as the gradients of shorter ones are mostly rounding.
+    """
+    least = SEQUENCE if site.node.op.mixes_tokens else 1
+    tokens, keys = (
+        min(max(rng.choice((1, 2, 7, 127, 128, 129, 31, 33, 257, rng.randint(1, most))), least), most) for _ in range(2)
+    )
+    return within(site, {"B": rng.randint(1, 3), "T": tokens, "S": keys})
+
+
+def surrounded(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a copy of a tensor between poisoned elements, NaN or the largest number, and the memory of both."""
+    poison = math.nan if value.is_floating_point() else True if value.dtype == torch.bool else 0x7F
+    memory = torch.full((value.numel() + 2 * GUARD,), poison, dtype=value.dtype, device=value.device)
+    inside = memory[GUARD : GUARD + value.numel()].view(value.shape)
+    inside.copy_(value)
+    return inside, memory
+
+
+def inexact(kernel: Kernel, judge: Judge, op: Callable[..., Any]) -> Iterator[str]:
+    """Yields the outputs of a kernel that are less exact than those of plain Torch, or not written.
+
+    The largest error is at most twice that of plain Torch, and the RMS error at most as large. Of few numbers, where
+    chance decides, the RMS error may be twice as large too; both may be SUMS times as large for sums over all rows,
+    such as gradients of tables of scores, which are a few numbers that plain Torch may hit.
+    """
+    outputs = judge.call(op)
+    labels = judge.site.node.op.output_labels or ("",) * len(judge.exact)
+    for label, type, output, error in zip(labels, judge.site.node.types, outputs, judge.errors(outputs), strict=True):
+        peak = SUMS if all(isinstance(dim, int) for dim in type.shape) else PEAK
+        if error.peak > peak or error.rms > (RMS if output.numel() >= MANY and peak == PEAK else peak):
+            yield f"output {label} {error.words}"
+
+
+def strays(kernel: Kernel, judge: Judge, op: Callable[..., Any]) -> Iterator[str]:
+    """Yields the outputs of a kernel that poison beside its inputs changes, and the inputs beside which it writes."""
+    first = judge.call(op)
+    pairs = [surrounded(value) for value in judge.inputs]
+    before = [memory.clone() for _, memory in pairs]
+    second = many(op(*(value for value, _ in pairs)))
+    for i, (one, other) in enumerate(zip(first, second, strict=True)):
+        alike = torch.equal(one, other) if kernel.deterministic else torch.allclose(one, other, 1e-2, 1e-2)
+        if not alike:
+            yield f"output {i} depends on what stands beside the inputs"
+    for i, ((_, memory), old) in enumerate(zip(pairs, before, strict=True)):
+        for part in (slice(GUARD), slice(-GUARD, None)):
+            if not torch.equal(memory[part].view(torch.uint8), old[part].view(torch.uint8)):
+                yield f"memory beside input {i} is written"
+
+
+Check = Callable[[Kernel, Judge, Callable[..., Any]], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where kernels run, and on what.
+
+    Attributes:
+        folder: where their files are written.
+        target: the target that they are generated for.
+        device: the device of the inputs.
+        dtypes: the dtypes of random nodes.
+        most: the largest number of tokens of a sequence.
+        seed: the seed of nodes and shapes.
+    """
+
+    folder: Path
+    target: str
+    device: str = "cpu"
+    dtypes: tuple[str, ...] = ("f32",)
+    most: int = 130
+    seed: int = 0
+
+    def check(self, kernel: Kernel, check: Check, shapes: int) -> list[str]:
+        """Checks a kernel for random nodes and shapes.
+
+        Returns:
+            What is wrong; nothing if the kernel accepts no node on the target. One node has several shapes, and more
+            where nvcc takes a minute for it.
+        """
+        rng, wrong = random.Random(f"{kernel.name} {self.seed}"), []
+        each = SHAPES_OF_A_NODE.get(kernel.language, 10)
+        for number in range(shapes):
+            if number % each == 0:
+                site = random_site(kernel, rng, self.target, *self.dtypes)
+                if site is None:
+                    break
+                folder = self.folder / f"random_{kernel.name}_{check.__name__}_{number}"
+                op = getattr(imported(kernel, site, folder), kernel.render(site).function)
+            sizes = random_sizes(site, rng, self.most)
+            judge = Judge.of(site, inputs_of(site, sizes, self.device, number))
+            wrong += [f"{kernel.name}, {site.key}, {dict(sizes)}: {text}" for text in check(kernel, judge, op)]
+        return wrong
