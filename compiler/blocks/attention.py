@@ -170,7 +170,7 @@ class Attention(ScoreAndMask):
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         rows = self.rows(shape, self._groups(shape), self._channels(shape))
         pooled = {} if self.pool is None else self.pool.state(rows, shape.context)
-        return {"k": rows, "v": rows, **pooled}
+        return {**self.caches(shape, k=rows, v=rows), **pooled}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         if self.reads_source:
@@ -191,7 +191,7 @@ class Attention(ScoreAndMask):
             q = self.scaled(b, q, shape)
             read, state = self.cached(b, rows, shape, context)
             if self.pool is None:
-                y = self.attend(b, q, read["k"], read["v"], shape, context, self.score_fields(shape))
+                y = self.attend(b, q, read, shape, context, self.score_fields(shape))
             else:
                 y, pooled = self._pooled(b, self.pool, q, read, shape, context)
                 state |= pooled

@@ -22,6 +22,8 @@ class Op:
     name: ClassVar[str] = ""
     # Consumers may print the expression of this value inside their own line.
     inline: ClassVar[bool] = True
+    # Consumers print the name of this value, which is assigned in its own line.
+    assigned: ClassVar[bool] = False
     # It computes a gradient: generated code names its value after this node, even if the node has an epilogue.
     gradient: ClassVar[bool] = False
     # It is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
@@ -105,6 +107,20 @@ class Op:
     def saved_inside(self, outputs: Sequence[TensorType], sizes: Sizes) -> int:
         """Returns the bytes that the library saves for the backward in addition to inputs and outputs."""
         return 0
+
+    def site_type(self, type: TensorType) -> TensorType:
+        """Returns the type of an input or output in the node for which a kernel is selected, outside of fused groups.
+
+        By default, the leading dims of rows become the dims B, T of a whole sequence, so that nodes of programs on
+        sequences and on single tokens share a kernel.
+        """
+        leading = isinstance(type.shape[0], str) if type.shape else False
+        return type.with_shape("B", "T", type.width) if leading else type
+
+    def sizes(self, sizes: Sizes) -> Sizes:
+        """Returns the sizes of the symbolic dims at which kernels are verified and measured, for a training step of
+        `sizes`."""
+        return sizes
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
         """Returns the share of the parameters among the inputs that one token uses."""

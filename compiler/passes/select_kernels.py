@@ -136,19 +136,13 @@ def _place(programs: Programs, group: Group | None, graph: Graph, node: Node) ->
 def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, target: Target) -> Site:
     if group is None:
         prefix = place_pattern(programs, (graph.name,), node.name)
-        node = replace(node, types=tuple(map(_rows, node.types)))
-        inputs = tuple(_rows(graph.types[ref]) for ref in node.inputs)
+        node = replace(node, types=tuple(map(node.op.site_type, node.types)))
+        inputs = tuple(node.op.site_type(graph.types[ref]) for ref in node.inputs)
     else:
         prefix = group_pattern(programs, group, node.name)
         inputs = tuple(graph.types[ref] for ref in node.inputs)
     label = " + ".join((prefix, *(_tail(member, node.name.rpartition(".")[0]) for member in node.members[1:])))
     return Site(node, inputs, target, label, programs.name, programs.context)
-
-
-def _rows(type: TensorType) -> TensorType:
-    """Replaces the leading dims of a type of rows by the dims B, T of a whole sequence. Other types are unchanged."""
-    leading = isinstance(type.shape[0], str) if type.shape else False
-    return type.with_shape("B", "T", type.width) if leading else type
 
 
 def _tail(member: str, part: str) -> str:

@@ -27,7 +27,7 @@ from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.step import release
 from specc.runtime.bench.timing import Measured, wait
-from specc.runtime.decode.pages import decoder_of, in_pages
+from specc.runtime.decode.pages import decoder_of, in_pages, with_cache
 from specc.runtime.decode.text import Sampling, TextDecoder, sample_tokens
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.hugging_face.exporting import write_model
@@ -176,7 +176,7 @@ def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], boo
 
 def _contiguous(spec: Spec) -> Spec:
     """Returns the spec with a cache that is not in pages."""
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"cache": None})})
+    return with_cache(spec, page=None)
 
 
 def _decoders(

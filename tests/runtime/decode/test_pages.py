@@ -11,7 +11,7 @@ from tiny_models import ATTENTION, MLP, Pair, float64, pair, tiny
 
 from specc.cli import app
 from specc.compiler import pipeline
-from specc.compiler.architectures.decoder import PagedCache
+from specc.compiler.architectures.decoder import CacheSpec
 from specc.compiler.programs import reference
 from specc.compiler.programs.cost import cached_numbers
 from specc.compiler.spec.check import load
@@ -136,7 +136,7 @@ def test_texts_that_join_and_leave_are_those_decoded_alone(tmp_path: Path) -> No
 def test_a_model_with_pages_is_still_one_of_its_family() -> None:
     text = (Path(__file__).parents[3] / "specs/llama3_1b.yaml").read_text().replace("count: 16", "count: 1")
     model = load(text)[0].model
-    paged = model.model_copy(update={"cache": PagedCache(page=32)})
+    paged = model.model_copy(update={"cache": CacheSpec(page=32)})
     assert recognized(paged) == recognized(model)
 
 
