@@ -122,7 +122,7 @@ class CachedBase(ScoredBase):
         given |= self.placed(given)
         for name in self.names if self.coded else ():
             if name.endswith("_scale"):
-                codes = given[name.removesuffix("_scale")].clone()
+                codes = given[name.removesuffix("_scale")] % CODES
                 codes[..., ::2] |= 0x80
                 given |= {name.removesuffix("_scale"): codes, name: given[name].abs() / LARGEST}
         if "start" in given:

@@ -106,17 +106,12 @@ def _rows(step: Step, plan: Plan) -> list[str]:
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
     for choice in plan.choices:
-        if choice.site.key not in trained and _listed(choice):
+        if choice.site.key not in trained and choice.listed:
             ms = milliseconds(choice.measured.ms) if choice.measured is not None else "?"
             cells = (*_kernel_cells(choice), f"{ms}, not in training", "")
             rows += [cells] if cells not in rows else []
     rows += [(path, what, "torch", "", "") for path, what in _shape_changes(plan.programs)]
     return table(HEADS, rows)
-
-
-def _listed(choice: Choice) -> bool:
-    """Returns whether a choice has a row even if no training step runs its node."""
-    return choice.site.node.op.planned or bool(choice.rendered.function)
 
 
 def _cells(row: StepRow) -> tuple[str, ...]:
@@ -220,7 +215,7 @@ def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
 
 def _deployed(plan: Plan) -> list[str]:
     """Returns the table of the nodes with kernels of a deployed plan."""
-    return table(HEADS[:3], list(dict.fromkeys(map(_kernel_cells, filter(_listed, plan.choices)))))
+    return table(HEADS[:3], list(dict.fromkeys(_kernel_cells(choice) for choice in plan.choices if choice.listed)))
 
 
 def _padding(programs: Programs) -> Iterator[str]:

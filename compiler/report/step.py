@@ -160,7 +160,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
     """Returns twelve hex digits of the digest of programs, kernels, tiles and sizes of a step."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
-    words = (str(graph), *groups, *(choice.key for choice in plan.choices), str(tokens), str(sizes))
+    words = (str(graph), *groups, *(c.key for c in plan.choices if c.site.node.op.planned), str(tokens), str(sizes))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 

@@ -266,7 +266,7 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
-    return {"B": 1, "T": rows, "S": rows}
+    return site.node.op.sizes({"B": 1, "T": rows, "S": rows})
 
 
 def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
@@ -290,7 +290,7 @@ def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Ma
     tile = SIDE * min(SIDE, dims[-1])
     tokens = within(site, {"T": TOKENS, "S": TOKENS})
     sequences = -(-tiles * count * tile // (math.prod(dims) * tokens["T"]))
-    return {"B": sequences | 1, **tokens}
+    return site.node.op.sizes({"B": sequences | 1, **tokens})
 
 
 def multiprocessors(device: torch.device | str) -> int | None:

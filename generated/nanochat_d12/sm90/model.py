@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached_d_le_512_scale_0p127279 import attend_cached_d_le_512_scale_0p127279
-from .attend_cached_scale_0p127279 import attend_cached_scale_0p127279
+from .cached_attention_d_le_512_scale_0p127279__h6_g6_c128 import cached_attention_d_le_512_scale_0p127279
+from .cached_attention_scale_0p127279__h6_g6_c128 import cached_attention_scale_0p127279
 from .dgrad_mul_sqrt__n3072_k768 import dgrad_mul_sqrt
 from .linear_relu2__n3072_k768 import linear_relu2
 from .norm_rotary__h6_c128_r64 import norm_rotary
@@ -168,11 +168,11 @@ class Block(nn.Module):
         elif self.ring:
             attention_v_ring = torch.cat((attention_v, v), 1)
             write_ring(attention_v, v, positions, 0, 513)
-            y = attend_cached_d_le_512_scale_0p127279(q, attention_k_ring, attention_v_ring, positions)
+            y = cached_attention_d_le_512_scale_0p127279(q, attention_k_ring, attention_v_ring, positions)
         else:
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached_scale_0p127279(q, attention_k, attention_v, positions)
+            y = cached_attention_scale_0p127279(q, attention_k, attention_v, positions)
         x = x + F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
         if cache is None:
