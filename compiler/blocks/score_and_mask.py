@@ -25,7 +25,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import COMPUTE, TensorType
 from specc.compiler.ops.attention import ScoreFields, Sdpa
 from specc.compiler.ops.cached_attention import SdpaCached
-from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys, ToCodes, coded_types
+from specc.compiler.ops.key_value_cache import CacheWrite, ToCodes, coded_types
 from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Zeros
@@ -255,27 +255,12 @@ class ScoreAndMask(Layer):
             begun[key] = b.add(f"{key}.cache", Zeros(dims), (context.memory,))
         return begun
 
-    def cached(
-        self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext
-    ) -> tuple[Mapping[str, str], dict[str, str]]:
-        """Writes `rows` [B, T, G, C] to the cache of the same names, in a program that has one.
-
-        Returns the rows to attend to, and the new state. Both hold codes and their scales if the cache does. Without a
-        cache, returns `rows` and no state.
-        """
-        if not context.cache:
-            return rows, {}
-        if shape.coded:
-            codes = {name: b.add(f"{name}.codes", ToCodes(), (value,)) for name, value in rows.items()}
-            rows = codes | {f"{name}_scale": f"{value}:1" for name, value in codes.items()}
+    def written(self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext) -> dict[str, str]:
+        """Writes `rows` [B, T, G, C] to the cache of the same names. Returns the new state."""
         ring = self.ring(shape)
-        write = PagedWrite() if context.table else CacheWrite(ring)
+        write, word = PagedWrite() if context.table else CacheWrite(ring), "cache" if ring is None else "ring"
         where = tuple(filter(None, (context.positions, context.table)))
-        pairs = {name: (context.cache[name], value) for name, value in rows.items()}
-        # a ring is read before the new rows replace old ones
-        read = {name: b.add(f"{name}.ring", RingKeys(), pair) for name, pair in pairs.items() if ring is not None}
-        state = {name: b.add(f"{name}.cache", write, (*pair, *where)) for name, pair in pairs.items()}
-        return read or state, state
+        return {name: b.add(f"{name}.{word}", write, (context.cache[name], x, *where)) for name, x in rows.items()}
 
     def attend(
         self,
@@ -286,31 +271,39 @@ class ScoreAndMask(Layer):
         context: LoweringContext,
         fields: ScoreFields,
         values: int | None = None,
-    ) -> str:
-        """Adds the attention op of a program: without a cache, with a cache, or with a cache of pages.
+    ) -> tuple[str, Mapping[str, str]]:
+        """Adds the attention op of a program: without a cache, with a cache, or with a cache of pages. A cache is
+        extended by the rows of the queries: before the op, or after it if the cache is a ring, where they replace
+        others.
 
         Args:
             b: The graph, to which the op is added.
             q: The queries [B, T, H, C].
-            rows: The keys [B, S, G, C] and values [B, S, G, D], or the rows of a cache that `cached` returns.
+            rows: The keys [B, T, G, C] and values [B, T, G, D] of the queries, or rows that are both, by key of the
+                cache.
             shape: The shape of the model.
             context: The cache and the positions of the program.
             fields: The score, the mask and the tables of the layer.
             values: The number of the first features of a cached key that are its value; None if values are rows.
 
         Returns:
-            The name of the result [B, T, H, D].
+            The name of the result [B, T, H, D], and the new state of the cache.
         """
         further = tuple(self.further(b, fields, shape, context))
         settings = fields.of_scores
         if not context.cache:
-            return b.add("y", Sdpa(*settings), (q, *rows.values(), *further))
-        scales = [ref for name, ref in rows.items() if name.endswith("_scale")]
-        stored = [ref for ref in rows.values() if ref not in scales]
-        form = (*settings, values, shape.coded)
-        op = SdpaPaged(*form) if context.table else SdpaCached(*form, self.ring(shape))
-        where = filter(None, (context.positions, context.table))
-        return b.add("y", op, (q, *stored, *where, *scales, *further))
+            return b.add("y", Sdpa(*settings), (q, *rows.values(), *further)), {}
+        ring, stored = self.ring(shape), tuple(rows)
+        if shape.coded:
+            codes = {name: b.add(f"{name}.codes", ToCodes(), (value,)) for name, value in rows.items()}
+            rows = codes | {f"{name}_scale": f"{value}:1" for name, value in codes.items()}
+        state = self.written(b, rows, shape, context) if ring is None else {}
+        read = [(state or context.cache)[name] for name in rows]
+        where = tuple(filter(None, (context.positions, context.table)))
+        new = rows.values() if ring is not None else ()
+        op = (SdpaPaged if context.table else SdpaCached)(*settings, values, shape.coded, ring)
+        y = b.add("y", op, (q, *read[: len(stored)], *where, *read[len(stored) :], *new, *further))
+        return y, state or self.written(b, rows, shape, context)
 
     def further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
         """Yields the inputs of attention other than q, k and v: the starts of documents, the sinks, and the tables."""

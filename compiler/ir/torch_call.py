@@ -57,8 +57,9 @@ class TorchCall:
         if self.function.isidentifier():
             yield self
         for arg in self.args:
-            if isinstance(arg, TorchCall):
-                yield from arg.supports
+            for part in arg if isinstance(arg, tuple) else (arg,):
+                if isinstance(part, TorchCall):
+                    yield from part.supports
 
     def text(self, inputs: Sequence[str]) -> str:
         """Returns the call as Python source. `inputs` are the texts of the op's inputs."""

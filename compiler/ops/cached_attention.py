@@ -15,25 +15,29 @@ from specc.compiler.ops.key_value_cache import CODES, LARGEST, coded_types, deco
 class CachedBase(ScoredBase):
     """Base of attention of q [B, T, H, C] at `positions` over a cache of keys and values.
 
-    The inputs are `names`: q, k, v, the positions, further inputs of the subclass, the scales of k and v, and the
-    additional inputs. The functions of the base classes take them as `plain` returns them.
+    The inputs are `names`: q, k, v, the positions, further inputs of the subclass, the scales of k and v, the rows of
+    the queries that are not yet in a ring, and the additional inputs. The functions of the base classes take them as
+    `plain` returns them.
 
     Attributes:
         values: the number of the first features of a key that are its value. If None, the values are an input.
         coded: whether k and v are e4m3 codes, with scales f32 [..., G, 1].
+        ring: the numbers (first, window) of a ring, which is read before the rows of the queries are written to it.
     """
 
     everywhere: ClassVar[bool] = True
     layout: ClassVar[str]  # the first word of the names of kernels
     values: int | None = None
     coded: bool = False
+    ring: tuple[int, int] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the inputs, in order."""
         stored = ("k", "v") if self.values is None else ("k",)
         scales = tuple(f"{name}_scale" for name in stored) if self.coded else ()
-        return "q", *stored, *self.leading[3:], *scales, *self.further
+        new = tuple(f"new_{name}" for name in (*stored, *scales)) if self.ring is not None else ()
+        return "q", *stored, *self.leading[3:], *scales, *new, *self.further
 
     @property
     def arity(self) -> int:
@@ -58,13 +62,17 @@ class CachedBase(ScoredBase):
     def types(self, inputs: Sequence[TensorType]) -> dict[str, TensorType]:
         """Returns the types of the inputs by name, where k and v are those of keys and values that are not coded."""
         types = dict(zip(self.names, inputs, strict=True))
-        for name in ("k", "v"):
+        for name in ("k", "v", "new_k", "new_v"):
             if not self.coded or name not in types:
                 continue
             rows = replace(types[name], dtype=types["q"].dtype)
             if (types[name], types[f"{name}_scale"]) != coded_types(rows):
                 raise TypeRuleError(f"reads codes {types[name]} with scales {types[f'{name}_scale']}", (1,))
             types[name] = rows
+        for name in ("k", "v"):
+            new = types.get(f"new_{name}")
+            if new is not None and new != types[name].with_shape(*types["q"].shape[:2], *types[name].shape[2:]):
+                raise TypeRuleError(f"reads {new} after a ring {types[name]}", (self.names.index(f"new_{name}"),))
         if self.values is not None:
             k = types["k"]
             if not isinstance(k.width, int) or k.width < self.values:
@@ -80,11 +88,17 @@ class CachedBase(ScoredBase):
         return ScoredBase.flops(self, list(self.types(inputs).values()), outputs, sizes)
 
     def plain(self, *inputs: Tensor) -> list[Tensor]:
-        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values."""
+        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values. Those of the
+        queries follow the rows of a ring."""
+        import torch
+
         given = dict(zip(self.names, inputs, strict=True))
-        for name in ("k", "v"):
+        for name in ("k", "v", "new_k", "new_v"):
             if self.coded and name in given:
                 given[name] = decoded(given[name], given[f"{name}_scale"]).to(given["q"].dtype)
+        for name in ("k", "v"):
+            if f"new_{name}" in given:
+                given[name] = torch.cat((given[name], given[f"new_{name}"]), 1)
         if self.values is not None:
             given["v"] = given["k"][..., : self.values]
         return [given[name] for name in (*self.leading, *self.further)]
@@ -95,10 +109,13 @@ class CachedBase(ScoredBase):
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         at = {name: Input(place) for place, name in enumerate(self.names)}
         given: dict[str, object] = dict(at)
-        for name in ("k", "v"):
+        for name in ("k", "v", "new_k", "new_v"):
             if self.coded and name in at:
                 dtype = TorchCall(".", (at["q"], "dtype"))
                 given[name] = TorchCall("from_codes", (at[name], at[f"{name}_scale"], dtype))
+        for name in ("k", "v"):
+            if f"new_{name}" in given:
+                given[name] = TorchCall("torch.cat", ((given[name], given[f"new_{name}"]), 1))
         if self.values is not None:
             given["v"] = TorchCall("[]", (given["k"], (..., slice(None, self.values))))
         return replace(self.plain_call(inputs), args=tuple(given[name] for name in (*self.leading, *self.further)))
@@ -134,19 +151,17 @@ class CachedBase(ScoredBase):
         raise TypeRuleError(f"{self.name} does not say where its tokens are")
 
 
-@dataclass(frozen=True, slots=True)
 class SdpaCached(CachedBase):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
 
     Without `ring`, row j of the cache is position j, and rows after a query's position are ignored. With a ring (first,
-    window), k and v are the outputs of `RingKeys`: the rows of the ring before the queries, followed by the keys and
-    values of the queries. The additional inputs follow the positions.
+    window), k and v are its first + window rows before those of the queries are written, and the keys and values of the
+    queries [B, T, G, C] are further inputs.
     """
 
     name: ClassVar[str] = "sdpa_cached"
     leading: ClassVar[tuple[str, ...]] = ("q", "k", "v", "positions")
     layout: ClassVar[str] = "cached"
-    ring: tuple[int, int] | None = None
 
     @property
     def over(self) -> str:
@@ -166,13 +181,13 @@ class SdpaCached(CachedBase):
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        queries, rows = given["q"].shape[1], given["k"].shape[1]
+        queries, rows = given["q"].shape[1], given["k"].shape[1]  # a ring is full
         begin = rows - queries if self.ring is None else 2 * rows
         return {"positions": torch.arange(begin, begin + queries, device=given["q"].device)}
 
     def sizes(self, sizes: Sizes) -> Sizes:
         """A step of decoding has one query per text."""
-        return {**sizes, "T": 1, "S": sizes["S"] if self.ring is None else sum(self.ring) + 1}
+        return {**sizes, "T": 1}
 
 
 def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:

@@ -8,7 +8,6 @@ from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node
-from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, LockError, locked_kernel
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern

@@ -52,14 +52,16 @@ class Cached:
         score = bound_score(attention.score, tuple(attention.tables.items()), mask, heads, CONTEXT)
         form = (score, mask, attention.scale, tuple(attention.tables), attention.sinks)
         settings = (*form, values if self.shared else None, self.coded)
-        op: CachedBase = SdpaPaged(*settings) if self.page else SdpaCached(*settings, self.ring)
-        where: tuple[Dim, Dim] = ("P", self.page) if self.page else ("B", "S")
+        op: CachedBase = (SdpaPaged if self.page else SdpaCached)(*settings, self.ring)
+        where: tuple[Dim, Dim] = ("P", self.page) if self.page else ("B", "S" if self.ring is None else sum(self.ring))
         stored = [TensorType((*where, groups, channels), dtype)]
         stored += [] if self.shared else [TensorType((*where, groups, values), dtype)]
         scales = [coded_types(type)[1] for type in stored] if self.coded else []
         stored = [coded_types(type)[0] for type in stored] if self.coded else stored
         inputs = [TensorType(("B", "T", heads, channels), dtype), *stored, TensorType(("T",), "i64")]
         inputs += [*([TABLE] if self.page else []), *scales]
+        new = (*stored, *scales) if self.ring is not None else ()
+        inputs += [type.with_shape("B", "T", *type.shape[2:]) for type in new]
         inputs += [TensorType(("B", "T"), "i64")] if op.documents else []
         inputs += [TensorType((heads,), dtype)] if attention.sinks else []
         inputs += [TensorType(dims, dtype) for dims in attention.tables.values()]
@@ -105,14 +107,15 @@ def cached_inputs(
                 if position < length:
                     rows[n][:, row] = x[:, position]
         if case.ring is not None:
-            rows = {n: torch.cat((x[:, :size], every[n][:, length - each :]), 1) for n, x in rows.items()}
+            rows |= {f"new_{n}": x[:, length - each :] for n, x in every.items()}
     for n, x in rows.items():
         given[n] = x.to(dtype)
         if case.coded:
             given[n], scale = ToCodes().reference(given[n])
             given[f"{n}_scale"] = scale.float()
-    if not case.page and case.ring is None:
-        given = {n: x[:, : length + 3] if n not in ("positions", "table") else x for n, x in given.items()}
+    if not case.page:
+        stored = [n for n in given if n in ("k", "v", "k_scale", "v_scale")]
+        given |= {n: given[n][:, : given[n].shape[1] - apart] for n in stored}  # a cache is a part of a longer one
     given["q"] = torch.randn(q_shape, generator=generator).to(dtype)
     marks = torch.rand((texts, length), generator=generator) * 17 < 1
     given["start"] = torch.where(marks, torch.arange(length), 0).cummax(1).values[:, length - each :]

@@ -21,7 +21,7 @@ from specc.compiler.kernels.generated import (
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.kernels.tile import between, counted, power
-from specc.compiler.ops.cached_attention import CachedBase, SdpaCached
+from specc.compiler.ops.cached_attention import CachedBase
 from specc.compiler.ops.key_value_cache import LARGEST
 
 MOST_ROWS = 64  # rows of a program
@@ -60,6 +60,23 @@ class CachedTile:
 
 
 @dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop over tiles of keys.
+
+    Attributes:
+        span: The bounds of the loop.
+        keys: Lines that locate a tile of keys: the positions `j`, the rows `at`, and whether a row is `inside`.
+        scores: Lines that compute the scores x.
+        new: The prefix of the names of the tensors: "new_" for the rows of the queries that are not yet in a ring.
+    """
+
+    span: str
+    keys: tuple[str, ...]
+    scores: tuple[str, ...]
+    new: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CachedContext:
     """The context of templates/triton/cached_attention.py.jinja.
 
@@ -76,11 +93,10 @@ class CachedContext:
         rest: Whether keys have channels after those of values.
         positions: Lines that define the names of a block of queries that the score reads.
         tiles: Lines that count the tiles of keys that a block of queries may see.
-        keys: Lines that locate a tile of keys: the positions `j`, the rows `at`, and whether a row is `inside`.
+        loops: The loops over tiles of keys.
         key_mask, value_mask: The masks of the valid elements of a tile of keys and of values.
         other: The value of other elements.
         decode: The conversion of loaded keys and values.
-        scores: Lines that compute the scores x.
         weights: The weights of values.
         unit: The value of one unit of the sums of values.
         inside: The condition on channels of values, after another.
@@ -110,12 +126,11 @@ class CachedContext:
     rest: bool
     positions: tuple[str, ...]
     tiles: tuple[str, ...]
-    keys: tuple[str, ...]
+    loops: tuple[Loop, ...]
     key_mask: str
     value_mask: str
     other: str
     decode: str
-    scores: tuple[str, ...]
     weights: str
     unit: str
     inside: str
@@ -165,7 +180,7 @@ class Writer:
         self.channels, self.values = sizes_of(site)
         self.shared, self.page = self.op.values is not None, page_of(site)
         self.reused = self.shared and not self.op.coded
-        self.ring = self.op.ring if isinstance(self.op, SdpaCached) else None
+        self.ring = self.op.ring
         first = self.values if self.shared else self.channels
         self.width, self.columns = block(first), block(self.values)
         self.rest = self.channels - first
@@ -175,7 +190,8 @@ class Writer:
         self.score, self.mask = self.op.parsed(self.heads)
         self.lines = ScoreLines.of(self.score, self.mask, shapes)
         self.further = [name for name in self.inputs if name in ("start", "sinks") or name.endswith("_table")]
-        self.stored = [name for name in self.inputs if name in ("k", "v") or name.endswith("_scale")]
+        self.stored = [name for name in self.inputs if name in ("k", "v", "k_scale", "v_scale")]
+        self.new = [name for name in self.inputs if name.startswith("new_")]
 
     def context(self) -> CachedContext:
         """Returns the template context."""
@@ -199,12 +215,11 @@ class Writer:
             rest=bool(self.rest),
             positions=self._positions(),
             tiles=self._tiles(),
-            keys=self._keys(),
+            loops=self._loops(),
             key_mask=f"inside[:, None]{self.padded}",
             value_mask=f"inside[:, None]{self._inside}",
             other="0" if self.op.coded else "0.0",
             decode=DECODE.format(element=self.element) if self.op.coded else "",
-            scores=self._scores(),
             weights=f"(p * ({self._scale_of_values} * {LARGEST})[None, :])" if self.op.coded else "p",
             unit=f"{1 / LARGEST!r}" if self.op.coded else "1.0",
             inside=self._inside,
@@ -246,8 +261,8 @@ class Writer:
 
     def _kernel(self) -> tuple[str, str]:
         """Returns the signature of the kernel, and the arguments of its launch."""
-        again = ["v"] if self.shared and not self.reused else []
-        tensors = [*self.inputs, *again, "y"]
+        again = [] if self.reused or not self.shared else ["k", "new_k"] if self.new else ["k"]
+        tensors = [*self.inputs, *(name.replace("k", "v") for name in again), "y"]
         sizes = [("T", "t"), ("PARTS", "parts"), ("APART", "apart"), *([("N", "n")] if self.page else [])]
         words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
         words += [*(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
@@ -255,7 +270,7 @@ class Writer:
         constant = [f"{name}: tl.constexpr" for name in (*words, "ROWS", "PARTIAL")]
         arguments = [
             *self.inputs,
-            *["k" for _ in again],
+            *again,
             "y",
             "partial",
             "sums",
@@ -319,45 +334,48 @@ class Writer:
         lines.append(f"kept = tl.minimum(tl.cdiv(end, KEYS), {-(-first // self.tile.keys)})")
         return (*lines, "tiles = kept + tl.maximum(tl.cdiv(end, KEYS) - low, 0)")
 
-    def _keys(self) -> tuple[str, ...]:
-        tiles, stop, position = self._tiles(), "end", "slot"
+    def _loops(self) -> tuple[Loop, ...]:
+        start, stop = "part * share", "tl.minimum(part * share + share, tiles)"
         if self.ring is not None:
-            rows, (first, window) = sum(self.ring), self.ring
-            place, stop = f"tl.where(n < old, n * KEYS, {rows} + (n - old) * KEYS)", "stop"
-            lines = [f"stop = tl.where(n < old, held, {rows + 1} + last)"]
+            first, window = self.ring
             before = f"begin - 1 - (begin - 1 - slot) % {window}"
             before = f"tl.where(slot < {first}, slot, {before})" if first else before
-            position = f"tl.where(slot < {rows}, {before}, begin + slot - {rows})"
-        else:
-            lines, place = [], "n * KEYS"
-            if any(line.startswith("kept") for line in tiles):
-                place = "tl.where(n < kept, n, low + n - kept) * KEYS"
-            elif any(line.startswith("low") for line in tiles):
-                place = "(low + n) * KEYS"
-        lines.append(f"slot = {place} + tl.arange(0, KEYS)")
-        lines += [
-            f"inside = slot < {stop}",
-            f"j = ({position})[None, :]" if position != "slot" else "j = slot[None, :]",
-        ]
+            old = ("slot = n * KEYS + tl.arange(0, KEYS)", "inside = slot < held", f"j = ({before})[None, :]")
+            new = (
+                "slot = (n - old) * KEYS + tl.arange(0, KEYS)",
+                "inside = slot <= last",
+                "j = (begin + slot)[None, :]",
+            )
+            rows = ("at = (b.to(tl.int64) * APART + slot) * G + g", "at = (b.to(tl.int64) * T + slot) * G + g")
+            return (
+                self._loop(f"{start}, tl.minimum(part * share + share, old)", (*old, rows[0])),
+                self._loop(f"tl.maximum({start}, old), {stop}", (*new, rows[1]), "new_"),
+            )
+        tiles, place = self._tiles(), "n * KEYS"
+        if any(line.startswith("kept") for line in tiles):
+            place = "tl.where(n < kept, n, low + n - kept) * KEYS"
+        elif any(line.startswith("low") for line in tiles):
+            place = "(low + n) * KEYS"
+        lines = [f"slot = {place} + tl.arange(0, KEYS)", "inside = slot < end", "j = slot[None, :]"]
         row = "b.to(tl.int64) * APART + slot"
-        if self.page and self.page % self.tile.keys == 0:
-            lines.append(f"page = tl.load(table_ptr + b.to(tl.int64) * N + {place} // PAGE)  # a tile is in one page")
+        if self.page:
             row = "page * APART + slot % PAGE"
-        elif self.page:
-            lines.append("page = tl.load(table_ptr + b.to(tl.int64) * N + slot // PAGE, mask=inside, other=0)")
-            row = "page * APART + slot % PAGE"
-        return (*lines, f"at = ({row}) * G + g", *self.lines.convert("fj"))
+            whole = self.page % self.tile.keys == 0  # a tile is in one page
+            at = f"{place} // PAGE)" if whole else "slot // PAGE, mask=inside, other=0)"
+            lines.append(f"page = tl.load(table_ptr + b.to(tl.int64) * N + {at}")
+        return (self._loop(f"{start}, {stop}", (*lines, f"at = ({row}) * G + g")),)
 
-    def _scores(self) -> tuple[str, ...]:
+    def _loop(self, span: str, keys: Sequence[str], new: str = "") -> Loop:
         lines = ["s = s * SCALE"]
         if self.op.coded:
             names = ("k_scale",) if self.shared else ("k_scale", "v_scale")
-            lines = [f"{name} = tl.load({name}_ptr + at, mask=inside, other=0.0)" for name in names]
+            lines = [f"{name} = tl.load({new}{name}_ptr + at, mask=inside, other=0.0)" for name in names]
             lines.append("s = s * (k_scale * SCALE)[None, :]")
         lines.append(nested("seen", f"({self.lines.mask}) & inside[None, :]", 8))
         lines += [self._load(reading) for reading in self.lines.readings if not reading.per_head]
         lines += [nested(*call, 8) for call in self.lines.calls]
-        return *lines, nested("x", f'tl.where(seen, {self.lines.value}, float("-inf"))', 8)
+        lines.append(nested("x", f'tl.where(seen, {self.lines.value}, float("-inf"))', 8))
+        return Loop(span, (*keys, *self.lines.convert("fj")), tuple(lines), new)
 
     def _load(self, reading: Reading) -> str:
         place = f"{reading.table}_table_ptr + {triton_text(reading.index, whole=True)}"
@@ -398,11 +416,14 @@ class Writer:
         lines = [f"{name} = {name}.contiguous()" for name in self.further]
         lines += ["table = table.contiguous()"] if self.page else []
         names = f"({', '.join(self.stored)}{',' if len(self.stored) == 1 else ''})"
+        lines += [f"{name} = {name}.contiguous()" for name in self.new]
         return (*lines, f"apart, {names} = rows({', '.join(self.stored)})")
 
     def _most_parts(self) -> str:
         keys = "n * PAGE" if self.page else "s"
-        if self.ring is None and (window := self._window()) is not None:
+        if self.ring is not None:
+            return "triton.cdiv(s, KEYS) + triton.cdiv(t, KEYS)"
+        if (window := self._window()) is not None:
             keys = f"min({keys}, {sum(window) + 2 * self.tile.keys} + t)"
         return f"triton.cdiv({keys}, KEYS)"
 
@@ -413,10 +434,11 @@ class Writer:
         stored = (b, s) if not self.page else (s, "PAGE")
         if name in ("q", "y"):
             return *packed, h, c if name == "q" else d
-        if name in ("k", "v"):
-            return *stored, g, c if name == "k" else d
+        rows = (b, t) if name.startswith("new_") else stored
+        if name.removeprefix("new_") in ("k", "v"):
+            return *rows, g, c if name.endswith("k") else d
         if name.endswith("_scale"):
-            return *stored, g, "1"
+            return *rows, g, "1"
         known = {"positions": (f"{b} * {t}",) if self.page else (t,), "table": (b, n), "start": packed}
         return known.get(name) or tuple(map(str, self.inputs[name].shape))
 

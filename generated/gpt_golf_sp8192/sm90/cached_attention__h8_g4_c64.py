@@ -33,7 +33,7 @@ def cached_attention_kernel(
     G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, PARTIAL: tl.constexpr,
 ):
-    """Attention of ROWS rows, the pairs of a token and a query head that share a key head, to one part of their keys."""
+    """Attention of ROWS pairs of a token and a query head, which share a key head, to one part of their keys."""
     b, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     tile, g = tl.program_id(1) // G, tl.program_id(1) % G
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -100,7 +100,7 @@ def join_kernel(
 
 
 def rows(*tensors: Tensor) -> tuple[int, list[Tensor]]:
-    """Returns the number of positions between two texts or pages, and the tensors, copied if their positions have gaps."""
+    """The positions from one text or page to the next, and the tensors: copied if their positions have gaps."""
     flat = [tensor.flatten(2) for tensor in tensors]
     apart = {x.stride(0) // x.shape[2] for x in flat if x.stride(1) == x.shape[2] and x.stride(0) % x.shape[2] == 0}
     if len(apart) == 1 and all(x.stride()[1:] == (x.shape[2], 1) for x in flat):
