@@ -316,7 +316,8 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
     Returns:
         The inputs, in the dtypes of their types.
     """
-    return on_domain(site, _random(site, sizes, device, seed), _random(site, TINY, device, seed))
+    tiny = site.node.op.sizes(TINY)
+    return on_domain(site, _random(site, sizes, device, seed), _random(site, tiny, device, seed))
 
 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
@@ -326,6 +327,7 @@ def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) ->
     values. Inputs that follow from others are computed from them.
     """
     arity = site.node.op.arity
+    sample = site.node.op.belonging(sample)
     if any(bool(value.isnan().any()) for value in reference.node_value(site.node, list(sample))):
         values = [*values[:arity], *map(abs, values[arity:])]
     return list(site.node.op.belonging(values))

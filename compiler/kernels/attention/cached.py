@@ -77,11 +77,12 @@ def cached_tile(site: Site) -> CachedTile:
     keys = 64 if row <= WIDE_ROW else 32
     if page and page >= 16 and keys % page == 0:
         keys = page  # a tile reads one page
-    stages = programs = 1
-    while stages < 4 and (stages - 1) * keys * row * programs < IN_FLIGHT:
+    stages, room = 2, site.target.shared_memory
+    programs = max(resident(site.target, stages * keys * row), 1)
+    while stages < 4 and (stages - 1) * keys * row * programs < IN_FLIGHT and (stages + 1) * keys * row <= room:
         stages += 1
-        programs = max(resident(site.target, stages * keys * row), 1)
-    return CachedTile(keys, 4, stages + bool(page), programs)
+        programs = resident(site.target, stages * keys * row)
+    return CachedTile(keys, 4, stages + (page > 0 and (stages + 1) * keys * row <= room), programs)
 
 
 def row_bytes(site: Site) -> int:

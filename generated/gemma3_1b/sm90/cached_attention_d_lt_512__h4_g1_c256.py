@@ -159,7 +159,10 @@ def launch(
         )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cached_attention_d_lt_512__h4_g1_c256", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::cached_attention_d_lt_512__h4_g1_c256",
+    mutates_args=(),
+)
 def cached_attention_d_lt_512(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, new_k: Tensor, new_v: Tensor,
 ) -> Tensor:

@@ -134,7 +134,10 @@ def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, y: Tensor) -> Non
         )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cached_attention__h6_g6_c128", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::cached_attention__h6_g6_c128",
+    mutates_args=(),
+)
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """q [B, T, 6, 128] bf16, k [B, S, 6, 128] bf16, v [B, S, 6, 128] bf16, positions [T] i64 -> y [B, T, 6,
     128] bf16.

@@ -135,7 +135,10 @@ def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, y: Tensor) -> Non
         )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cached_attention__h8_g4_c64", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::cached_attention__h8_g4_c64",
+    mutates_args=(),
+)
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     """q [B, T, 8, 64] bf16, k [B, S, 4, 64] bf16, v [B, S, 4, 64] bf16, positions [T] i64 -> y [B, T, 8, 64]
     bf16.

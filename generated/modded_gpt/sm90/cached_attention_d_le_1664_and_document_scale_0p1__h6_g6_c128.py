@@ -140,7 +140,10 @@ def launch(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, start: Tensor, y:
         )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cached_attention_d_le_1664_and_document_scale_0p1__h6_g6_c128", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::cached_attention_d_le_1664_and_document_scale_0p1__h6_g6_c128",
+    mutates_args=(),
+)
 def cached_attention_d_le_1664_and_document_scale_0p1(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, start: Tensor,
 ) -> Tensor:

@@ -159,7 +159,10 @@ def launch(
         )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::cached_attention_d_le_512_scale_0p127279__h6_g6_c128", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::cached_attention_d_le_512_scale_0p127279__h6_g6_c128",
+    mutates_args=(),
+)
 def cached_attention_d_le_512_scale_0p127279(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, new_k: Tensor, new_v: Tensor,
 ) -> Tensor:
