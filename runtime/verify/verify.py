@@ -536,7 +536,7 @@ class _Exact:
             tensor.copy_(outputs[name])
         return outputs["logits"]
 
-    step = prefill
+    decode = step = prefill
 
 
 def sample_tokens(spec: Spec, tokens: int) -> int:
