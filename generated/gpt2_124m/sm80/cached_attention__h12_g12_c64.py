@@ -75,7 +75,8 @@ def cached_attention_kernel(
         tl.store(sums_ptr + place * 2 + 1, total[:, None], mask=there)
     else:
         total = tl.where(total == 0.0, 1.0, total)  # of a query that sees no key
-        tl.store(y_ptr + place * D + d, (y * (1.0 / total)[:, None]).to(tl.bfloat16), mask=there)
+        y = y * (1.0 / total)[:, None]
+        tl.store(y_ptr + place * D + d, y.to(tl.bfloat16), mask=there)
 
 
 @triton.jit(do_not_specialize=["PARTS"])
