@@ -46,8 +46,14 @@ class ToCodes(Op):
     """
 
     name: ClassVar[str] = "to_codes"
+    words: ClassVar[str] = "rounding to e4m3"
+    everywhere: ClassVar[bool] = True
+    rowwise: ClassVar[bool] = True
     arity: ClassVar[int] = 1
     output_labels: ClassVar[tuple[str, ...]] = ("codes", "scale")
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        return self.name, f"c{inputs[0].width}"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return coded_types(inputs[0])

@@ -136,7 +136,8 @@ class Judge:
         if chosen is not None:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
         wide: Any = [upcast(value, torch.float64) for value in compared]
-        exact = reference.node_value(site.node, wide, inputs if sample else wide)
+        values = reference.node_value(site.node, wide, inputs if sample else wide)
+        exact = tuple(value if value.is_floating_point() else value.double() for value in values)  # codes are numbers
         bars = []
         for have, want in zip(reference.node_value(site.node, compared, inputs), exact, strict=True):
             largest, error = want.abs().max().item(), (have.double() - want).abs()

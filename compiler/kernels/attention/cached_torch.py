@@ -6,8 +6,8 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.cached_attention import CachedBase
 
 
-class CachedTorch(Kernel):
-    """Accepts every score, mask and layout. The function is that of the op, in a file of its own or in model.py."""
+class TorchCalls(Kernel):
+    """Accepts every node. The function is that of the op, in a file of its own or in model.py."""
 
     RANK: ClassVar[int] = 9
 
@@ -18,4 +18,4 @@ class CachedTorch(Kernel):
         return Rendered("", "", {}, "")
 
 
-CACHED_TORCH = CachedTorch("cached_attention_torch", "torch", computes=CachedBase)
+CACHED_TORCH = TorchCalls("cached_attention_torch", "torch", computes=CachedBase)
