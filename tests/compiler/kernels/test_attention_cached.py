@@ -231,9 +231,10 @@ def test_rows_are_rounded_to_the_codes_of_the_reference(channels: int, tmp_path:
     want_codes, want_scale = ToCodes().reference(x)
     assert unchanged and (codes[:GUARD] == 77).all() and (codes[-GUARD:] == 77).all()
     assert torch.equal(scale[GUARD:-GUARD].view(-1, 1), want_scale)
-    # the interpreter's conversion drops a carry of the mantissa into the exponent: those codes are not compared
+    # The interpreter's conversion drops a carry of the mantissa into the exponent, and rounds numbers below 2^-6 down.
+    # The GPU test compares these codes too.
     same = codes[GUARD:-GUARD].view(-1, channels) == want_codes
-    assert (same | (want_codes & 7 == 0)).all() and same.float().mean() > 0.9
+    assert (same | (want_codes & 7 == 0) | (want_codes & 0x7F < 8)).all() and same.float().mean() > 0.9
 
 
 def test_rounding_compiles_and_is_judged_by_codes(tmp_path: Path) -> None:

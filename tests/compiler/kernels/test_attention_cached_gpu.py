@@ -8,12 +8,14 @@ import pytest
 import torch
 from cached_sites import CASES, Cached, cached_inputs, exact
 from kernel_sites import imported
-from test_attention_cached import REAL, kernel_of
+from test_attention_cached import REAL, codes_site, kernel_of
 from tiny_models import MLP, tiny
 from torch import Tensor
 
 from specc.compiler.kernels.attention.cached_context import CachedTile
+from specc.compiler.kernels.attention.to_codes import CODES_TRITON
 from specc.compiler.kernels.kernel import symbol
+from specc.compiler.ops.key_value_cache import ToCodes
 from specc.compiler.targets import TARGETS
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.load import runs_on
@@ -104,6 +106,20 @@ def test_a_graph_is_valid_for_texts_of_other_lengths(folder: Path) -> None:
             long[n].copy_(value)
         graph.replay()
         near(y, exact(site, list(long.values())))
+
+
+@pytest.mark.parametrize("channels", [24, 64, 576])
+def test_rows_are_rounded_to_the_codes_of_the_reference(channels: int, folder: Path) -> None:
+    if capability_of() < TARGETS["sm89"].arch:
+        pytest.skip("needs e4m3")
+    site = codes_site(channels, "bf16", "sm89")
+    to_codes = imported(CODES_TRITON, site, folder / f"codes_{channels}").to_codes
+    x = torch.randn(3, 701, 2, channels, device="cuda").bfloat16() * torch.rand(3, 701, 2, 1, device="cuda").bfloat16()
+    x[0, 3] = 0
+    for value in (x, x[:, ::7], 1e-30 * x):
+        codes, scale = to_codes(value)
+        want_codes, want_scale = ToCodes().reference(value)
+        assert torch.equal(codes, want_codes) and torch.equal(scale, want_scale)
 
 
 LAYERS = {
