@@ -1,5 +1,6 @@
 """The context of the template of attention over a cache."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ class CachedContext:
         helpers: Templates of functions that the kernels call.
         kernel, join: The signatures of the kernels.
         begin: The position of the first query of a text.
+        bounds: Lines that define the first and last token of a block of queries, if other lines read them.
         queries: The mask of the valid elements of a block of queries.
         shared: Whether the values are the first channels of the keys.
         reused: Whether the loaded keys are also the values. Codes are loaded twice, the second time from the L2 cache,
@@ -120,6 +122,7 @@ class CachedContext:
     kernel: str
     join: str
     begin: str
+    bounds: tuple[str, ...]
     queries: str
     shared: bool
     reused: bool
@@ -209,6 +212,7 @@ class Writer:
             kernel=kernel,
             join=join,
             begin=f"tl.load(positions_ptr{' + b * T' if self.page else ''}).to(tl.int32)",
+            bounds=self._bounds(),
             queries=f"there{self.padded}",
             shared=self.shared,
             reused=self.reused,
@@ -301,6 +305,20 @@ class Writer:
             lines.append("start = tl.load(start_ptr + query, mask=there, other=0).to(tl.int32)")
         return *lines, *(line for reading in self.lines.readings for line in reading.first() if reading.per_head)
 
+    def _bounds(self) -> tuple[str, ...]:
+        known = {
+            "i0": "begin + first",
+            "last": "tl.minimum((tile * ROWS + ROWS - 1) // (H // G), T - 1)",
+            "first": "tile * ROWS // (H // G)",
+        }
+        loops = (line for loop in self._loops() for line in (loop.span, *loop.keys, *loop.scores))
+        text, lines = "\n".join((*self._positions(), *self._tiles(), *loops)), list[str]()
+        for name, value in known.items():
+            if re.search(rf"\b{name}\b", text):
+                lines.insert(0, f"{name} = {value}")
+                text += value
+        return tuple(lines)
+
     def _window(self) -> tuple[int, int] | None:
         return window_of(self.op.mask, self.heads, self.site.context or LONGEST)
 
@@ -313,7 +331,7 @@ class Writer:
                 "old = tl.cdiv(held, KEYS)",
                 "tiles = old + tl.cdiv(last + 1, KEYS)",
             )
-        end = "begin + T" if sees_later(self.op.mask, self.heads) else "i1 + 1"
+        end = "begin + T" if sees_later(self.op.mask, self.heads) else "begin + last + 1"
         lines, window, lows = [f"end = {end}"], self._window(), []
         condition = reread(self.op.mask, LANGUAGE)
         parts = condition.parts if isinstance(condition, Logic) and condition.op == "and" else (condition,)

@@ -38,15 +38,14 @@ def cached_attention_kernel(
     tile, g = tl.program_id(1) // G, tl.program_id(1) % G
     row = tile * ROWS + tl.arange(0, ROWS)
     t, h = row // (H // G), (g * (H // G) + row % (H // G))[:, None]
-    first, last = tile * ROWS // (H // G), tl.minimum((tile * ROWS + ROWS - 1) // (H // G), T - 1)
     begin = tl.load(positions_ptr).to(tl.int32)
-    i0, i1 = begin + first, begin + last  # the positions of a text follow each other
-    i = (begin + t)[:, None]
+    last = tl.minimum((tile * ROWS + ROWS - 1) // (H // G), T - 1)
+    i = (begin + t)[:, None]  # the positions of a text follow each other
     query = (b.to(tl.int64) * T + t)[:, None]
     c, d = tl.arange(0, WIDTH)[None, :], tl.arange(0, VALUES)[None, :]
     there = (t < T)[:, None]
     q = tl.load(q_ptr + (query * H + h) * C + c, mask=there, other=0.0)
-    end = i1 + 1
+    end = begin + last + 1
     tiles = tl.cdiv(end, KEYS)
     share = tl.cdiv(tiles, PARTS)
     most, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)

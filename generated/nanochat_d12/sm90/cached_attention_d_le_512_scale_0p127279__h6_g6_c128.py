@@ -40,10 +40,9 @@ def cached_attention_d_le_512_scale_0p127279_kernel(
     tile, g = tl.program_id(1) // G, tl.program_id(1) % G
     row = tile * ROWS + tl.arange(0, ROWS)
     t, h = row // (H // G), (g * (H // G) + row % (H // G))[:, None]
-    first, last = tile * ROWS // (H // G), tl.minimum((tile * ROWS + ROWS - 1) // (H // G), T - 1)
     begin = tl.load(positions_ptr).to(tl.int32)
-    i0, i1 = begin + first, begin + last  # the positions of a text follow each other
-    i = (begin + t)[:, None]
+    last = tl.minimum((tile * ROWS + ROWS - 1) // (H // G), T - 1)
+    i = (begin + t)[:, None]  # the positions of a text follow each other
     query = (b.to(tl.int64) * T + t)[:, None]
     c, d = tl.arange(0, WIDTH)[None, :], tl.arange(0, VALUES)[None, :]
     there = (t < T)[:, None]
