@@ -316,7 +316,7 @@ class Writer:
         for name, value in known.items():
             if re.search(rf"\b{name}\b", text):
                 lines.insert(0, f"{name} = {value}")
-                text += value
+                text += f"\n{value}\n"
         return tuple(lines)
 
     def _window(self) -> tuple[int, int] | None:
