@@ -102,15 +102,19 @@ class DecoderBlocks(Blocks):
         yield from super().problems_in(shape)
 
 
-class PagedCache(StrictModel):
-    """A cache in pages, for texts of different lengths that join and leave a batch. A table lists the pages of each
-    text.
+class CacheSpec(StrictModel):
+    """The cache of keys, values and latents for generation.
 
     Attributes:
-        page: the number of positions of a page.
+        page: the number of positions of a page. A cache in pages is for texts of different lengths that join and leave
+            a batch; a table lists the pages of each text. If null, the cache has one row per text, and all texts of a
+            batch have the same length.
+        dtype: the dtype of what is cached; that of activations if unset. `e4m3`: floats of 8 bits, with one scale in
+            f32 per token and head.
     """
 
-    page: Annotated[int, Field(ge=1, le=4096)] = 64
+    page: Annotated[int, Field(ge=1, le=4096)] | None = 64
+    dtype: Literal["e4m3"] | None = later(None)
 
 
 class Decoder(Architecture):
@@ -128,8 +132,8 @@ class Decoder(Architecture):
         blocks: the blocks.
         norm: the norm after the last block; null for none.
         head: the computation of logits.
-        cache: a cache in pages for generation. If unset, the cache has one row per text, and all texts of a batch have
-            the same length.
+        cache: the cache for generation. If unset, it has one row per text, in the dtype of activations, and all texts
+            of a batch have the same length.
     """
 
     kind: Literal["decoder"]
@@ -143,7 +147,7 @@ class Decoder(Architecture):
     blocks: DecoderBlocks
     norm: AnyNorm | None = Rms(kind="rms")
     head: LogitHead = LogitHead.model_construct()
-    cache: PagedCache | None = later(None)
+    cache: CacheSpec | None = later(None)
 
     @property
     def title(self) -> str:
@@ -175,7 +179,8 @@ class Decoder(Architecture):
         """Returns the properties of the model that its parts can read."""
         vocab, dim = tables.size("V", self.vocab, "tokens"), tables.size("D", self.dim, "features")
         inits = (self.init, self.output_init or self.init)
-        return Shape(dim, tables, self.context, vocab, *inits, prefix=self.prefix)
+        coded = self.cache is not None and self.cache.dtype is not None
+        return Shape(dim, tables, self.context, vocab, *inits, prefix=self.prefix, coded=coded)
 
     def problems(self) -> Iterator[Problem]:
         """Yields the problems of the model's parts."""
@@ -226,7 +231,9 @@ class Decoder(Architecture):
         tables = Tables(model.blocks.count, dict(_places(model)))
         lowering = _Lowering(model, model.shape(tables), losses)
         programs = [lowering.scored("train", True), lowering.scored("score", False)]
-        programs += [lowering.step(model.cache)] if model.cache is not None else lowering.prefill_and_decode()
+        lowering.require_codes()
+        page = 0 if model.cache is None else model.cache.page
+        programs += [lowering.step(page)] if page else lowering.prefill_and_decode()
         programs += lowering.halves() if halves else ()
         phases: list[Phase] = []
         plain, runs = tuple(range(model.blocks.count)), model.blocks.runs
@@ -334,32 +341,44 @@ class _Lowering:
         nats = b.add("nats", CrossEntropy("none"), (logits, targets))
         return first, tables.program(b, {"nats": nats})
 
-    def step(self, cache: PagedCache) -> Graph:
+    def step(self, page: int) -> Graph:
         """Returns the program that extends texts in pages. Its inputs are ids i64[R, K], the number of tokens `starts`
         i64[R] that the pages of each text hold, and the pages, `table` i64[R, N]. Its outputs are the logits f32[R, V]
         of the last token of each text, and the new pages."""
-        b, paged = Builder("step"), replace(self, shape=replace(self.shape, page=cache.page))
+        b, paged = Builder("step"), replace(self, shape=replace(self.shape, page=page))
         ids = b.input("ids", TOKENS.with_shape("R", "K"))
         starts, table = b.input("starts", STARTS), b.input("table", TABLE)
         packed = b.add("packed", PackTexts(), (ids,))
         positions = b.add("positions", PackedPositions(), (ids, starts))
-        paged.require_pages(cache)
+        paged.require_pages(page)
         trunk = paged.trunk(b, LoweringContext(packed, starts, positions=positions, table=table, extends=True))
         logits = self.head(b, b.add("last", LastOfTexts(), (trunk.features, table)))
         return self.shape.tables.program(b, {"logits": logits, **trunk.state})
 
-    def require_pages(self, cache: PagedCache) -> None:
+    def require_codes(self) -> None:
+        """Raises LoweringError if the cache holds codes and the model has a state between tokens in floats of another
+        dtype."""
+        for name, type in self.states().items() if self.shape.coded else ():
+            if type.floating and not name.endswith("_scale"):
+                message = f"a cache of e4m3 holds only keys, values and latents; {name} is another state"
+                hint = "remove `dtype` of the cache, or the part of the model that has this state"
+                raise LoweringError((Problem(("model", "cache", "dtype"), "S290", message, hint),))
+
+    def require_pages(self, page: int) -> None:
         """Raises LoweringError if the model has a state between tokens other than pages of keys and values."""
-        blocks = self.model.blocks
-        states = dict(blocks.state(self.shape))
-        parts = {step.title: step.state(self.shape) for step in self.model.embed}
-        parts |= {value.name: value.state() for value in blocks.shared(self.shape)}
-        states |= {f"{part}.{key}": type for part, state in parts.items() for key, type in state.items()}
-        for name, type in states.items():
-            if type.shape[:2] != ("P", cache.page):
+        for name, type in self.states().items():
+            if type.shape[:2] != ("P", page):
                 message = f"a cache in pages holds only keys and values, but the model has another state, {name}"
                 hint = "remove `cache`, or the part of the model that has this state"
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
+
+    def states(self) -> Mapping[str, TensorType]:
+        """Returns the types of all state between tokens, by name."""
+        blocks = self.model.blocks
+        parts = {step.title: step.state(self.shape) for step in self.model.embed}
+        parts |= {value.name: value.state() for value in blocks.shared(self.shape)}
+        others = {f"{part}.{key}": type for part, state in parts.items() for key, type in state.items()}
+        return {**blocks.state(self.shape), **others}
 
     def prefill_and_decode(self) -> tuple[Graph, Graph]:
         """Returns the program that extends cached sequences, and the program that extends them by a single token. The

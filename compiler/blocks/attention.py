@@ -19,6 +19,7 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import SdpaSeen
 from specc.compiler.ops.exclusive import Exclusive
+from specc.compiler.ops.key_value_cache import RingKeys
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.programs.init import constant
@@ -170,7 +171,7 @@ class Attention(ScoreAndMask):
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         rows = self.rows(shape, self._groups(shape), self._channels(shape))
         pooled = {} if self.pool is None else self.pool.state(rows, shape.context)
-        return {"k": rows, "v": rows, **pooled}
+        return {**self.caches(shape, k=rows, v=rows), **pooled}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         if self.reads_source:
@@ -178,7 +179,8 @@ class Attention(ScoreAndMask):
         return super().begin(b, shape, context)
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
-        q, state = self._heads(b, x, "q", self.queries(shape), shape), dict[str, str]()
+        q = self._heads(b, x, "q", self.queries(shape), shape)
+        state: Mapping[str, str] = {}
         if self.reads_source:
             rows = context.cache or self._keys(b, context.memory, shape, context)
             q = self._gained(b, self._positioned(b, q, "q", context, shape), shape)
@@ -189,12 +191,10 @@ class Attention(ScoreAndMask):
             y = b.add("y", SdpaSeen(), (q, rows["k"], rows["v"], context.seen))
         else:
             q = self.scaled(b, q, shape)
-            read, state = self.cached(b, rows, shape, context)
             if self.pool is None:
-                y = self.attend(b, q, read["k"], read["v"], shape, context, self.score_fields(shape))
+                y, state = self.attend(b, q, rows, shape, context, self.score_fields(shape))
             else:
-                y, pooled = self._pooled(b, self.pool, q, read, shape, context)
-                state |= pooled
+                y, state = self._pooled(b, self.pool, q, rows, shape, context)
         if self.exclude is not None:
             y = b.add("y.exclusive", Exclusive(), (y, rows["v"]))
         y = b.add("y.merged", MergeHeads(), (self.wired("y", lambda: y, self.queries(shape), context),))
@@ -205,13 +205,13 @@ class Attention(ScoreAndMask):
     def _pooled(
         self, b: Builder, pool: Pool, q: str, rows: Mapping[str, str], shape: Shape, context: LoweringContext
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds attention to pooled blocks and to single tokens. Returns the node and the new state of the blocks.
+        """Adds attention to pooled blocks and to single tokens. Returns the node and the new state.
 
         Args:
             b: the builder of the function.
             pool: the pooling.
             q: the queries, [B, T, H, C].
-            rows: the keys `k` and values `v` to attend to, [B, S, G, C].
+            rows: the keys `k` and values `v` of the queries, [B, T, G, C].
             shape: the shape dims of the model.
             context: the other values that the layer can read.
         """
@@ -222,9 +222,13 @@ class Attention(ScoreAndMask):
         if not context.cache:
             return b.add("y", pool.op(fields, mask), (q, *rows.values(), *others, *latents)), {}
         ring = self.ring(shape)
-        state = pool.write(b, rows, latents, context, ring)
-        inputs = (q, *rows.values(), context.positions, *state.values(), *others)
-        return b.add("y", pool.cached_op(fields, mask, ring), inputs), state
+        pairs = {name: (context.cache[name], row) for name, row in rows.items()}
+        # a ring is read before the new rows replace old ones
+        read = {name: b.add(f"{name}.rows", RingKeys(), pair) for name, pair in pairs.items() if ring is not None}
+        written = self.written(b, rows, shape, context)
+        pooled = pool.write(b, read or written, latents, context, ring)
+        inputs = (q, *(read or written).values(), context.positions, *pooled.values(), *others)
+        return b.add("y", pool.cached_op(fields, mask, ring), inputs), {**written, **pooled}
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
         """Adds k and v of `x`. If `q` is given, adds the norm and rotary positions of q. Returns the values by name."""

@@ -28,6 +28,7 @@ class Shape:
         attention: the sizes of attention that formulas of the block may read, by name.
         prefix: the number of tokens at the start of a sequence that may attend to each other.
         page: the number of positions of a page of the cache; 0 if the cache has one row per text.
+        coded: whether the cache holds codes of 8 bits.
         causal: whether a token attends only to itself and earlier tokens, apart from tokens of the prefix.
     """
 
@@ -43,6 +44,7 @@ class Shape:
     attention: tuple[tuple[str, int], ...] = ()
     prefix: int = 0
     page: int = 0
+    coded: bool = False
     causal: bool = True
 
     @property

@@ -17,7 +17,7 @@ from specc.compiler.ops.linear import HeadLinear, Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Concat
-from specc.compiler.ops.shape import ExpandHeads, FirstFeatures, MergeHeads, SplitHeads
+from specc.compiler.ops.shape import ExpandHeads, MergeHeads, SplitHeads
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel
 
 Biases = Annotated[
@@ -102,7 +102,7 @@ class Latent(ScoreAndMask):
         return self.rope.table(self.rope_dim, shape.context)
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        return {"kv": self.rows(shape, 1, self.kv_rank + self.rope_dim)}
+        return self.caches(shape, kv=self.rows(shape, 1, self.kv_rank + self.rope_dim))
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         q, q_rope = self._queries(b, x, shape, context)
@@ -141,7 +141,7 @@ class Latent(ScoreAndMask):
         k_rope = b.add("k_rope.all", ExpandHeads(heads), (k_rope,))
         q_whole, k_whole = b.add("q.whole", Concat(), q), b.add("k.whole", Concat(), (k, k_rope))
         q_whole = self.scaled(b, q_whole, shape)
-        return self.attend(b, q_whole, k_whole, v, shape, context, self.score_fields(shape)), {}
+        return self.attend(b, q_whole, {"k": k_whole, "v": v}, shape, context, self.score_fields(shape))
 
     def _absorbed(
         self, b: Builder, q: tuple[str, str], c: str, k_rope: str, shape: Shape, context: LoweringContext
@@ -149,9 +149,6 @@ class Latent(ScoreAndMask):
         """Adds attention to the cached latents. Returns [B, T, H, V] and the new state."""
         (_, key), (_, value) = self._up(b, shape)
         latent = b.add("latent", Concat(), (b.add("c.heads", SplitHeads(1), (c,)), k_rope))
-        read, state = self.cached(b, {"kv": latent}, shape, context)
-        keys = read["kv"]
-        values = b.add("kv.latent", FirstFeatures(self._rank(shape)), (keys,))
         wide = b.add("q.whole", Concat(), (b.add("q.absorbed", HeadLinear(), (q[0], key)), q[1]))
         # attention divides by the root of the channels of q, which are more than those of the naive form
         fields = self.score_fields(shape)
@@ -159,7 +156,8 @@ class Latent(ScoreAndMask):
         factor = fields.scale or self.size(shape.dim) ** -0.5
         text = f"q * {factor * (self.kv_rank + self.rope_dim) ** 0.5!r}"
         wide = pointwise(b, "q.absorbed_scale", text, q=wide)
-        y = self.attend(b, wide, keys, values, shape, context, replace(fields, scale=None))
+        fields = replace(fields, scale=None)
+        y, state = self.attend(b, wide, {"kv": latent}, shape, context, fields, int(self._rank(shape)))
         return b.add("y.values", HeadLinear(transposed=True), (y, value)), state
 
     def _up(self, b: Builder, shape: Shape) -> Iterator[tuple[str, str]]:

@@ -23,8 +23,9 @@ from specc.compiler.expr.values import Read
 from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import COMPUTE, TensorType
-from specc.compiler.ops.attention import ScoreFields, Sdpa, SdpaCached
-from specc.compiler.ops.key_value_cache import CacheWrite, RingKeys
+from specc.compiler.ops.attention import ScoreFields, Sdpa
+from specc.compiler.ops.cached_attention import SdpaCached
+from specc.compiler.ops.key_value_cache import CacheWrite, ToCodes, coded_types
 from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Zeros
@@ -240,6 +241,14 @@ class ScoreAndMask(Layer):
         positions = "S" if self.reads_source else shape.cache_length if ring is None else sum(ring)
         return TensorType(("P", shape.page, *dims) if shape.page else ("B", positions, *dims), COMPUTE)
 
+    def caches(self, shape: Shape, **rows: TensorType) -> Mapping[str, TensorType]:
+        """Returns the state of a cache with `rows`, by key: the rows, or their codes and the scales of codes."""
+        if not shape.coded:
+            return rows
+        coded = {name: coded_types(type) for name, type in rows.items()}
+        scales = {f"{name}_scale": scale for name, (_, scale) in coded.items()}
+        return {name: codes for name, (codes, _) in coded.items()} | scales
+
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         begun = {}
         for key, type in self.state(shape).items():
@@ -247,48 +256,55 @@ class ScoreAndMask(Layer):
             begun[key] = b.add(f"{key}.cache", Zeros(dims), (context.memory,))
         return begun
 
-    def cached(
-        self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext
-    ) -> tuple[Mapping[str, str], dict[str, str]]:
-        """Writes `rows` [B, T, G, C] to the caches of the same names, in a program that has caches.
-
-        Returns the rows to attend to, and the new state. Without a cache, returns `rows` and no state.
-        """
-        if not context.cache:
-            return rows, {}
+    def written(self, b: Builder, rows: Mapping[str, str], shape: Shape, context: LoweringContext) -> dict[str, str]:
+        """Writes `rows` [B, T, G, C] to the cache of the same names. Returns the new state."""
         ring = self.ring(shape)
-        write = PagedWrite() if context.table else CacheWrite(ring)
+        write, word = PagedWrite() if context.table else CacheWrite(ring), "cache" if ring is None else "ring"
         where = tuple(filter(None, (context.positions, context.table)))
-        pairs = {name: (context.cache[name], value) for name, value in rows.items()}
-        # a ring is read before the new rows replace old ones
-        read = {name: b.add(f"{name}.ring", RingKeys(), pair) for name, pair in pairs.items() if ring is not None}
-        state = {name: b.add(f"{name}.cache", write, (*pair, *where)) for name, pair in pairs.items()}
-        return read or state, state
+        return {name: b.add(f"{name}.{word}", write, (context.cache[name], x, *where)) for name, x in rows.items()}
 
     def attend(
-        self, b: Builder, q: str, k: str, v: str, shape: Shape, context: LoweringContext, fields: ScoreFields
-    ) -> str:
-        """Adds the attention op of a program: without a cache, with a cache, or with a cache of pages.
+        self,
+        b: Builder,
+        q: str,
+        rows: Mapping[str, str],
+        shape: Shape,
+        context: LoweringContext,
+        fields: ScoreFields,
+        values: int | None = None,
+    ) -> tuple[str, Mapping[str, str]]:
+        """Adds the attention op of a program: without a cache, with a cache, or with a cache of pages. A cache is
+        extended by the rows of the queries: before the op, or after it if the cache is a ring, where they replace
+        others.
 
         Args:
             b: The graph, to which the op is added.
             q: The queries [B, T, H, C].
-            k: The keys [B, S, G, C].
-            v: The values [B, S, G, D].
+            rows: The keys [B, T, G, C] and values [B, T, G, D] of the queries, or rows that are both, by key of the
+                cache.
             shape: The shape of the model.
             context: The cache and the positions of the program.
             fields: The score, the mask and the tables of the layer.
+            values: The number of the first features of a cached key that are its value; None if values are rows.
 
         Returns:
-            The name of the result [B, T, H, D].
+            The name of the result [B, T, H, D], and the new state of the cache.
         """
         further = tuple(self.further(b, fields, shape, context))
         settings = fields.of_scores
         if not context.cache:
-            return b.add("y", Sdpa(*settings), (q, k, v, *further))
-        if context.table:
-            return b.add("y", SdpaPaged(*settings), (q, k, v, context.positions, context.table, *further))
-        return b.add("y", SdpaCached(*settings, self.ring(shape)), (q, k, v, context.positions, *further))
+            return b.add("y", Sdpa(*settings), (q, *rows.values(), *further)), {}
+        ring, stored = self.ring(shape), tuple(rows)
+        if shape.coded:
+            codes = {name: b.add(f"{name}.codes", ToCodes(), (value,)) for name, value in rows.items()}
+            rows = codes | {f"{name}_scale": f"{value}:1" for name, value in codes.items()}
+        state = self.written(b, rows, shape, context) if ring is None else {}
+        read = [(state or context.cache)[name] for name in rows]
+        where = tuple(filter(None, (context.positions, context.table)))
+        new = rows.values() if ring is not None else ()
+        op = (SdpaPaged if context.table else SdpaCached)(*settings, values, shape.coded, ring)
+        y = b.add("y", op, (q, *read[: len(stored)], *where, *read[len(stored) :], *new, *further))
+        return y, state or self.written(b, rows, shape, context)
 
     def further(self, b: Builder, form: ScoreFields, shape: Shape, context: LoweringContext) -> Iterator[str]:
         """Yields the inputs of attention other than q, k and v: the starts of documents, the sinks, and the tables."""

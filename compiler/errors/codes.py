@@ -109,7 +109,7 @@ CODES: Mapping[str, str] = {
     "S287": "coefficients of Muon that no iteration reads, or that diverge",
     "S288": "an optimizer that never updates, or a cautious decay of 0",
     "S289": "pooled keys of a block that the model does not have, or settings that do not go with the pooling",
-    "S290": "a cache in pages in a model with a state other than keys and values",
+    "S290": "a cache in pages or in 8 bits in a model with a state other than keys and values",
     "S293": "settings of precision that contradict each other or the model",
     "S294": "a rule for 8-bit products that matches no product",
     "S295": "a part to recompute that no block has, or that cannot run twice",

@@ -22,6 +22,8 @@ class Op:
     name: ClassVar[str] = ""
     # Consumers may print the expression of this value inside their own line.
     inline: ClassVar[bool] = True
+    # Consumers print the name of this value, which is assigned in its own line.
+    assigned: ClassVar[bool] = False
     # It computes a gradient: generated code names its value after this node, even if the node has an epilogue.
     gradient: ClassVar[bool] = False
     # It is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
@@ -118,6 +120,11 @@ class Op:
         """
         leading = isinstance(type.shape[0], str) if type.shape else False
         return type.with_shape("B", "T", type.width) if leading else type
+
+    def site_sizes(self, sizes: Sizes) -> Sizes:
+        """Returns the sizes of the symbolic dims at which kernels are verified and measured, for a training step of
+        `sizes`."""
+        return sizes
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
         """Returns the share of the op's parameters that one token uses. Parameters are among the inputs."""

@@ -1,7 +1,7 @@
 """Torch calls, as generated code writes them and torch.fx records them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,16 @@ class TorchCall:
         if self.function.isidentifier():
             return self.function
         return next((arg.support for arg in self.args if isinstance(arg, TorchCall) and arg.support), "")
+
+    @property
+    def supports(self) -> Iterator["TorchCall"]:
+        """Yields the calls of support functions: this call and those in its arguments."""
+        if self.function.isidentifier():
+            yield self
+        for arg in self.args:
+            for part in arg if isinstance(arg, tuple) else (arg,):
+                if isinstance(part, TorchCall):
+                    yield from part.supports
 
     def text(self, inputs: Sequence[str]) -> str:
         """Returns the call as Python source. `inputs` are the texts of the op's inputs."""

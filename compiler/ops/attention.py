@@ -17,7 +17,6 @@ from specc.compiler.expr.values import Expr, Logic, Read
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
-from specc.compiler.ops.key_value_cache import ring_positions
 
 
 def scaled_product(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
@@ -284,7 +283,8 @@ class ScoredBase(ScoreFields, Attention):
         """Returns the call of the function that is generated for this attention."""
         score, mask = self.parsed(inputs[0].shape[-2])
         cached = "positions" in self.leading
-        function = f"attend{'_cached' if cached else ''}_{self.title}"
+        words = ("attend", "cached" if cached else "", "paged" if "table" in self.leading else "", self.title)
+        function = "_".join(filter(None, words))
         parameters = [*self.leading, *self.further]
         tables = "".join(f", {name}" for name in self.tables)
         scored = not score.plain
@@ -417,68 +417,6 @@ class Sdpa(ScoredBase):
 
         row, column = (torch.arange(x.shape[1], device=x.device) for x in inputs[:2])
         return row.unsqueeze(1), column
-
-
-@dataclass(frozen=True, slots=True)
-class SdpaCached(ScoredBase):
-    """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
-
-    Without `ring`, row j of the cache is position j, and rows after a query's position are ignored. With a ring (first,
-    window), k and v are the outputs of `RingKeys`: the rows of the ring, followed by the keys and values of the
-    queries' tokens. The additional inputs follow the positions.
-    """
-
-    name: ClassVar[str] = "sdpa_cached"
-    leading: ClassVar[tuple[str, ...]] = ("q", "k", "v", "positions")
-    ring: tuple[int, int] | None = None
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        if self.causal:
-            return TorchCall("attend_cached", tuple(map(Input, range(4))))
-        return self.attend_call(inputs)
-
-    def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
-        keys, places = cached_places(self.ring)
-        return {"eager": ("i = positions[:, None]", *self._eager(scored, tables)), "keys": keys, "places": places}
-
-    def positions(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        _, k, _, positions = inputs[:4]
-        return positions.unsqueeze(1), cached_positions(self.ring, k.shape[1], positions)
-
-
-def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
-    """Returns a sentence about the keys of a cache, and the lines that compute their positions `j` from k
-    [B, heads, S, C] and the `positions` of the queries."""
-    if ring is None:
-        keys = "Row j of the cache is position j. Rows behind a query are masked."
-        return keys, ("j = torch.arange(k.shape[2], device=k.device)",)
-    first, window = ring
-    held = f"positions 0 to {first - 1} and the last {window} after them" if first else f"the last {window} positions"
-    row = f"torch.where(row < {first}, row, last)" if first else "last"
-    empty = f"(held >= begin) | (row >= {first}) & (last < {first})" if first else "held < 0"
-    return f"k and v are the rows of a ring, which holds {held}, then those of the queries.", (
-        "row, begin = torch.arange(k.shape[2] - len(positions), device=k.device), positions[0]",
-        f"last = begin - 1 - (begin - 1 - row) % {window}  # the position in each row of the window",
-        f"held = {row}",
-        f"empty = {empty}",
-        "j = torch.cat((torch.where(empty, positions[-1] + 1, held), positions))",
-    )
-
-
-def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor) -> Tensor:
-    """Returns the positions of the keys of a cache, i64[S]. An empty row of a ring has a position after all tokens.
-
-    Args:
-        ring: the numbers (first, window) of a ring, or None without a ring. The rows of the ring precede those of the
-            queries' tokens.
-        rows: the number S of keys.
-        positions: the positions of the queries, i64[T].
-    """
-    import torch
-
-    if ring is None:
-        return torch.arange(rows, device=positions.device)
-    return torch.cat((ring_positions(*ring, int(positions[0])), positions.cpu())).to(positions.device)
 
 
 class SdpaSeen(Attention):

@@ -1,4 +1,4 @@
-"""Key-value caches: writing tokens to a cache or a ring, and the positions that a ring holds."""
+"""Key-value caches: codes of 8 bits, writing tokens to a cache or a ring, and the positions that a ring holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +21,53 @@ def ring_positions(first: int, window: int, start: int) -> Tensor:
     for position in range(start):
         rows[position if position < first else first + (position - first) % window] = position
     return torch.tensor(rows)
+
+
+LARGEST = 448.0  # of e4m3
+CODES = 0x7F  # codes below this are finite and positive, or 0
+
+
+def coded_types(type: TensorType) -> tuple[TensorType, TensorType]:
+    """Returns the types of the codes and of the scales of a value [..., C]."""
+    return TensorType(type.shape, "u8"), TensorType((*type.shape[:-1], 1), "f32")
+
+
+def decoded(codes: Tensor, scale: Tensor) -> Tensor:
+    """Returns the value of codes [..., C] with scales [..., 1], in the dtype of the scales."""
+    import torch
+
+    return codes.view(torch.float8_e4m3fn).to(scale.dtype) * scale
+
+
+class ToCodes(Op):
+    """Rounds x [..., C] to e4m3, floats of 8 bits. The outputs are codes u8 [..., C] and scales f32 [..., 1].
+
+    A scale maps the largest magnitude of a row to 448, the largest number of e4m3.
+    """
+
+    name: ClassVar[str] = "to_codes"
+    words: ClassVar[str] = "rounding to e4m3"
+    everywhere: ClassVar[bool] = True
+    rowwise: ClassVar[bool] = True
+    arity: ClassVar[int] = 1
+    output_labels: ClassVar[tuple[str, ...]] = ("codes", "scale")
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        return self.name, f"c{inputs[0].width}"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return coded_types(inputs[0])
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("to_codes", (Input(0),))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        import torch
+
+        x = inputs[0].to(torch.promote_types(inputs[0].dtype, torch.float32))
+        largest = x.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > 0, largest / LARGEST, torch.ones_like(largest))
+        return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8), scale
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from typing import ClassVar
 from specc.compiler.expr.mask import Mask
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
-from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.attention import ScoredBase
+from specc.compiler.ops.cached_attention import CachedBase
 from specc.compiler.ops.shape import Moves
 
 TABLE = TensorType(("R", "N"), "i64")  # the page of each block of positions of R texts
@@ -109,27 +110,26 @@ class PagedWrite(Op):
         return written
 
 
-class SdpaPaged(ScoredBase):
+class SdpaPaged(CachedBase):
     """Attention of packed q [B, T, H, C] at `positions` i64[T] over pages k, v [P, page, G, C] of a table of texts.
     Keys after a query's position are masked. The additional inputs follow the table."""
 
     name: ClassVar[str] = "sdpa_paged"
     template: ClassVar[str] = "torch/ops/attend_paged.py.jinja"
     leading: ClassVar[tuple[str, ...]] = ("q", "k", "v", "positions", "table")
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        q, k, v = inputs[:3]
-        if inputs[4] != TABLE or self.documents:
-            raise TypeRuleError(f"attends with a table {inputs[4]} by the mask {self.mask}", (4,))
-        rows = (x.with_shape(q.shape[0], "S", *x.shape[2:]) for x in (k, v))
-        return ScoredBase.infer(self, (q, *rows, *inputs[3:]))
-
-    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        return self.attend_call(inputs)
+    layout: ClassVar[str] = "paged"
 
     @property
-    def title(self) -> str:
-        return "_".join(filter(None, ("paged", super().title)))
+    def over(self) -> str:
+        return "pages"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        types = self.types(inputs)
+        q, k, v, table = (types[name] for name in ("q", "k", "v", "table"))
+        if table != TABLE or self.documents:
+            raise TypeRuleError(f"attends with a table {table} by the mask {self.mask}", (self.names.index("table"),))
+        types |= {name: x.with_shape(q.shape[0], "S", *x.shape[2:]) for name, x in (("k", k), ("v", v))}
+        return ScoredBase.infer(self, [types[name] for name in (*self.leading, *self.further)])
 
     def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
         return {"eager": self._eager(scored, tables)}
@@ -137,7 +137,7 @@ class SdpaPaged(ScoredBase):
     def reference(self, *inputs: Tensor) -> Tensors:
         import torch
 
-        q, k, v, positions, table, *others = inputs
+        q, k, v, positions, table, *others = self.plain(*inputs)
         each, results = len(positions) // len(table), []
         for row, pages in enumerate(table):
             tokens = slice(row * each, (row + 1) * each)
@@ -150,3 +150,19 @@ class SdpaPaged(ScoredBase):
         import torch
 
         return inputs[3].unsqueeze(1), torch.arange(inputs[1].shape[1], device=inputs[1].device)
+
+    def site_sizes(self, sizes: Sizes) -> Sizes:
+        """A step of decoding has one query per text."""
+        texts, pages = sizes["B"], -(-sizes["S"] // 64)
+        return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}
+
+    def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Texts of different lengths, whose pages are in reverse order."""
+        import torch
+
+        (texts, pages), device, room = given["table"].shape, given["q"].device, given["k"].shape[:2].numel()
+        each = given["q"].shape[1] // texts
+        row, token = torch.arange(texts, device=device), torch.arange(each, device=device)
+        begin = (room // texts - each) * (row + 1) // texts
+        table = torch.arange(texts * pages - 1, -1, -1, device=device).view(texts, pages)
+        return {"positions": (begin[:, None] + token).flatten(), "table": table}

@@ -99,6 +99,7 @@ class Int8Product(Op):
     matrix: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     everywhere: ClassVar[bool] = True
+    assigned: ClassVar[bool] = True
     rowwise: ClassVar[bool] = True
     stored: ClassVar[int]
 

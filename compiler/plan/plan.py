@@ -32,6 +32,11 @@ class Choice:
     measured: Entry | None = None
 
     @property
+    def listed(self) -> bool:
+        """Whether plans and benchmarks list the node although no training step runs it."""
+        return self.site.node.op.planned or bool(self.rendered.function)
+
+    @property
     def key(self) -> str:
         """The plan key, which the kernel's files state in their headers."""
         return plan_key(self.kernel, self.site, self.rendered.tile)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from specc.compiler.ir.graph import Graph
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Scan
 from specc.compiler.programs.programs import Programs, flatten
 
@@ -65,14 +66,22 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def cached_numbers(programs: Programs, tokens: int) -> int:
-    """Returns the number of values in the cache of one sequence of `tokens` tokens. The cache is that of the program
-    that extends sequences. Returns 0 if there is no such program."""
+    """Returns how many numbers the cache of one sequence of `tokens` tokens holds, in the program that extends
+    sequences; 0 without such a program."""
+    return sum(type.count(sizes) for type, sizes in _caches(programs, tokens))
+
+
+def cached_bytes(programs: Programs, tokens: int) -> int:
+    """Returns the bytes of these numbers."""
+    return sum(type.bytes(sizes) for type, sizes in _caches(programs, tokens))
+
+
+def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mapping[str, int]]]:
+    """Yields the type of each tensor of the cache, with the sizes of its symbolic dims."""
     caches = {name: type for graph in programs.programs for name, type in graph.inputs if name.startswith("cache.")}
-    total = 0
     for type in caches.values():
         pages = -(-tokens // int(type.shape[1])) if type.shape[0] == "P" else 0  # the second dim is that of a page
-        total += type.count({"B": 1, "S": tokens, "P": pages})
-    return total
+        yield type, {"B": 1, "S": tokens, "P": pages}
 
 
 def used_parameters(programs: Programs) -> int:

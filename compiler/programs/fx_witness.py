@@ -304,7 +304,7 @@ class _Comparison:
             self.value(node.inputs[want.index], have)
         elif isinstance(want, TorchCall):
             self.call(node, want, have)
-        elif isinstance(want, tuple) and any(isinstance(item, Input) for item in want):
+        elif isinstance(want, tuple) and any(isinstance(item, Input | TorchCall) for item in want):
             self.expect(isinstance(have, tuple) and len(have) == len(want), node.name, f"has {len(want)} items", have)
             for item, other in zip(want, have, strict=True):
                 self.argument(node, item, other)

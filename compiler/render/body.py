@@ -324,7 +324,7 @@ class Body:
     def _may_wait(self, slot: Slot) -> bool:
         """Returns whether the value can be inlined into the line of its only reader, or into the return statement."""
         reads = self._reads.get(slot.name, [])
-        if not slot.node.op.inline or slot.node.op.everywhere or slot.name in self.merged.variables:
+        if not slot.node.op.inline or slot.node.op.assigned or slot.name in self.merged.variables:
             return False
         if len(reads) != 1:  # pending until its first reader, which assigns it, if each variant has one
             return len(reads) > 1 and sorted(v for _, where in reads for v in where) == sorted(slot.where)

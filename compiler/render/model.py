@@ -79,7 +79,7 @@ def model_context(plan: Plan) -> ModelContext:
         for module, name in called.items()
     ]
     called_ones: dict[str, tuple[str, Any] | None] = {}
-    of_nodes = (call for graph in _rendered_graphs(plan) for call in _supports(graph))
+    of_nodes = (call for graph in _rendered_graphs(plan) for call in _supports(plan, graph))
     for call in (*of_nodes, *(call for group in groups for call in group.calls)):
         if called_ones.setdefault(call.support, call.generated) != call.generated:
             raise ValueError(f"two functions are named {call.support}")
@@ -161,11 +161,14 @@ def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
         yield from (group.forward, group.backward)
 
 
-def _supports(graph: Graph) -> Iterator[TorchCall]:
+def _supports(plan: Plan, graph: Graph) -> Iterator[TorchCall]:
+    """Yields the calls of support functions in the nodes that have no kernel."""
     for node in (node for node in graph.nodes if not node.op.planned):
+        choice = plan.choice(graph, node) if node.op.everywhere else None
+        if choice is not None and choice.rendered.function:
+            continue
         call = node.op.call([graph.types[ref] for ref in node.inputs])
-        if call is not None and call.support:
-            yield call
+        yield from call.supports if call is not None else ()
 
 
 def first_caller(plan: Plan, support: str) -> str:
@@ -217,7 +220,7 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
     cached = (graph for graph in programs.programs if keeper == CACHE and _reads_cache(programs, graph))
     if (graph := next(cached, None)) is not None and any(field_of(node) == "blocks" for node in graph.nodes):
-        functions.append(new_cache(graph, state, params[0][0], tables))
+        functions.append(new_cache(graph, state, params[0], tables))
     model = ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),

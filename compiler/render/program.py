@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specc.compiler.int8.fake_quantize import SUFFIX
-from specc.compiler.ir.graph import Graph
-from specc.compiler.ir.types import TensorType, spelled
+from specc.compiler.ir.graph import Graph, Named
+from specc.compiler.ir.types import DTYPES, TensorType, spelled
 from specc.compiler.passes.fp8_products import SUFFIX as FP8_SUFFIX
 from specc.compiler.passes.merge import Merged, Slot, Where, merge
 from specc.compiler.passes.roll import Begin, Loop, field_of, index_of, method_of
@@ -216,7 +216,7 @@ def _wanted(merged: Merged) -> dict[str, str]:
     return names
 
 
-def new_cache(graph: Graph, outer_state: Sequence[str], param: str, tables: Tables) -> Function:
+def new_cache(graph: Graph, outer_state: Sequence[str], param: Named, tables: Tables) -> Function:
     """Returns the method that creates an empty cache.
 
     The cache has the state of the embedding, if there is any, then one tuple of tensors per run of a block.
@@ -224,20 +224,21 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: str, tables: Tabl
     Args:
         graph: a program that reads the cache.
         outer_state: the state outside of blocks.
-        param: the name of a parameter. The cache has the dtype and device of this parameter.
+        param: a parameter. The cache is on its device, and floats without another dtype have that of the parameter.
         tables: the tables of the module.
     """
     layers = [index_of(node) for node in graph.nodes if field_of(node) == "blocks"]
     state = {name: type for name, type in graph.inputs if name.startswith(f"{CACHE}.")}
+    dtype = param[1].dtype
     paged = any(type.shape[0] == "P" for type in state.values())
-    first = [_empty(state.pop(name)) for name in outer_state]
+    first = [_empty(state.pop(name), dtype) for name in outer_state]
     runs: list[list[str]] = [[] for _ in layers]
     for name, type in state.items():
-        runs[int(name.split(".")[1])].append(_empty(type))
+        runs[int(name.split(".")[1])].append(_empty(type, dtype))
     forms: dict[str, set[int]] = {}
     for layer, tensors in zip(layers, runs, strict=True):
         forms.setdefault(tuple_text(tensors) if tensors else "()", set()).add(layer)
-    lines = [f"new = self.{param}.new_zeros"] if first or any(runs) else []
+    lines = [f"new = self.{param[0]}.new_zeros"] if first or any(runs) else []
     over = "self.blocks" if len(set(layers)) == len(layers) else "ORDER"
     sizes = ("pages",) if paged else ("rows", "positions")
     doc = "Empty pages." if paged else "Empty state for `rows` sequences of at most `positions` tokens."
@@ -262,7 +263,7 @@ def new_cache(graph: Graph, outer_state: Sequence[str], param: str, tables: Tabl
     )
 
 
-def _empty(type: TensorType) -> str:
-    """Returns the expression of an empty tensor of state."""
+def _empty(type: TensorType, dtype: str) -> str:
+    """Returns the expression of an empty tensor of state, in a model of parameters of `dtype`."""
     dims = ", ".join({"B": "rows", "S": "positions", "P": "pages"}.get(str(dim), spelled(dim)) for dim in type.shape)
-    return f"new({dims})" if type.floating else f"new({dims}, dtype=torch.int64)"
+    return f"new({dims})" if type.dtype == dtype else f"new({dims}, dtype={DTYPES[type.dtype]})"

@@ -124,7 +124,7 @@ def _rows(step: Step, plan: Plan) -> list[str]:
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
     for choice in plan.choices:
-        if choice.site.key not in trained and choice.site.node.op.planned:
+        if choice.site.key not in trained and choice.listed:
             ms = milliseconds(choice.measured.ms) if choice.measured is not None else "?"
             cells = (*_kernel_cells(choice), f"{ms}, not in training", "")
             rows += [cells] if cells not in rows else []
@@ -233,7 +233,7 @@ def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
 
 def _deployed(plan: Plan) -> list[str]:
     """Returns the table of the nodes with kernels of a deployed plan."""
-    return table(HEADS[:3], list(dict.fromkeys(map(_kernel_cells, plan.choices))))
+    return table(HEADS[:3], list(dict.fromkeys(_kernel_cells(choice) for choice in plan.choices if choice.listed)))
 
 
 def _padding(programs: Programs) -> Iterator[str]:

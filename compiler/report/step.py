@@ -161,8 +161,8 @@ def step_of(spec: Spec, plan: Plan) -> Step:
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
     """Returns twelve hex digits of the digest of programs, kernels, tiles and sizes of a step."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
-    words = (str(graph), *groups, *(choice.key for choice in plan.choices), str(tokens), str(sizes))
-    words += plan.programs.recomputed
+    choices = (choice.key for choice in plan.choices if choice.site.node.op.planned)
+    words = (str(graph), *groups, *choices, str(tokens), str(sizes), *plan.programs.recomputed)
     words += ("deterministic",) if any(choice.site.deterministic for choice in plan.choices) else ()
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 

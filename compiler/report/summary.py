@@ -10,7 +10,7 @@ from specc.compiler.passes.recompute import recomputed_places
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
-from specc.compiler.programs.cost import cached_numbers, flops_per_token, used_parameters
+from specc.compiler.programs.cost import cached_bytes, cached_numbers, flops_per_token, used_parameters
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
 from specc.compiler.report.storage import Storage, storage_of
@@ -75,8 +75,10 @@ class Summary:
     def cached(self) -> str:
         """The size of a cache in words; empty without a cache."""
         window = self.spec.model.window
-        per_token = f"{self.cached_numbers / window:,.1f}".removesuffix(".0")
-        return f"{per_token} numbers per token of a full context of {window:,}" if self.cached_numbers else ""
+        bytes = cached_bytes(self.main.programs, window)
+        numbers, each = (f"{total / window:,.1f}".removesuffix(".0") for total in (self.cached_numbers, bytes))
+        text = f"{numbers} numbers, {each} bytes per token of a full context of {window:,}"
+        return text if self.cached_numbers else ""
 
     @cached_property
     def storage(self) -> Storage:
@@ -245,6 +247,7 @@ def data(summary: Summary) -> dict[str, Any]:
         "tensors": len(summary.main.programs.params),
         "flops_per_token": {"forward": summary.forward_flops, "forward_and_backward": 3 * summary.forward_flops},
         "cached_numbers": summary.cached_numbers,
+        "cached_bytes": cached_bytes(summary.main.programs, summary.spec.model.window),
         "estimated_bytes": storage.bytes,
         "budget_bytes": storage.budget,
         "stored": [asdict(row) for row in storage.rows],

@@ -31,7 +31,7 @@ from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.step import release
 from specc.runtime.bench.timing import Measured, wait
 from specc.runtime.decode.few_rows import library_step, step_of
-from specc.runtime.decode.pages import decoder_of, in_pages
+from specc.runtime.decode.pages import decoder_of, in_pages, with_cache
 from specc.runtime.decode.sampling import Sampling
 from specc.runtime.decode.text import BLOCK, Decoder, StepFunction
 from specc.runtime.errors import RunFailure, RuntimeFailure
@@ -193,7 +193,7 @@ def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], boo
 
 def _contiguous(spec: Spec) -> Spec:
     """Returns the spec with a cache that is not in pages."""
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"cache": None})})
+    return with_cache(spec, page=None)
 
 
 def _decoders(

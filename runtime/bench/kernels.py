@@ -75,7 +75,7 @@ def kernel_rows(
     seen: set[tuple[str, str]] = set()
     for choice in sorted(plan.choices, key=lambda choice: choice.kernel.language in ("cuda", "cutlass")):
         key = (choice.rendered.module, "" if choice.rendered.module else choice.site.label)
-        if key in seen or at not in choice.site.label:
+        if key in seen or at not in choice.site.label or not choice.listed:
             continue
         seen.add(key)
         setup.say(f"kernel {choice.site.label}")
@@ -87,8 +87,9 @@ def kernel_rows(
 
 def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Callable[[Choice], object]) -> Row:
     site, rendered = choice.site, choice.rendered
-    work = work_of(choice, sizes_of(setup.spec))
-    values = Operands(setup.spec, setup.device).of(site.node.inputs, site.inputs)
+    sizes = site.node.op.site_sizes(sizes_of(setup.spec))
+    work = work_of(choice, sizes)
+    values = Operands(setup.spec, setup.device, sizes=sizes).of(site.node.inputs, site.inputs)
     inputs = on_domain(site, values, values)  # type: ignore[arg-type]
     bare = bare_product(site)
     if not rendered.function:  # the library computes the node unchanged

@@ -18,15 +18,14 @@ from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, 
 
 
 def in_pages(spec: Spec) -> Spec:
-    """Returns the spec with a cache in pages, of 64 positions unless the spec states another number.
+    """Returns the spec with a cache in pages, of 64 positions unless the spec states another number, in the dtype that
+    the spec states.
 
     Raises RunFailure if the model has a state between tokens that pages cannot hold.
     """
-    from specc.compiler.architectures.decoder import PagedCache
-
     if page_of(spec) or "cache" not in type(spec.model).model_fields:
         return spec
-    paged = spec.model_copy(update={"model": spec.model.model_copy(update={"cache": PagedCache()})})
+    paged = with_cache(spec, page=64)
     try:
         lower(replace_fuse(paged), "cpu")
     except LoweringError as error:
@@ -34,10 +33,20 @@ def in_pages(spec: Spec) -> Spec:
     return paged
 
 
+def with_cache(spec: Spec, **settings: object) -> Spec:
+    """Returns the spec of a decoder with other settings of its cache."""
+    from specc.compiler.architectures.decoder import CacheSpec
+
+    cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)
+    changed = cache.model_copy(update=settings)
+    plain = changed == CacheSpec(page=None)
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"cache": None if plain else changed})})
+
+
 def page_of(spec: Spec) -> int:
     """Returns the number of positions of a page; 0 if the cache is not in pages."""
     cache = getattr(spec.model, "cache", None)
-    return cache.page if cache is not None else 0
+    return 0 if cache is None else cache.page or 0
 
 
 @dataclass

@@ -57,7 +57,7 @@ class Measurement:
     ) -> None:
         self._site, self._rendered, self._device = choice.site, choice.rendered, device
         self._moved, self._folder = moved, folder
-        small = Judge.of(choice.site, inputs_of(choice.site, CHECKED, device, seed=1))
+        small = Judge.of(choice.site, inputs_of(choice.site, choice.site.node.op.site_sizes(CHECKED), device, seed=1))
         self._judges = [judge for judge in (small, Judge.many(choice.site, device, seed=2)) if judge is not None]
         self._inputs = inputs_of(choice.site, sizes, device)
 

@@ -146,7 +146,7 @@ def _compile(to: Connection, folder: Path, module: str, function: str, site: Sit
             from specc.runtime.verify.judge import inputs_of, many_sizes, within
 
             call: Callable[..., Any] = loaded(folder, module, function)
-            call(*inputs_of(site, within(site, SIZES), device))
+            call(*inputs_of(site, site.node.op.site_sizes(within(site, SIZES)), device))
             if (sizes := many_sizes(site, device)) is not None:
                 torch.cuda.synchronize()
                 with contextlib.suppress(

@@ -202,7 +202,8 @@ def _search(
     """Returns the results of all candidates of a node: those in the journal, and those measured now."""
     spec, site = options.spec, choice.site
     rows = spec.train.at_once() * spec.model.window
-    work = work_of(choice, sizes_of(spec))
+    sizes = site.node.op.site_sizes(sizes_of(spec))
+    work = work_of(choice, sizes)
     every = {candidate: key(candidate) for candidate in candidates(site, plan.source)}
     journal = Journal(machine, site.key, rows)
     if options.fresh:
@@ -211,7 +212,7 @@ def _search(
     new = [candidate for candidate in every if candidate not in results]
     say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} already measured")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
-        measurement = Measurement(choice, sizes_of(spec), work.bytes, Path(folder), device_for(plan.target.name))
+        measurement = Measurement(choice, sizes, work.bytes, Path(folder), device_for(plan.target.name))
         for candidate, failed in list(measurement.prepared(new)):  # compile all before the first is timed
             best = next(iter(_times(results).values()), float("inf"))
             least = ceiling.floor_ms(Work(int(work.flops * candidate.kernel.padding(site, rows)), 0, 0)) / SLACK

@@ -140,7 +140,7 @@ def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     source = sys.modules[type(loaded.model).__module__]
     seen: set[str] = set()
     for choice in plan.choices:
-        if choice.rendered.module in seen:
+        if choice.rendered.module in seen or not choice.rendered.function:
             continue
         seen.add(choice.rendered.module)
         function, device = vars(source)[plan.called(choice)], device_of(loaded.target)

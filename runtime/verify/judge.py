@@ -136,7 +136,8 @@ class Judge:
         if chosen is not None:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
         wide: Any = [upcast(value, torch.float64) for value in compared]
-        exact = reference.node_value(site.node, wide, inputs if sample else wide)
+        values = reference.node_value(site.node, wide, inputs if sample else wide)
+        exact = tuple(value if value.is_floating_point() else value.double() for value in values)  # codes are numbers
         bars = []
         for have, want in zip(reference.node_value(site.node, compared, inputs), exact, strict=True):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
@@ -266,7 +267,7 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
-    return {"B": 1, "T": rows, "S": rows}
+    return site.node.op.site_sizes({"B": 1, "T": rows, "S": rows})
 
 
 def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
@@ -290,7 +291,7 @@ def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Ma
     tile = SIDE * min(SIDE, dims[-1])
     tokens = within(site, {"T": TOKENS, "S": TOKENS})
     sequences = -(-tiles * count * tile // (math.prod(dims) * tokens["T"]))
-    return {"B": sequences | 1, **tokens}
+    return site.node.op.site_sizes({"B": sequences | 1, **tokens})
 
 
 def multiprocessors(device: torch.device | str) -> int | None:
@@ -316,7 +317,8 @@ def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, 
     Returns:
         The inputs, in the dtypes of their types.
     """
-    return on_domain(site, _random(site, sizes, device, seed), _random(site, TINY, device, seed))
+    tiny = site.node.op.site_sizes(TINY)
+    return on_domain(site, _random(site, sizes, device, seed), _random(site, tiny, device, seed))
 
 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
@@ -326,6 +328,7 @@ def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) ->
     values. Inputs that follow from others are computed from them.
     """
     arity = site.node.op.arity
+    sample = site.node.op.belonging(sample)
     if any(bool(value.isnan().any()) for value in reference.node_value(site.node, list(sample))):
         values = [*values[:arity], *map(abs, values[arity:])]
     return list(site.node.op.belonging(values))

@@ -47,10 +47,11 @@ def random_tensor(
 
 
 class Operands:
-    """A source of random inputs with the sizes of a spec. Integers are token ids below the vocabulary size."""
+    """A source of random inputs with the sizes of a spec, or other `sizes`. Integers are token ids below the vocabulary
+    size."""
 
-    def __init__(self, spec: Spec, device: torch.device, seed: int = 0) -> None:
-        self._sizes, self._vocabulary = sizes_of(spec), spec.model.vocabulary
+    def __init__(self, spec: Spec, device: torch.device, seed: int = 0, sizes: Mapping[str, int] | None = None) -> None:
+        self._sizes, self._vocabulary = sizes or sizes_of(spec), spec.model.vocabulary
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(self, type: TensorType) -> Tensor:

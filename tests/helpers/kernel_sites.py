@@ -138,7 +138,7 @@ def machine_code(
 
 def empty(type: TensorType, device: str = "meta", **sizes: int) -> Tensor:
     """Returns zeros of a type, whose symbolic dims have `sizes`."""
-    dtype = {**DTYPES, "i64": torch.int64, "bool": torch.bool}[type.dtype]
+    dtype = {**DTYPES, "i64": torch.int64, "u8": torch.uint8, "bool": torch.bool}[type.dtype]
     return torch.zeros([dim if isinstance(dim, int) else sizes[dim] for dim in type.shape], dtype=dtype, device=device)
 
 

@@ -9,7 +9,8 @@ from specc.compiler.expr.mask import Mask
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
-from specc.compiler.ops.attention import AttendContext, ScoredBase, cached_places, cached_positions
+from specc.compiler.ops.attention import AttendContext, ScoredBase
+from specc.compiler.ops.cached_attention import cached_places, cached_positions
 from specc.compiler.ops.pooled.pooling import POOLINGS, PoolContext
 
 

@@ -177,11 +177,9 @@ class Block(nn.Module):
                 attention_v = attention_v.index_copy_(1, positions, v)
             q = rope(F.rms_norm(q, (C,), 1.0 + self.attention.q_norm_weight, eps=1e-06), cos, sin)
             if self.ring:
-                attention_k_ring = torch.cat((attention_k, k), 1)
-                attention_v_ring = torch.cat((attention_v, v), 1)
+                y = attend_cached_d_lt_512(q, torch.cat((attention_k, k), 1), torch.cat((attention_v, v), 1), positions)
                 write_ring(attention_k, k, positions, 0, 512)
                 write_ring(attention_v, v, positions, 0, 512)
-                y = attend_cached_d_lt_512(q, attention_k_ring, attention_v_ring, positions)
             else:
                 y = attend_cached(q, attention_k, attention_v, positions)
         else:

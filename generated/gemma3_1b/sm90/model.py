@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached import attend_cached
-from .attend_cached_d_lt_512 import attend_cached_d_lt_512
+from .cached_attention__h4_g1_c256 import cached_attention
+from .cached_attention_d_lt_512__h4_g1_c256 import cached_attention_d_lt_512
 from .causal_attention__h4_g1_c256 import causal_attention
 from .causal_attention_grad__h4_g1_c256 import causal_attention_grad
 from .dgrad_add__n1152_k6912 import dgrad_add
@@ -178,13 +178,11 @@ class Block(nn.Module):
                 attention_v = attention_v.index_copy_(1, positions, v)
             q = rope(F.rms_norm(q, (C,), 1.0 + self.attention.q_norm_weight, eps=1e-06), cos, sin)
             if self.ring:
-                attention_k_ring = torch.cat((attention_k, k), 1)
-                attention_v_ring = torch.cat((attention_v, v), 1)
+                y = cached_attention_d_lt_512(q, attention_k, attention_v, positions, k, v)
                 write_ring(attention_k, k, positions, 0, 512)
                 write_ring(attention_v, v, positions, 0, 512)
-                y = attend_cached_d_lt_512(q, attention_k_ring, attention_v_ring, positions)
             else:
-                y = attend_cached(q, attention_k, attention_v, positions)
+                y = cached_attention(q, attention_k, attention_v, positions)
         else:
             q = FusedQ.apply(self.attention.q_norm_weight, q, cos, sin)
             k = FusedK.apply(self.attention.k_norm_weight, k, cos, sin)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached import attend_cached
+from .cached_attention__h12_g12_c64 import cached_attention
 from .causal_attention__h12_g12_c64 import causal_attention
 from .causal_attention_grad__h12_g12_c64 import causal_attention_grad
 from .dgrad_mul__n3072_k768 import dgrad_mul
@@ -116,12 +116,8 @@ class Block(nn.Module):
             attention_k, attention_v = cache
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached(rope(q, cos, sin), attention_k, attention_v, positions)
-        y = y.flatten(-2)
-        if cache is None:
-            x = x + F.linear(y, ATTENTION_RESIDUAL * self.attention.out)
-        else:
-            x = x + ATTENTION_RESIDUAL * F.linear(y, self.attention.out)
+            y = cached_attention(rope(q, cos, sin), attention_k, attention_v, positions)
+        x = x + ATTENTION_RESIDUAL * F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
         if cache is None:
             down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached import attend_cached
+from .cached_attention__h8_g4_c64 import cached_attention
 from .dgrad_mul__n2048_k512 import dgrad_mul
 from .linear_leaky_relu2__n2048_k512 import linear_leaky_relu2
 from .norm_rotary__h4_c64_r8 import norm_rotary
@@ -146,7 +146,7 @@ class Block(nn.Module):
             attention_k, attention_v = cache
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached(
+            y = cached_attention(
                 rope_partial(F.rms_norm(q, (C,), eps=1e-06), cos, sin) * self.attention.q_gain,
                 attention_k,
                 attention_v,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached import attend_cached
+from .cached_attention__h8_g4_c64 import cached_attention
 from .causal_attention__h8_g4_c64 import causal_attention
 from .causal_attention_grad__h8_g4_c64 import causal_attention_grad
 from .dgrad_mul__n1792_k512 import dgrad_mul
@@ -195,7 +195,7 @@ class Block(nn.Module):
             y = FusedAttention.apply(q, k, v)
         else:
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached(
+            y = cached_attention(
                 rope_partial(F.rms_norm(q, (C,), eps=1e-06), cos, sin) * self.attention.q_gain,
                 attention_k,
                 attention_v,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached import attend_cached
+from .cached_attention__h32_g8_c64 import cached_attention
 from .causal_attention__h32_g8_c64 import causal_attention
 from .causal_attention_grad__h32_g8_c64 import causal_attention_grad
 from .dgrad_add__n2048_k8192 import dgrad_add
@@ -137,7 +137,7 @@ class Block(nn.Module):
             attention_k, attention_v = cache
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached(rope(q, cos, sin), attention_k, attention_v, positions)
+            y = cached_attention(rope(q, cos, sin), attention_k, attention_v, positions)
         x = x + F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), self.mlp.norm_weight, eps=1e-05)
         if cache is None:

@@ -172,13 +172,11 @@ class Block(nn.Module):
             else:
                 attention_k, attention_v = cache
                 if self.ring:
-                    attention_k_ring = torch.cat((attention_k, k), 1)
-                    attention_v_ring = torch.cat((attention_v, v), 1)
+                    y = attend_cached_d_le_768_and_document_scale_0p1(
+                        q, torch.cat((attention_k, k), 1), torch.cat((attention_v, v), 1), positions, starts
+                    )
                     write_ring(attention_k, k, positions, 0, 769)
                     write_ring(attention_v, v, positions, 0, 769)
-                    y = attend_cached_d_le_768_and_document_scale_0p1(
-                        q, attention_k_ring, attention_v_ring, positions, starts
-                    )
                 else:
                     attention_k = attention_k.index_copy_(1, positions, k)
                     attention_v = attention_v.index_copy_(1, positions, v)

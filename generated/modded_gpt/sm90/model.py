@@ -6,10 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached_d_le_768_and_document_scale_0p1 import attend_cached_d_le_768_and_document_scale_0p1
-from .attend_cached_d_le_1664_and_document_scale_0p1 import attend_cached_d_le_1664_and_document_scale_0p1
 from .attend_d_le_768_and_document_scale_0p1 import attend_d_le_768_and_document_scale_0p1
 from .attend_d_le_1664_and_document_scale_0p1 import attend_d_le_1664_and_document_scale_0p1
+from .cached_attention_d_le_768_and_document_scale_0p1__h6_g6_c128 import (
+    cached_attention_d_le_768_and_document_scale_0p1,
+)
+from .cached_attention_d_le_1664_and_document_scale_0p1__h6_g6_c128 import (
+    cached_attention_d_le_1664_and_document_scale_0p1,
+)
 from .dgrad_mul_sqrt__n3072_k768 import dgrad_mul_sqrt
 from .linear_relu2__n3072_k768 import linear_relu2
 from .rope_angles import rope_angles
@@ -173,17 +177,17 @@ class Block(nn.Module):
             else:
                 attention_k, attention_v = cache
                 if self.ring:
-                    attention_k_ring = torch.cat((attention_k, k), 1)
-                    attention_v_ring = torch.cat((attention_v, v), 1)
+                    y = cached_attention_d_le_768_and_document_scale_0p1(
+                        q, attention_k, attention_v, positions, k, v, starts
+                    )
                     write_ring(attention_k, k, positions, 0, 769)
                     write_ring(attention_v, v, positions, 0, 769)
-                    y = attend_cached_d_le_768_and_document_scale_0p1(
-                        q, attention_k_ring, attention_v_ring, positions, starts
-                    )
                 else:
                     attention_k = attention_k.index_copy_(1, positions, k)
                     attention_v = attention_v.index_copy_(1, positions, v)
-                    y = attend_cached_d_le_1664_and_document_scale_0p1(q, attention_k, attention_v, positions, starts)
+                    y = cached_attention_d_le_1664_and_document_scale_0p1(
+                        q, attention_k, attention_v, positions, starts
+                    )
             if self.heads:
                 heads = F.linear(F.gelu(pre), self.attention.heads).unflatten(-1, (H, 1))
                 y = self.attention.out_share * y * gate_scale * (heads + self.attention.start.unflatten(-1, (H, 1)))

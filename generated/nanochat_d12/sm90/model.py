@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached_d_le_512_scale_0p127279 import attend_cached_d_le_512_scale_0p127279
-from .attend_cached_scale_0p127279 import attend_cached_scale_0p127279
+from .cached_attention_d_le_512_scale_0p127279__h6_g6_c128 import cached_attention_d_le_512_scale_0p127279
+from .cached_attention_scale_0p127279__h6_g6_c128 import cached_attention_scale_0p127279
 from .dgrad_mul_sqrt__n3072_k768 import dgrad_mul_sqrt
 from .linear_relu2__n3072_k768 import linear_relu2
 from .norm_rotary__h6_c128_r64 import norm_rotary
@@ -150,29 +150,27 @@ class Block(nn.Module):
         v = F.linear(h, self.attention.v).unflatten(-1, (H, C))
         q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
         k = F.linear(h, self.attention.k).unflatten(-1, (H, C))
-        if cache is not None:
-            k = F.rms_norm(rope(k, cos, sin), (C,), eps=1e-06)
-            attention_k, attention_v = cache
-            if self.ring:
-                attention_k_ring = torch.cat((attention_k, k), 1)
-                write_ring(attention_k, k, positions, 0, 513)
-            q = F.rms_norm(rope(q, cos, sin), (C,), eps=1e-06)
-        else:
+        if cache is None:
             q = FusedRopeNorm.apply(q, cos, sin)
             k = FusedRopeNorm.apply(k, cos, sin)
+        else:
+            k = F.rms_norm(rope(k, cos, sin), (C,), eps=1e-06)
+            q = F.rms_norm(rope(q, cos, sin), (C,), eps=1e-06)
         if ids is not None:
             open = F.linear(h[..., :12], self.attention.open).unflatten(-1, (H, 1))
             v = v + 3.0 * torch.sigmoid(open) * F.embedding(ids, self.attention.table).unflatten(-1, (H, 128))
-        if cache is None:
-            y = FusedAttention.apply(q, k, v) if self.ring else FusedAttentionY.apply(q, k, v)
-        elif self.ring:
-            attention_v_ring = torch.cat((attention_v, v), 1)
-            write_ring(attention_v, v, positions, 0, 513)
-            y = attend_cached_d_le_512_scale_0p127279(q, attention_k_ring, attention_v_ring, positions)
+        if cache is not None:
+            attention_k, attention_v = cache
+            if self.ring:
+                y = cached_attention_d_le_512_scale_0p127279(q, attention_k, attention_v, positions, k, v)
+                write_ring(attention_k, k, positions, 0, 513)
+                write_ring(attention_v, v, positions, 0, 513)
+            else:
+                attention_k = attention_k.index_copy_(1, positions, k)
+                attention_v = attention_v.index_copy_(1, positions, v)
+                y = cached_attention_scale_0p127279(q, attention_k, attention_v, positions)
         else:
-            attention_k = attention_k.index_copy_(1, positions, k)
-            attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached_scale_0p127279(q, attention_k, attention_v, positions)
+            y = FusedAttention.apply(q, k, v) if self.ring else FusedAttentionY.apply(q, k, v)
         x = x + F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
         if cache is None:

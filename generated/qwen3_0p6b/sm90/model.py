@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attend_cached import attend_cached
+from .cached_attention__h16_g8_c128 import cached_attention
 from .causal_attention__h16_g8_c128 import causal_attention
 from .causal_attention_grad__h16_g8_c128 import causal_attention_grad
 from .dgrad_add__n1024_k3072 import dgrad_add
@@ -140,7 +140,7 @@ class Block(nn.Module):
             attention_k, attention_v = cache
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached(
+            y = cached_attention(
                 rope(F.rms_norm(q, (C,), self.attention.q_norm_weight, eps=1e-06), cos, sin),
                 attention_k,
                 attention_v,

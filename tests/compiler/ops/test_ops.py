@@ -20,6 +20,7 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.text import parse_op, parse_type
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.dropout import DRAW
+from specc.compiler.ops.key_value_cache import CODES
 from specc.compiler.ops.paged_attention import TABLE
 from specc.compiler.ops.pooled.attention import PoolWrite
 from specc.compiler.ops.shape import Moves
@@ -99,11 +100,16 @@ SAMPLES = [
         for settings, further in SCORED
     ),
     Sample("sdpa_cached f32[B,T,4,6] f32[B,S,2,6] f32[B,S,2,6] i64[T]"),
-    Sample("sdpa_cached{mask='j <= i and i - j < 4', ring=(0, 4)} f32[B,T,4,6] f32[B,S,4,6] f32[B,S,4,6] i64[T]"),
-    Sample(
-        "sdpa_cached{mask='j <= i and (i - j < 3 or j < 1)', ring=(1, 3)}"
-        " f32[B,T,4,6] f32[B,S,4,6] f32[B,S,4,6] i64[T]"
+    *(
+        Sample(f"sdpa_cached{{mask='{mask}', ring={ring}}} f32[B,T,4,6] f32[B,4,4,6] f32[B,4,4,6] i64[T]"
+            " f32[B,T,4,6] f32[B,T,4,6]")
+        for mask, ring in (("j <= i and i - j < 4", (0, 4)), ("j <= i and (i - j < 3 or j < 1)", (1, 3)))
     ),
+    Sample("sdpa_cached{values=4} f32[B,T,4,6] f32[B,S,1,6] i64[T]"),
+    Sample("sdpa_cached{coded=True} f32[B,T,4,6] u8[B,S,2,6] u8[B,S,2,6] i64[T] f32[B,S,2,1] f32[B,S,2,1]"),
+    Sample("sdpa_cached{mask='j <= i and i - j < 4', values=6, coded=True, ring=(0, 4)}"
+        " f32[B,T,4,6] u8[B,4,1,6] i64[T] f32[B,4,1,1] u8[B,T,1,6] f32[B,T,1,1]"),
+    Sample("to_codes f32[B,T,2,6]"),
     Sample("cache_write f32[B,S,4,6] f32[B,T,4,6] i64[T]"),
     Sample("cache_write{ring=(0, 3)} f32[B,3,4,6] f32[B,T,4,6] i64[T]"),
     Sample("cache_write{ring=(2, 2)} f32[B,4,4,6] f32[B,T,4,6] i64[T]"),
@@ -251,6 +257,7 @@ SAMPLES = [
     Sample("last_of_texts f32[B,T,8] i64[R,N]", sizes=PACKED),
     Sample("paged_write f32[P,4,2,6] f32[B,T,2,6] i64[T] i64[R,N]", sizes=PACKED),
     Sample("sdpa_paged f32[B,T,4,6] f32[P,4,2,6] f32[P,4,2,6] i64[T] i64[R,N]", sizes=PACKED),
+    Sample("sdpa_paged{values=5, coded=True} f32[B,T,4,6] u8[P,4,1,6] i64[T] i64[R,N] f32[P,4,1,1]", sizes=PACKED),
     Sample("sdpa_paged{mask='j <= i and i - j < 4', score='s - slope(h) * (i - j)'}"
         " f32[B,T,4,6] f32[P,4,2,6] f32[P,4,2,6] i64[T] i64[R,N]", sizes=PACKED),
     Sample("sum_to{shape=(8,)} f32[B,T,8]"),
@@ -287,6 +294,8 @@ def values(sample: Sample, seed: int) -> list[Tensor]:
             inputs.append(order if inputs[-1].is_floating_point() else inverse(inputs[-1]))
         elif type.dtype == "i32":
             inputs.append(torch.randint(-99, 99, size, generator=generator, dtype=torch.int32))
+        elif type.dtype == "u8":
+            inputs.append(torch.randint(CODES, size, generator=generator, dtype=torch.uint8))
         elif type.dtype != "i64":
             inputs.append(torch.randn(size, generator=generator, dtype=DTYPES[type.dtype]))
         elif type.shape == ("T",):
@@ -314,15 +323,16 @@ def module_of(sample: Sample) -> ModuleType:
     lines = ["import torch", "from torch import Tensor, nn", "from torch.nn import functional as F", ""]
     lines.append(f"NAMESPACE = 'spelled_{next(MODULES)}'")  # for ops that it registers
     call = sample.op.call(types)
-    if call is not None and call.generated is not None:
-        template, context = call.generated
-        lines.append(render(template, replace(context, package=f"spelled_{next(MODULES)}"), "", ""))
-    elif call is not None and (support := call.support):
-        file = f"torch/ops/{support}.py.jinja"
+    for each in call.supports if call is not None else ():
+        if each.generated is not None:
+            template, context = each.generated
+            lines.append(render(template, replace(context, package=f"spelled_{next(MODULES)}"), "", ""))
+            continue
+        file = f"torch/ops/{each.function}.py.jinja"
         lines.append(
             render(file, OpContext(f"spelled_{next(MODULES)}"), "", "")
             if exists(file)
-            else render(f"torch/{support}.py.jinja", None, "", "", ("torch", "Tensor", "nn", "F"))
+            else render(f"torch/{each.function}.py.jinja", None, "", "", ("torch", "Tensor", "nn", "F"))
         )
     text = sample.op.torch(names, types)
     lines += ["class M(nn.Module):", f"    def forward(self, {', '.join(names)}):", f"        return {text}"]
@@ -358,7 +368,7 @@ def test_spelling_equals_the_reference(sample: Sample, seed: int) -> None:
         if isinstance(sample.op, PoolWrite):  # rows of unfinished blocks have no meaning
             whole = (int(given[2][-1]) + 1) // sample.op.block * sample.op.tokens
             have, want = have[:, :whole], want[:, :whole]
-        exact = (torch.float64, torch.int32, torch.int64, torch.bool, torch.int8)
+        exact = (torch.float64, torch.int32, torch.int64, torch.bool, torch.int8, torch.uint8)
         assert want.dtype in exact
         tolerance = 1e-6 if casts else 1e-12
         torch.testing.assert_close(have.to(want.dtype), want, rtol=tolerance, atol=tolerance)

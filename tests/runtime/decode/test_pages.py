@@ -11,9 +11,10 @@ from tiny_models import ATTENTION, MLP, Pair, float64, pair, tiny
 
 from specc.cli import app
 from specc.compiler import pipeline
-from specc.compiler.architectures.decoder import PagedCache
+from specc.compiler.architectures.decoder import CacheSpec
 from specc.compiler.programs import reference
-from specc.compiler.programs.cost import cached_numbers
+from specc.compiler.programs.cost import cached_bytes, cached_numbers
+from specc.compiler.programs.programs import LoweringError
 from specc.compiler.spec.check import load
 from specc.runtime.decode.pages import PagedDecoder, PagedTexts, in_pages, pages_for, sample_texts
 from specc.runtime.decode.sampling import Sampling
@@ -39,8 +40,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def sample(case: dict[str, Any], folder: Path, paged: bool = True) -> Pair:
-    spec = tiny(fuse=(), **case, **({"cache": {"page": PAGE}} if paged else {}))
+def sample(case: dict[str, Any], folder: Path, paged: bool = True, **cache: Any) -> Pair:
+    settings = {"page": PAGE if paged else None, **cache}
+    spec = tiny(fuse=(), **case, **({"cache": settings} if paged or cache else {}))
     return pair(spec, folder / ("pages" if paged else "rows"))
 
 
@@ -70,6 +72,46 @@ def test_pages_have_the_logits_of_the_whole_text(name: str, rounds: bool, tmp_pa
                     decoder.leave(row)
                     del lengths[row]
         assert sorted(decoder._free) == list(range(9))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_in_pages_and_in_rows_give_the_logits_of_the_reference(name: str, tmp_path: Path) -> None:
+    with float64(), torch.no_grad():
+        rows, pages = (sample(CASES[name], tmp_path, paged, dtype="e4m3") for paged in (False, True))
+        ids = torch.cat(rows.batch())[:3]
+        plain = pipeline.lower(replace_fuse(rows.spec), "cpu")
+        exact: Any = checks._Exact(plain, rows.params)
+        decoders = (
+            Decoder(rows.model, 12, CPU, 3),
+            PagedTexts(pages.model, 12, PAGE, CPU, 3),
+            Decoder(exact, 12, CPU, 3),
+        )
+        assert {t.dtype for layer in rows.model.new_cache(1, 4) for t in layer} == {torch.uint8, torch.float64}
+        logits = [[decoder.prefill(ids[:, :4])] for decoder in decoders]
+        for place, decoder in zip(logits, decoders, strict=True):
+            place += [decoder.append(ids[:, at]).clone() for at in range(4, 12)]
+        have, paged, want = (torch.stack(place, 1).log_softmax(-1) for place in logits)
+        torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(paged, want, rtol=1e-9, atol=1e-9)
+        every = [rows.model.score(ids, torch.full_like(ids, token)) for token in range(11)]
+        error = (have + torch.stack(every, -1)[:, 3:]).abs()
+        assert error.max() > 1e-4 and error.square().mean().sqrt() < 0.1 * have.std()  # e4m3 has 3 bits of mantissa
+
+
+def test_a_cache_of_codes_is_smaller_and_checked(tmp_path: Path) -> None:
+    case = CASES["grouped heads, rope, window"]
+    numbers = {}
+    for paged in (False, True):
+        tested = sample(case, tmp_path, paged, dtype="e4m3")
+        plain = pipeline.lower(replace_fuse(tested.spec), "sm90")
+        numbers[paged] = cached_numbers(plain, 12), cached_bytes(plain, 12)
+        found = list(checks._cache(tested.spec, _loaded(tested, tmp_path / str(paged))))
+        assert [check.ok for check in found] == [True] and "the codes of the cache alone" in found[0].detail
+    # two layers, k and v, one head of 4 channels and a scale, of a ring of 5 positions or of 3 pages
+    assert numbers == {False: (2 * 2 * 5 * 5, 2 * 2 * 5 * 8), True: (2 * 2 * 12 * 5, 2 * 2 * 12 * 8)}
+    pooled = {**ATTENTION, "mask": "j <= i and i - j < 3", "pool": {"by": "mean", "block": 2}}
+    with pytest.raises(LoweringError, match=r"holds only keys, values and latents; 0.attention.pooled_k is another"):
+        pipeline.lower(tiny(layers=(pooled, MLP), fuse=(), cache={"page": None, "dtype": "e4m3"}), "cpu")
 
 
 def test_the_step_of_pages_equals_its_reference(tmp_path: Path) -> None:
@@ -137,7 +179,7 @@ def test_texts_that_join_and_leave_are_those_decoded_alone(tmp_path: Path) -> No
 def test_a_model_with_pages_is_still_one_of_its_family() -> None:
     text = (Path(__file__).parents[3] / "specs/llama3_1b.yaml").read_text().replace("count: 16", "count: 1")
     model = load(text)[0].model
-    paged = model.model_copy(update={"cache": PagedCache(page=32)})
+    paged = model.model_copy(update={"cache": CacheSpec(page=32)})
     assert recognized(paged) == recognized(model)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specc.compiler.build import compile_spec
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.cached_attention import CachedBase
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs import reference
@@ -100,7 +101,11 @@ def test_every_multiprocessor_gets_several_tiles_of_every_candidate(
     tiled = 0
     for choice in all_choices(plan):
         sizes = many_sizes(choice.site, "cuda")
-        assert sizes is not None and sizes["T"] == sizes["S"]
+        assert sizes is not None
+        if isinstance(choice.site.node.op, CachedBase):  # of a step of decoding, each text has one query
+            assert sizes["T"] == 1 and sizes["B"] * sizes["S"] > 132
+            continue
+        assert sizes["T"] == sizes["S"]
         rows, types = sizes["B"] * sizes["T"], (*choice.site.inputs, *choice.site.node.types)
         assert sum(type.bytes(sizes) for type in types) < 2 << 30
         for candidate in candidates(choice.site, ""):

@@ -1,0 +1,106 @@
+"""Attention of a few queries over a cache, split over ranges of keys, in Triton.
+
+A step of decoding reads the cache once and computes little, so its least time is that of reading. A program reads a
+range of the visible keys of one text and one key head, for all query heads that share it, and writes sums. A second
+kernel adds the sums of the ranges (Dao et al., 2023, "Flash-Decoding for long-context inference").
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from specc.compiler.ir.types import BYTES
+from specc.compiler.kernels.attention.cached_context import CachedTile, Writer, inputs_of, op_of, page_of, sizes_of
+from specc.compiler.kernels.attention.score_tile import block
+from specc.compiler.kernels.generated import python_file
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.ops.cached_attention import CachedBase
+from specc.compiler.targets import Target
+
+WIDEST = 512  # channels of keys or of values
+SHORTEST = 128  # positions: a shorter cache is one or two tiles, and Torch reads it as fast
+IN_FLIGHT = 65_536  # bytes that a multiprocessor must have requested: about 8 TB/s x 1 us / 132, to be at memory speed
+RESIDENT = 4  # programs of a multiprocessor
+WIDE_ROW = 512  # bytes of a position from which a tile has half as many keys
+TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2))  # keys, warps; to measure
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAttention(Kernel):
+    """Accepts 16-bit queries and contiguous caches, rings and pages, also of e4m3 codes. `tile` is a measured tile; if
+    it is None, the rule of `cached_tile` applies."""
+
+    TILE: ClassVar[type | None] = CachedTile
+    tile: CachedTile | None = None
+
+    def rejects(self, site: Site) -> str | None:
+        op, q = op_of(site), inputs_of(site)["q"]
+        channels, values = sizes_of(site)
+        first = values if op.values is not None else channels
+        if q.dtype not in ("bf16", "f16"):
+            return f"computes in bf16 or f16, not in {q.dtype}"
+        if max(first, values, channels - first) > WIDEST:
+            return f"takes heads of at most {WIDEST} channels; these have {channels} for keys and {values} for values"
+        if op.coded and "fp8_mma" not in site.target.features:
+            return f"converts e4m3 from sm89 on, and not on {site.target.name}"
+        if site.context is not None and site.context <= SHORTEST:
+            return f"reads caches of more than {SHORTEST} positions; this one has at most {site.context}"
+        tile = self.tile or cached_tile(site)
+        if tile.loaded_bytes(row_bytes(site)) > site.target.shared_memory:
+            needed = f"{tile.loaded_bytes(row_bytes(site)):,} bytes for {tile}"
+            return f"has {site.target.shared_memory:,} bytes of shared memory on {site.target.name}, and loads {needed}"
+        return None
+
+    def variants(self, site: Site) -> tuple[Kernel, ...]:
+        tiles = [cached_tile(site)]
+        for keys, warps in TILES:
+            for stages in (2, 3, 4):
+                programs = resident(site.target, stages * keys * row_bytes(site))
+                tiles += [CachedTile(keys, warps, stages, programs)] if programs and stages * keys <= 256 else []
+        return tuple(replace(self, tile=tile) for tile in dict.fromkeys(tiles))
+
+    def render(self, site: Site) -> Rendered:
+        tile = self.tile or cached_tile(site)
+        context = Writer(site, tile).context()
+        return python_file(context.op, "triton/cached_attention.py.jinja", context, str(tile))
+
+
+def cached_tile(site: Site) -> CachedTile:
+    """Returns the tile by rule: 64 keys, or 32 of wide rows, with the fewest stages that keep IN_FLIGHT bytes in
+    flight.
+
+    A tile of 64 keys and values of 64 channels in bf16 has 64 * 2 * 64 * 2 = 16 KiB. With two stages, one tile is in
+    flight while another is multiplied; four programs of a multiprocessor then have 64 KiB in flight, and occupy 128 KiB
+    of shared memory. Latents of 512 + 64 channels are keys and values in one: 32 of them have 36 KiB. With pages, one
+    more stage loads the number of the page ahead of its keys.
+    """
+    row, page = row_bytes(site), page_of(site)
+    keys = 64 if row <= WIDE_ROW else 32
+    if page and page >= 16 and keys % page == 0:
+        keys = page  # a tile reads one page
+    stages, room = 2, site.target.shared_memory
+    programs = max(resident(site.target, stages * keys * row), 1)
+    while stages < 4 and (stages - 1) * keys * row * programs < IN_FLIGHT and (stages + 1) * keys * row <= room:
+        stages += 1
+        programs = resident(site.target, stages * keys * row)
+    return CachedTile(keys, 4, stages + (page > 0 and (stages + 1) * keys * row <= room), programs)
+
+
+def row_bytes(site: Site) -> int:
+    """Returns the bytes that a program loads per position: those of the padded key and, unless the loaded key is also
+    the value, of the value."""
+    op, inputs = op_of(site), inputs_of(site)
+    channels, values = sizes_of(site)
+    if op.values is None:
+        numbers = block(channels) + block(values)
+    else:
+        rest = block(channels - values) if channels > values else 0
+        numbers = block(values) * (1 + op.coded) + rest
+    return numbers * BYTES[inputs["k"].dtype]
+
+
+def resident(target: Target, room: int) -> int:
+    """Returns the number of programs with `room` bytes of shared memory that a multiprocessor has at once."""
+    return min(RESIDENT, target.shared_memory // room)
+
+
+CACHED_ATTENTION = CachedAttention("cached_attention", "triton", frozenset({"gpu", "mma"}), CachedBase)

@@ -1,0 +1,509 @@
+"""The context of the template of attention over a cache."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specc.compiler.expr.mask import LANGUAGE, SAME, sees_later, window_of
+from specc.compiler.expr.parse import reread
+from specc.compiler.expr.spell import triton_text
+from specc.compiler.expr.values import Logic
+from specc.compiler.ir.types import DTYPES, TensorType
+from specc.compiler.kernels.attention.attention import table_name
+from specc.compiler.kernels.attention.score_lines import Reading, ScoreLines
+from specc.compiler.kernels.attention.score_tile import NARROWEST, block
+from specc.compiler.kernels.attention.scored_context import LOG2E
+from specc.compiler.kernels.generated import (
+    TRITON_DTYPES,
+    GeneratedFunction,
+    constants,
+    generated_function,
+    number_of,
+)
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
+from specc.compiler.kernels.tile import between, counted, power
+from specc.compiler.ops.cached_attention import CachedBase
+from specc.compiler.ops.key_value_cache import LARGEST
+
+MOST_ROWS = 64  # rows of a program
+SUMS = 128  # f32 sums of a thread, which has 255 registers
+LONGEST = 1 << 20  # positions, if the model states no context
+DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTile:
+    """The number of keys that a program reads at a time, with `warps` warps and `stages` reads in flight.
+
+    The keys of a text are split into as many parts as give a multiprocessor up to `programs` programs.
+
+    Raises ValueError if a field is out of its bounds.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+    def __post_init__(self) -> None:
+        power("keys", self.keys, NARROWEST, 256)
+        power("warps", self.warps, 1, 16)
+        between("stages", self.stages, 1, 8)
+        between("programs", self.programs, 1, 32)
+
+    def __str__(self) -> str:
+        each = f"{counted(self.programs, 'program')} a multiprocessor"
+        return f"{counted(self.keys, 'key')}, {counted(self.warps, 'warp')}, {counted(self.stages, 'stage')}, {each}"
+
+    def loaded_bytes(self, row: int) -> int:
+        """Returns the shared memory, in bytes, of the loads in flight of one program. A position has `row` bytes."""
+        return self.stages * self.keys * row
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop over tiles of keys.
+
+    Attributes:
+        span: The bounds of the loop.
+        keys: Lines that locate a tile of keys: the positions `j`, the rows `at`, and whether a row is `inside`.
+        scores: Lines that compute the scores x.
+        new: The prefix of the names of the tensors: "new_" for the rows of the queries that are not yet in a ring.
+    """
+
+    span: str
+    keys: tuple[str, ...]
+    scores: tuple[str, ...]
+    new: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedContext:
+    """The context of templates/triton/cached_attention.py.jinja.
+
+    Attributes:
+        how: A description of the kernels' algorithm.
+        settings: Lines that assign the constants of the tile and of the layout.
+        helpers: Templates of functions that the kernels call.
+        kernel, join: The signatures of the kernels.
+        begin: The position of the first query of a text.
+        bounds: Lines that define the first and last token of a block of queries, if other lines read them.
+        queries: The mask of the valid elements of a block of queries.
+        shared: Whether the values are the first channels of the keys.
+        reused: Whether the loaded keys are also the values. Codes are loaded twice, the second time from the L2 cache,
+            because Triton prefetches no tile that is converted for two products.
+        rest: Whether keys have channels after those of values.
+        positions: Lines that define the names of a block of queries that the score reads.
+        tiles: Lines that count the tiles of keys that a block of queries may see.
+        loops: The loops over tiles of keys.
+        key_mask, value_mask: The masks of the valid elements of a tile of keys and of values.
+        other: The value of other elements.
+        decode: The conversion of loaded keys and values.
+        weights: The weights of values.
+        unit: The value of one unit of the sums of values.
+        inside: The condition on channels of values, after another.
+        finish_whole, finish_parts: Lines that complete the denominator, for all keys, and for parts of them.
+        element, stored: The dtypes of the operands of products, and of y.
+        sizes, launched_sizes: Lines that define the sizes that the function and the launch read.
+        prepared: Lines before the launch.
+        most_parts: The largest useful number of parts.
+        arguments, join_arguments: The arguments of the launches.
+        wanted: Rows of the table of input checks.
+    """
+
+    op: GeneratedFunction
+    how: str
+    heads: int
+    kv_heads: int
+    channels: int
+    values: int
+    settings: tuple[str, ...]
+    helpers: tuple[str, ...]
+    kernel: str
+    join: str
+    begin: str
+    bounds: tuple[str, ...]
+    queries: str
+    shared: bool
+    reused: bool
+    rest: bool
+    positions: tuple[str, ...]
+    tiles: tuple[str, ...]
+    loops: tuple[Loop, ...]
+    key_mask: str
+    value_mask: str
+    other: str
+    decode: str
+    weights: str
+    unit: str
+    inside: str
+    finish_whole: tuple[str, ...]
+    finish_parts: tuple[str, ...]
+    element: str
+    stored: str
+    sizes: tuple[str, ...]
+    launched_sizes: tuple[str, ...]
+    prepared: tuple[str, ...]
+    most_parts: str
+    arguments: str
+    join_arguments: str
+    wanted: tuple[str, ...]
+
+
+def op_of(site: Site) -> CachedBase:
+    assert isinstance(site.node.op, CachedBase)
+    return site.node.op
+
+
+def inputs_of(site: Site) -> dict[str, TensorType]:
+    """Returns the inputs of the site by their names in generated code."""
+    op = op_of(site)
+    names = (table_name(name) if name in op.tables else name for name in op.names)
+    return dict(zip(names, site.inputs, strict=True))
+
+
+def sizes_of(site: Site) -> tuple[int, int]:
+    """Returns the channels of keys and of values."""
+    return number_of(site.inputs[0].width), number_of(site.node.type.width)
+
+
+def page_of(site: Site) -> int:
+    """Returns the number of positions of a page; 0 without pages."""
+    inputs = inputs_of(site)
+    return number_of(inputs["k"].shape[1]) if "table" in inputs else 0
+
+
+class Writer:
+    """Writes the context of one site."""
+
+    def __init__(self, site: Site, tile: CachedTile) -> None:
+        self.site, self.tile, self.op, self.inputs = site, tile, op_of(site), inputs_of(site)
+        q, k = self.inputs["q"], self.inputs["k"]
+        self.heads, self.kv_heads = number_of(q.shape[-2]), number_of(k.shape[-2])
+        self.channels, self.values = sizes_of(site)
+        self.shared, self.page = self.op.values is not None, page_of(site)
+        self.reused = self.shared and not self.op.coded
+        self.ring = self.op.ring
+        first = self.values if self.shared else self.channels
+        self.width, self.columns = block(first), block(self.values)
+        self.rest = self.channels - first
+        self.padded = "" if self.width == first else f" & (c < {'D' if self.shared else 'C'})"
+        self.element = TRITON_DTYPES[q.dtype]
+        shapes = {name: tuple(map(number_of, self.inputs[table_name(name)].shape)) for name in self.op.tables}
+        self.score, self.mask = self.op.parsed(self.heads)
+        self.lines = ScoreLines.of(self.score, self.mask, shapes)
+        self.further = [name for name in self.inputs if name in ("start", "sinks") or name.endswith("_table")]
+        self.stored = [name for name in self.inputs if name in ("k", "v", "k_scale", "v_scale")]
+        self.new = [name for name in self.inputs if name.startswith("new_")]
+
+    def context(self) -> CachedContext:
+        """Returns the template context."""
+        kernel, arguments = self._kernel()
+        join, join_arguments = self._join()
+        return CachedContext(
+            op=self._function(),
+            how=self._how(),
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            channels=self.channels,
+            values=self.values,
+            settings=self._settings(),
+            helpers=("triton/scored_attention_tanh.jinja",) if self.lines.calls else (),
+            kernel=kernel,
+            join=join,
+            begin=f"tl.load(positions_ptr{' + b * T' if self.page else ''}).to(tl.int32)",
+            bounds=self._bounds(),
+            queries=f"there{self.padded}",
+            shared=self.shared,
+            reused=self.reused,
+            rest=bool(self.rest),
+            positions=self._positions(),
+            tiles=self._tiles(),
+            loops=self._loops(),
+            key_mask=f"inside[:, None]{self.padded}",
+            value_mask=f"inside[:, None]{self._inside}",
+            other="0" if self.op.coded else "0.0",
+            decode=DECODE.format(element=self.element) if self.op.coded else "",
+            weights=f"(p * ({self._scale_of_values} * {LARGEST})[None, :])" if self.op.coded else "p",
+            unit=f"{1 / LARGEST!r}" if self.op.coded else "1.0",
+            inside=self._inside,
+            finish_whole=self._finish_whole(),
+            finish_parts=self._finish_parts(),
+            element=self.element,
+            stored=TRITON_DTYPES[self.site.node.type.dtype],
+            sizes=self._sizes(launched=False),
+            launched_sizes=self._sizes(launched=True),
+            prepared=self._prepared(),
+            most_parts=self._most_parts(),
+            arguments=arguments,
+            join_arguments=join_arguments,
+            wanted=self._checks(),
+        )
+
+    @property
+    def _inside(self) -> str:
+        return "" if self.columns == self.values else " & (d < D)"
+
+    @property
+    def _scale_of_values(self) -> str:
+        return "k_scale" if self.shared else "v_scale"
+
+    @property
+    def _scale(self) -> float:
+        return self.channels**-0.5 if self.op.scale is None else self.op.scale
+
+    def _settings(self) -> tuple[str, ...]:
+        tile = {"KEYS": self.tile.keys, "WARPS": self.tile.warps, "STAGES": self.tile.stages}
+        most = min(MOST_ROWS, max(NARROWEST, SUMS * 32 * self.tile.warps // self.columns))
+        sizes = {"WIDTH": self.width, "VALUES": self.columns, **({"REST": block(self.rest)} if self.rest else {})}
+        sizes |= {"PAGE": self.page} if self.page else {}
+        return (
+            constants(tile | {"PROGRAMS": self.tile.programs, "MOST_ROWS": most}),
+            constants(sizes),
+            f"SCALE, LOG2E = {self._scale!r}, tl.constexpr({LOG2E})",
+        )
+
+    def _kernel(self) -> tuple[str, str]:
+        """Returns the signature of the kernel, and the arguments of its launch."""
+        again = [] if self.reused or not self.shared else ["k", "new_k"] if self.new else ["k"]
+        tensors = [*self.inputs, *(name.replace("k", "v") for name in again), "y"]
+        sizes = [("T", "t"), ("PARTS", "parts"), ("APART", "apart"), *([("N", "n")] if self.page else [])]
+        words = ["H", "G", "C", "D", "SCALE", "KEYS", "WIDTH", "VALUES"]
+        words += [*(["REST"] if self.rest else []), *(["PAGE"] if self.page else [])]
+        names = [*(f"{name}_ptr" for name in (*tensors, "parts", "sums")), *(size for size, _ in sizes)]
+        constant = [f"{name}: tl.constexpr" for name in (*words, "ROWS", "PARTIAL")]
+        arguments = [
+            *self.inputs,
+            *again,
+            "y",
+            "partial",
+            "sums",
+            *(value for _, value in sizes),
+            *words,
+        ]
+        arguments += ["ROWS=row_tile", "PARTIAL=parts > 1"]
+        return (
+            listed(f"def {self._symbol}_kernel(", [*names, *constant], "):"),
+            flowed(f"{', '.join(map(unbroken, arguments))},", " " * 8),
+        )
+
+    def _join(self) -> tuple[str, str]:
+        """Returns the signature and the arguments of the kernel that adds parts."""
+        sinks = ["sinks"] if self.op.sinks else []
+        names = [f"{name}_ptr" for name in ("parts", "sums", *sinks, "y")]
+        constant = [f"{name}: tl.constexpr" for name in ("H", "D", "MOST_PARTS", "CHANNELS")]
+        arguments = ["partial", "sums", *sinks, "y", "parts", "H", "D", "most_parts", "channels"]
+        return listed("def join_kernel(", [*names, "PARTS", *constant], "):"), f"{' ' * 12}{', '.join(arguments)},"
+
+    @property
+    def _symbol(self) -> str:
+        return self.op.symbol(self.site.inputs)[0]
+
+    def _positions(self) -> tuple[str, ...]:
+        lines = [*self.lines.convert("fi", "fh")]
+        if self.lines.documents:
+            lines.append("start = tl.load(start_ptr + query, mask=there, other=0).to(tl.int32)")
+        return *lines, *(line for reading in self.lines.readings for line in reading.first() if reading.per_head)
+
+    def _bounds(self) -> tuple[str, ...]:
+        known = {
+            "i0": "begin + first",
+            "last": "tl.minimum((tile * ROWS + ROWS - 1) // (H // G), T - 1)",
+            "first": "tile * ROWS // (H // G)",
+        }
+        loops = (line for loop in self._loops() for line in (loop.span, *loop.keys, *loop.scores))
+        text, lines = "\n".join((*self._positions(), *self._tiles(), *loops)), list[str]()
+        for name, value in known.items():
+            if re.search(rf"\b{name}\b", text):
+                lines.insert(0, f"{name} = {value}")
+                text += f"\n{value}\n"
+        return tuple(lines)
+
+    def _window(self) -> tuple[int, int] | None:
+        return window_of(self.op.mask, self.heads, self.site.context or LONGEST)
+
+    def _tiles(self) -> tuple[str, ...]:
+        """A ring is read up to its last written row, then the new rows. Otherwise, the tiles are those of `first` keys,
+        and those from `low` on."""
+        if self.ring is not None:
+            return (
+                f"held = tl.minimum(begin, {sum(self.ring)})",
+                "old = tl.cdiv(held, KEYS)",
+                "tiles = old + tl.cdiv(last + 1, KEYS)",
+            )
+        end = "begin + T" if sees_later(self.op.mask, self.heads) else "begin + last + 1"
+        lines, window, lows = [f"end = {end}"], self._window(), []
+        condition = reread(self.op.mask, LANGUAGE)
+        parts = condition.parts if isinstance(condition, Logic) and condition.op == "and" else (condition,)
+        first = window[0] if window is not None else 0
+        if window is not None:
+            lows.append(f"(i0 - {window[1] - 1}) // KEYS")
+        if SAME in parts and not first:
+            lines.append("start0 = tl.load(start_ptr + b.to(tl.int64) * T + first).to(tl.int32)")
+            lows.append("start0 // KEYS")
+        if not lows:
+            return (*lines, "tiles = tl.cdiv(end, KEYS)")
+        low = str(-(-first // self.tile.keys))
+        for text in lows:
+            low = f"tl.maximum({text}, {low})"
+        lines.append(f"low = {low}")
+        if not first:
+            return (*lines, "tiles = tl.cdiv(end, KEYS) - low")
+        lines.append(f"kept = tl.minimum(tl.cdiv(end, KEYS), {-(-first // self.tile.keys)})")
+        return (*lines, "tiles = kept + tl.maximum(tl.cdiv(end, KEYS) - low, 0)")
+
+    def _loops(self) -> tuple[Loop, ...]:
+        start, stop = "part * share", "tl.minimum(part * share + share, tiles)"
+        if self.ring is not None:
+            first, window = self.ring
+            before = f"begin - 1 - (begin - 1 - slot) % {window}"
+            before = f"tl.where(slot < {first}, slot, {before})" if first else before
+            old = ("slot = n * KEYS + tl.arange(0, KEYS)", "inside = slot < held", f"j = ({before})[None, :]")
+            new = (
+                "slot = (n - old) * KEYS + tl.arange(0, KEYS)",
+                "inside = slot <= last",
+                "j = (begin + slot)[None, :]",
+            )
+            rows = ("at = (b.to(tl.int64) * APART + slot) * G + g", "at = (b.to(tl.int64) * T + slot) * G + g")
+            return (
+                self._loop(f"{start}, tl.minimum(part * share + share, old)", (*old, rows[0])),
+                self._loop(f"tl.maximum({start}, old), {stop}", (*new, rows[1]), "new_"),
+            )
+        tiles, place = self._tiles(), "n * KEYS"
+        if any(line.startswith("kept") for line in tiles):
+            place = "tl.where(n < kept, n, low + n - kept) * KEYS"
+        elif any(line.startswith("low") for line in tiles):
+            place = "(low + n) * KEYS"
+        lines = [f"slot = {place} + tl.arange(0, KEYS)", "inside = slot < end", "j = slot[None, :]"]
+        row = "b.to(tl.int64) * APART + slot"
+        if self.page:
+            row = "page * APART + slot % PAGE"
+            whole = self.page % self.tile.keys == 0  # a tile is in one page
+            at = f"{place} // PAGE)" if whole else "slot // PAGE, mask=inside, other=0)"
+            lines.append(f"page = tl.load(table_ptr + b.to(tl.int64) * N + {at}")
+        return (self._loop(f"{start}, {stop}", (*lines, f"at = ({row}) * G + g")),)
+
+    def _loop(self, span: str, keys: Sequence[str], new: str = "") -> Loop:
+        lines = ["s = s * SCALE"]
+        if self.op.coded:
+            names = ("k_scale",) if self.shared else ("k_scale", "v_scale")
+            lines = [f"{name} = tl.load({new}{name}_ptr + at, mask=inside, other=0.0)" for name in names]
+            lines.append("s = s * (k_scale * SCALE)[None, :]")
+        lines.append(nested("seen", f"({self.lines.mask}) & inside[None, :]", 8))
+        lines += [self._load(reading) for reading in self.lines.readings if not reading.per_head]
+        lines += [nested(*call, 8) for call in self.lines.calls]
+        lines.append(nested("x", f'tl.where(seen, {self.lines.value}, float("-inf"))', 8))
+        return Loop(span, (*keys, *self.lines.convert("fj")), tuple(lines), new)
+
+    def _load(self, reading: Reading) -> str:
+        place = f"{reading.table}_table_ptr + {triton_text(reading.index, whole=True)}"
+        return nested(reading.name, f"tl.load({place}, mask=seen, other=0.0).to(tl.float32)", 8)
+
+    def _finish_whole(self) -> tuple[str, ...]:
+        if not self.op.sinks:
+            return ("total = tl.where(total == 0.0, 1.0, total)  # of a query that sees no key",)
+        return (
+            "sink = tl.load(sinks_ptr + g * (H // G) + row % (H // G)).to(tl.float32) * LOG2E",
+            "base = tl.maximum(most, sink)",
+            "shrink = tl.exp2(most - base)",
+            "total, y = total * shrink + tl.exp2(sink - base), y * shrink[:, None]",
+        )
+
+    def _finish_parts(self) -> tuple[str, ...]:
+        if self.op.sinks:
+            return (
+                "sink = tl.load(sinks_ptr + row % H).to(tl.float32) * LOG2E",
+                "top = tl.maximum(top, sink)",
+                "weights = tl.exp2(most - top)",
+                "denominator = tl.sum(total * weights, 0) + tl.exp2(sink - top)",
+            )
+        return (
+            'weights = tl.exp2(most - tl.where(top == float("-inf"), 0.0, top))',
+            "denominator = tl.sum(total * weights, 0)",
+            "denominator = tl.where(denominator == 0.0, 1.0, denominator)  # of a query that sees no key",
+        )
+
+    def _sizes(self, launched: bool) -> tuple[str, ...]:
+        if not self.page:
+            return ("(b, t), s = q.shape[:2], k.shape[1]",)
+        if launched:
+            return ("b, n = table.shape", "t = q.shape[1] // b")
+        return ("(b, n), s = table.shape, len(k)", "t = q.shape[1] // max(b, 1)")
+
+    def _prepared(self) -> tuple[str, ...]:
+        lines = [f"{name} = {name}.contiguous()" for name in self.further]
+        lines += ["table = table.contiguous()"] if self.page else []
+        names = f"({', '.join(self.stored)}{',' if len(self.stored) == 1 else ''})"
+        lines += [f"{name} = {name}.contiguous()" for name in self.new]
+        return (*lines, f"apart, {names} = rows({', '.join(self.stored)})")
+
+    def _most_parts(self) -> str:
+        keys = "n * PAGE" if self.page else "s"
+        if self.ring is not None:
+            return "triton.cdiv(s, KEYS) + triton.cdiv(t, KEYS)"
+        if (window := self._window()) is not None:
+            keys = f"min({keys}, {sum(window) + 2 * self.tile.keys} + t)"
+        return f"triton.cdiv({keys}, KEYS)"
+
+    def _shape(self, name: str, launched: Sequence[str]) -> tuple[str, ...]:
+        """Returns the dims of an input or output as text, with names for B, T, S, N, H, G, C and D."""
+        b, t, s, n, h, g, c, d = launched
+        packed = (b, t) if not self.page else ("1", f"{b} * {t}")
+        stored = (b, s) if not self.page else (s, "PAGE")
+        if name in ("q", "y"):
+            return *packed, h, c if name == "q" else d
+        rows = (b, t) if name.startswith("new_") else stored
+        if name.removeprefix("new_") in ("k", "v"):
+            return *rows, g, c if name.endswith("k") else d
+        if name.endswith("_scale"):
+            return *rows, g, "1"
+        known = {"positions": (f"{b} * {t}",) if self.page else (t,), "table": (b, n), "start": packed}
+        return known.get(name) or tuple(map(str, self.inputs[name].shape))
+
+    def _checks(self) -> tuple[str, ...]:
+        names = ("b", "t", "s", "n", "H", "G", "C", "D")
+        shapes = {name: self._shape(name, names) for name in self.inputs}
+        return tuple(
+            f'("{name}", {name}, ({", ".join(shape)}{"," if len(shape) == 1 else ""}), {DTYPES[type.dtype]}),'
+            for (name, shape), type in zip(shapes.items(), self.inputs.values(), strict=True)
+        )
+
+    def _function(self) -> GeneratedFunction:
+        outputs = {"y": self.site.node.type}
+        heads = map(str, (self.heads, self.kv_heads, self.channels, self.values))
+        names = ("R", "K", "P", "N", *heads) if self.page else ("B", "T", "S", "N", *heads)
+        shapes = {
+            name: f"[{', '.join(self._shape(name, names))}]".replace("PAGE", str(self.page))
+            for name in (*self.inputs, *outputs)
+        }
+        summary = f"{self.site.label}: {self.site.node.op.words}, by ranges of keys."
+        return generated_function(self.site, self.inputs, outputs, shapes, summary, self._formulas())
+
+    def _formulas(self) -> list[str]:
+        scale = "" if self._scale == 1 else f"{self._scale:.6g} "
+        lines = [f"s = {scale}q k^T for the query at i and the key at j", f"x = {self.op.score} where {self.op.mask}"]
+        if self.op.documents:
+            lines.append("start is the position at which the document of a query starts")
+        lines.append(f"y = exp(x) v / ({'sum(exp(x)) + exp(sinks)' if self.op.sinks else 'sum(exp(x))'})")
+        if self.shared:
+            lines.append(f"the first {self.values} channels of a key are its value")
+        if self.op.coded:
+            lines.append("k and v are e4m3 codes times the scale of their position and head")
+        if self.ring is not None:
+            first, window = self.ring
+            held = f"the first {first} positions and " if first else ""
+            lines.append(
+                f"k and v are a ring of {held}{window} positions before the queries, then those of the queries"
+            )
+        shared = self.heads // self.kv_heads
+        return lines + ([f"{shared} heads of queries read one of keys and values"] if shared > 1 else [])
+
+    def _how(self) -> str:
+        words = (
+            f"Triton kernels for {self.site.target.name}. A program reads a range of the keys that its queries may see;"
+        )
+        words += " a second kernel adds the ranges of a text. Positions are read on the device. Sums are fp32, weights"
+        words += " are rounded before they are multiplied with. Called again with tensors of the same shapes, it gives"
+        words += " the same bits."
+        return flowed(words)
