@@ -125,17 +125,17 @@ def combine(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tens
 
 
 class AttachedLoss(torch.autograd.Function):
-    """Adds the gradient of weight * loss to that of the output."""
+    """Adds the gradients of weight * loss to that of the output."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(loss, weight)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None]:
-        (weight,) = ctx.saved_tensors
-        return d, weight, None
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss, weight = ctx.saved_tensors
+        return d, weight, loss
 
 
 def attach_loss(x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
@@ -253,7 +253,11 @@ class Block(nn.Module):
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
             y = cached_attention(rope(q, cos, sin), attention_k, attention_v, positions)
-        x = x + ATTENTION_RESIDUAL * F.linear(y.flatten(-2), self.attention.out)
+        y = y.flatten(-2)
+        if cache is None:
+            x = x + F.linear(y, ATTENTION_RESIDUAL * self.attention.out)
+        else:
+            x = x + ATTENTION_RESIDUAL * F.linear(y, self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
         if self.router:
             scores = torch.sigmoid(F.linear(h.float(), self.moe.router))
