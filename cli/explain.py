@@ -5,15 +5,18 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, checked_targets, json_option, target_option
+from specc.cli.options import Compiling, checked_targets, json_option, set_option, target_option
 
 
 @click.command("explain", cls=Compiling)
 @click.argument("subject", metavar="[CODE|SPEC]", required=False)
 @click.argument("node", required=False)
+@set_option
 @target_option
 @json_option
-def command(subject: str | None, node: str | None, target: str | None, as_json: bool) -> None:
+def command(
+    subject: str | None, node: str | None, overrides: tuple[str, ...], target: str | None, as_json: bool
+) -> None:
     """Explain an error code, or the kernel of each node of a spec.
 
     For a CODE such as S104, the meaning, the exit code, and a bad and a good example are shown. Without an argument,
@@ -25,9 +28,9 @@ def command(subject: str | None, node: str | None, target: str | None, as_json: 
     from specc.compiler.report.error_pages import CODE
 
     if subject is not None and (CODE.fullmatch(subject) is None or Path(subject).exists()):
-        _explain_nodes(Path(subject), node, target, as_json)
-    elif node is not None or target is not None:
-        raise click.UsageError("NODE and --target are for a spec")
+        _explain_nodes(Path(subject), node, overrides, target, as_json)
+    elif node is not None or target is not None or overrides:
+        raise click.UsageError("NODE, --set and --target are for a spec")
     else:
         _explain_codes(subject, as_json)
 
@@ -50,13 +53,13 @@ def _explain_codes(code: str | None, as_json: bool) -> None:
         click.echo("\n".join(texts))
 
 
-def _explain_nodes(spec: Path, node: str | None, target: str | None, as_json: bool) -> None:
+def _explain_nodes(spec: Path, node: str | None, overrides: tuple[str, ...], target: str | None, as_json: bool) -> None:
     """Shows the kernel of one node, or of all nodes."""
     from specc.compiler.build import DEPLOYED, plan_spec
     from specc.compiler.report.explain import explain as explained
     from specc.compiler.report.explain import text_of
 
-    planned = plan_spec(spec, (), checked_targets(spec, target))
+    planned = plan_spec(spec, overrides, checked_targets(spec, target))
     plans = {**planned.plans, **{f"{name}/{DEPLOYED}": plan for name, plan in planned.deployed.items()}}
     rows = [row for folder, plan in plans.items() for row in explained(plan, node, folder)]
     if not rows and node is not None:

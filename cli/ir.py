@@ -4,15 +4,16 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, checked_targets, spec_argument, target_option
+from specc.cli.options import Compiling, checked_targets, set_option, spec_argument, target_option
 
 
 @click.command("ir", cls=Compiling)
 @spec_argument
 @click.option("--after", "name", default="merge_linears", show_default=True, help="Pass after which to print.")
 @click.option("--program", help="Program to print, such as train. By default, all of them.")
+@set_option
 @target_option
-def command(spec: Path, name: str, program: str | None, target: str | None) -> None:
+def command(spec: Path, name: str, program: str | None, overrides: tuple[str, ...], target: str | None) -> None:
     """Print the graphs of a spec as text."""
     from specc.compiler.errors import SpecError
     from specc.compiler.pipeline import after, forms
@@ -23,7 +24,7 @@ def command(spec: Path, name: str, program: str | None, target: str | None) -> N
 
     if name not in forms():
         raise click.UsageError(f"no pass is named {name}; the passes are {', '.join(forms())}")
-    loaded, source = load(spec)
+    loaded, source = load(spec, overrides)
     chosen = checked_targets(spec, target) or loaded.targets
     try:
         programs = after(loaded, chosen[0], name, read_lock(lock_path(spec, loaded.name)))

@@ -340,8 +340,15 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
-    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper."""
-    named = {c.site.label.split(" ")[0]: c.rendered for c in plan.choices if c.rendered.files}
+    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. If a node
+    has another op in programs that extend texts, each op has an entry, whose key states the op."""
+    ops: dict[str, dict[str, Rendered]] = {}
+    for choice in plan.choices:
+        if choice.rendered.files:
+            site = choice.site
+            ops.setdefault(site.label.split(" ")[0], {})[site.node.op.name] = choice.rendered
     return {
-        node: max(rendered.files, key=lambda name: name.endswith(".cu")) for node, rendered in sorted(named.items())
+        node if len(by_op) == 1 else f"{node} {op}": max(rendered.files, key=lambda name: name.endswith(".cu"))
+        for node, by_op in sorted(ops.items())
+        for op, rendered in sorted(by_op.items())
     }

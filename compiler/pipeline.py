@@ -44,11 +44,8 @@ COUNT_DROPOUT: Pass = (
 )
 FP8_PRODUCTS: Pass = ("fp8_products", lambda programs, spec, target: fp8_products(programs, spec.train, target))
 FUSE: Pass = ("fuse", lambda programs, spec, target: fuse(programs, spec.fuse))
-FOLD_SCALES: Pass = ("fold_scales", lambda programs, spec, target: fold_scales(programs, spec.chosen(spec.fold)))
-MERGE_LINEARS: Pass = (
-    "merge_linears",
-    lambda programs, spec, target: merge_linears(programs, spec.chosen(spec.merge)),
-)
+FOLD_SCALES: Pass = ("fold_scales", lambda programs, spec, target: fold_scales(programs, spec.fold))
+MERGE_LINEARS: Pass = ("merge_linears", lambda programs, spec, target: merge_linears(programs, spec.merge))
 RECOMPUTE: Pass = ("recompute", lambda programs, spec, target: recompute(programs, spec.train))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))

@@ -31,7 +31,7 @@ def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
 
     Args:
         programs: The programs, with fused groups.
-        patterns: The patterns of the products to change; None for all.
+        patterns: The patterns of the products to change; `auto` for all.
 
     Raises:
         LoweringError: If a pattern has no effect. Lists the problems of all patterns.

@@ -30,13 +30,13 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
 
     Args:
         programs: The programs, with fused groups.
-        patterns: The patterns of the layers to merge; None for all layers whose merged gradients move fewer bytes.
+        patterns: The patterns of the layers to merge; `auto` for all layers whose merged gradients move fewer bytes.
 
     Raises:
         LoweringError: If a pattern has no effect. Lists the problems of all patterns.
     """
     requests = Requests(programs, "merge_linears", "merge", patterns)
-    balance = _balance(programs) if patterns is None else {}
+    balance = _balance(programs) if patterns == "auto" else {}
     return requests.run(lambda graph: _merged(programs, graph, requests, balance))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from specc.compiler.ir.graph import Graph
 from specc.compiler.ops.region import Call
@@ -9,7 +10,7 @@ from specc.compiler.pattern import matches
 from specc.compiler.programs.programs import LoweringError, Programs, Rewriting
 from specc.compiler.strict import Problem
 
-Patterns = Sequence[str] | None  # None: the pass chooses
+Patterns = Sequence[str] | Literal["auto"]
 
 
 def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
@@ -35,7 +36,7 @@ class Requests:
         programs: The programs before the pass.
         step: The name of the pass.
         key: The key of the spec.
-        patterns: The patterns of the key; None if the spec leaves the choice to the pass.
+        patterns: The patterns of the key; `auto` leaves the choice to the pass.
     """
 
     programs: Programs
@@ -67,10 +68,10 @@ class Requests:
             rewrite(graph) if graph.name in self._places and graph.name not in shared else graph
             for graph in self.programs.functions
         )
-        for i, pattern in enumerate(self.patterns or ()):
+        for i, pattern in enumerate(() if self.patterns == "auto" else self.patterns):
             if i not in self._used:
                 message = f"{pattern} matches nothing that {self.step} rewrites"
-                hint = f"remove it; without `{self.key}`, PLAN.md lists what {self.step} rewrites"
+                hint = f"remove it; with `{self.key}: auto`, PLAN.md lists what {self.step} rewrites"
                 self._problems.append(Problem((self.key, i), "S302", message, hint))
         if self._problems:
             raise LoweringError(tuple(self._problems))
@@ -79,7 +80,7 @@ class Requests:
 
     def names(self, graph: Graph, node: str) -> bool:
         """Returns whether a node that can be a part of a rewriting is to be rewritten."""
-        if self.patterns is None:
+        if self.patterns == "auto":
             return True
         paths = self._paths(graph, node)
         for i, pattern in enumerate(self.patterns):
@@ -102,7 +103,7 @@ class Requests:
 
     def refuse(self, graph: Graph, nodes: Sequence[str], reason: str) -> None:
         """Records why the pass leaves some nodes as they are. If the spec names the nodes, this is an error."""
-        if self.patterns is None:
+        if self.patterns == "auto":
             self._rewritings[Rewriting(self.step, self._shown(graph, nodes), "", reason)] = None
             return
         path = self._paths(graph, nodes[0])[0]

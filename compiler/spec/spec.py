@@ -203,6 +203,9 @@ class QuantSpec(StrictModel):
             yield Problem(("allocate",), "S245", message, "add `budget_bytes: N` under quant")
 
 
+Rewritten = Literal["auto"] | tuple[Pattern, ...]
+
+
 class Spec(StrictModel):
     """One model: its architecture, targets, fusions, quantization, training and evaluation.
 
@@ -214,10 +217,9 @@ class Spec(StrictModel):
         fuse: the fusion points. Each is a pattern of parts, and a list of nodes of each part that are fused. A point
             that ends in the loss may have `chunks`, the number of chunks of tokens that are computed one after another.
         merge: patterns of linear layers that read one value and are computed as one product, in programs over whole
-            sequences. If unset, all layers for which this moves fewer bytes; none in a spec without fusion points.
+            sequences; `auto` for all layers for which this moves fewer bytes.
         fold: patterns of linear layers whose outputs are multiplied with numbers or learned vectors, which are
-            multiplied into the matrices instead, in programs over whole sequences. If unset, all such layers; none in a
-            spec without fusion points.
+            multiplied into the matrices instead, in programs over whole sequences; `auto` for all such layers.
         quant: how the parameters are stored. If unset, the model is not quantized.
         train: the training run.
         eval: how `specc eval` scores the model.
@@ -228,8 +230,8 @@ class Spec(StrictModel):
     targets: Annotated[tuple[TargetName, ...], Field(min_length=1)]
     model: AnyModel
     fuse: tuple[FusePoint, ...] = ()
-    merge: tuple[Pattern, ...] | None = later(None)
-    fold: tuple[Pattern, ...] | None = later(None)
+    merge: Rewritten = later(())
+    fold: Rewritten = later(())
     quant: QuantSpec | None = None
     train: TrainSpec
     eval: AnyEval = BitsSpec.model_construct()
@@ -242,11 +244,6 @@ class Spec(StrictModel):
     @property
     def is_plain(self) -> bool:
         return not (self.fuse or self.merge or self.fold)
-
-    def chosen(self, patterns: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """Returns the patterns of `merge` or `fold`. None leaves the choice to the pass; without fusion points, there
-        is nothing to choose."""
-        return patterns if patterns is not None or self.fuse else ()
 
     @property
     def at_rest(self) -> "Spec":

@@ -158,9 +158,8 @@ def test_the_plan_page_lists_every_product_of_a_step() -> None:
     for node in ("mlp.up + act", "mlp.down", "mlp.up.wgrad", "mlp.down.dgrad + act.grad", "mlp.down.wgrad"):
         assert calls[f"blocks.*.{node}"] == 11 * 8
     for suffix in ("", ".dgrad", ".wgrad"):
-        assert calls[f"blocks.*.attention.out{suffix}"] == 11 * 8
-        both = f"blocks.*.attention.q_k_v{suffix} and head.logits{suffix}"  # q, k and v have 1,024 features, as logits
-        assert calls[both] == 11 * 8 + 8
+        assert calls[f"blocks.*.attention.{{q,out}}{suffix}"] == 2 * 11 * 8
+        assert calls[f"head.logits{suffix}"] == 8
 
 
 def test_the_plan_page_shows_what_a_fused_head_pads_and_that_scores_have_no_gradient() -> None:
@@ -206,10 +205,8 @@ def test_a_changed_module_is_told_from_its_plan(tmp_path: Path) -> None:
         "eps=1e-06)": "eps=1e-05)",
         "targets.flatten())": "ids.flatten())",
         "rope_angles(positions, 32, 10000.0)": "rope_angles(positions, 32, 1000.0)",
-        "torch.cat((self.attention.q, self.attention.k,": "torch.cat((self.attention.q, self.attention.v,",
-        "(H * C, G * C, G * C), -1)": "(G * C, H * C, G * C), -1)",
-        "self.mlp.residual.unsqueeze(1) * self.mlp.down": "self.attention.residual.unsqueeze(1) * self.mlp.down",
-        "x = x + FusedMlp": "x = x - FusedMlp",
+        "self.attention.k).unflatten": "self.attention.v).unflatten",
+        "x + self.mlp.residual * down": "x - self.mlp.residual * down",
         "attend(q, k, v)": "attend(k, q, v)",
     }
     for i, (before, after) in enumerate(changes.items()):
