@@ -71,7 +71,7 @@ def _explain_nodes(spec: Path, node: str | None, overrides: tuple[str, ...], tar
         click.echo(json.dumps([row.data() for row in rows], indent=2))
     else:
         texts = [text_of(row) for row in rows]
-        if node is None and (bare := [folder for folder, plan in plans.items() if not plan.choices]):
+        if node is None and (bare := [folder for folder, plan in plans.items() if not plan.listed]):
             name = planned.spec.name
             texts.append(f"{name} has no generated kernels on {', '.join(bare)}: Torch computes all nodes")
         click.echo("\n\n".join(texts))

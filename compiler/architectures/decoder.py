@@ -26,8 +26,8 @@ from specc.compiler.ir.graph import Graph, retyped
 from specc.compiler.ir.types import TensorType
 from specc.compiler.losses.module_ahead import ModuleAhead
 from specc.compiler.losses.term import LossTerm, add_loss, declare_weights
+from specc.compiler.ops.caches.paged_attention import STARTS, TABLE, LastOfTexts, PackedPositions, PackTexts
 from specc.compiler.ops.loss import IGNORED, CrossEntropy, IgnoreFirst
-from specc.compiler.ops.paged_attention import STARTS, TABLE, LastOfTexts, PackedPositions, PackTexts
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by, refused_at

@@ -18,8 +18,8 @@ from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.attention import SdpaSeen
+from specc.compiler.ops.caches.key_value_cache import RingKeys
 from specc.compiler.ops.exclusive import Exclusive
-from specc.compiler.ops.key_value_cache import RingKeys
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.programs.init import constant

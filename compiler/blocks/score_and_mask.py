@@ -24,9 +24,9 @@ from specc.compiler.expr.wiring import parse_wiring
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.types import COMPUTE, TensorType
 from specc.compiler.ops.attention import ScoreFields, Sdpa
-from specc.compiler.ops.cached_attention import SdpaCached
-from specc.compiler.ops.key_value_cache import CacheWrite, ToCodes, coded_types
-from specc.compiler.ops.paged_attention import PagedWrite, SdpaPaged
+from specc.compiler.ops.caches.cached_attention import SdpaCached
+from specc.compiler.ops.caches.key_value_cache import CacheWrite, ToCodes, coded_types
+from specc.compiler.ops.caches.paged_attention import PagedWrite, SdpaPaged
 from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.programs.init import constant, formula, value_of

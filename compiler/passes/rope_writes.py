@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of, rename
+from specc.compiler.ops.caches.key_value_cache import CacheWrite
+from specc.compiler.ops.caches.paged_attention import PackedPositions
 from specc.compiler.ops.decoding.rope_write import RopeWrite
-from specc.compiler.ops.key_value_cache import CacheWrite
-from specc.compiler.ops.paged_attention import PackedPositions
 from specc.compiler.ops.positions import Positions, Rope, RopeAngles, RopeRows
 from specc.compiler.programs.programs import Programs
 

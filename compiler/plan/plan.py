@@ -33,7 +33,8 @@ class Choice:
 
     @property
     def listed(self) -> bool:
-        """Whether plans and benchmarks list the node although no training step runs it."""
+        """Whether plans, explanations and benchmarks list the node. The calls of Torch that an op states are not listed
+        if the op is not planned."""
         return self.site.node.op.planned or bool(self.rendered.function)
 
     @property
@@ -107,6 +108,11 @@ class Plan:
         """Returns the choice of a node; None if Torch runs the node and the plan has no kernel for it."""
         matching = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(matching, None)
+
+    @property
+    def listed(self) -> tuple[Choice, ...]:
+        """The choices that plans, explanations and benchmarks list."""
+        return tuple(choice for choice in self.choices if choice.listed)
 
     @property
     def every_choice(self) -> tuple[Choice, ...]:

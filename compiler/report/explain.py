@@ -45,13 +45,13 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
     Args:
         plan: the plan.
-        node: a node's path, a path in one block, or a pattern; None for all products.
+        node: a node's path, a path in one block, or a pattern; None for all listed nodes.
         folder: the folder of the plan's files; the target's name if empty.
     """
     folder = folder or plan.target.name
     known: set[Explained] = set()
     again = _computed_again(plan.programs)
-    for choice in plan.choices:
+    for choice in plan.choices if node is not None else plan.listed:
         path = choice.site.label.split(" ")[0]
         members = [
             path,

@@ -233,7 +233,7 @@ def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
 
 def _deployed(plan: Plan) -> list[str]:
     """Returns the table of the nodes with kernels of a deployed plan."""
-    return table(HEADS[:3], list(dict.fromkeys(_kernel_cells(choice) for choice in plan.choices if choice.listed)))
+    return table(HEADS[:3], list(dict.fromkeys(_kernel_cells(choice) for choice in plan.listed)))
 
 
 def _padding(programs: Programs) -> Iterator[str]:

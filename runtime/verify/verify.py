@@ -24,7 +24,7 @@ from specc.compiler.expr.mask import window_of
 from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.ops.attention import Sdpa
-from specc.compiler.ops.cached_attention import SdpaCached
+from specc.compiler.ops.caches.cached_attention import SdpaCached
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.fp8 import HISTORY, MOST, SCALES, Fp8Linear
 from specc.compiler.ops.pointwise import Pointwise

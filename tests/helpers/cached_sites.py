@@ -12,9 +12,9 @@ from specc.compiler.expr.score import bound_score
 from specc.compiler.ir.graph import Node
 from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.ops.cached_attention import CachedBase, SdpaCached
-from specc.compiler.ops.key_value_cache import ToCodes, coded_types, ring_positions
-from specc.compiler.ops.paged_attention import TABLE, SdpaPaged
+from specc.compiler.ops.caches.cached_attention import CachedBase, SdpaCached
+from specc.compiler.ops.caches.key_value_cache import ToCodes, coded_types, ring_positions
+from specc.compiler.ops.caches.paged_attention import TABLE, SdpaPaged
 from specc.compiler.targets import TARGETS
 
 CONTEXT = 2048
@@ -67,6 +67,13 @@ class Cached:
         inputs += [TensorType(dims, dtype) for dims in attention.tables.values()]
         node = Node("attention.y", op, tuple(f"v{i}" for i in range(len(inputs))), op.infer(inputs))
         return Site(node, tuple(inputs), TARGETS[target], "blocks.*.attention.y", "sample", context)
+
+
+def codes_site(channels: int, dtype: str, target: str = "sm90") -> Site:
+    """A site of rounding rows to e4m3."""
+    x = TensorType(("B", "T", channels), dtype)
+    node = Node("attention.k.codes", ToCodes(), ("x",), ToCodes().infer([x]))
+    return Site(node, (x,), TARGETS[target], "blocks.*.attention.k.codes", "sample")
 
 
 def cached_inputs(

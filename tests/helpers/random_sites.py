@@ -3,12 +3,14 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from attention_sites import attention_site
+from cached_sites import CASES as CACHED
+from cached_sites import codes_site
 from head_sites import PARTS, head_site
 from kernel_sites import EPILOGUES, GUARD, imported, make_site
 from loss_sites import FUNCTIONS, TERMS, loss_site
@@ -19,7 +21,10 @@ from torch import Tensor
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.ir.op import Op
+from specc.compiler.kernels.attention.cached_torch import TorchCalls
 from specc.compiler.kernels.kernel import Kernel, Site, missing
+from specc.compiler.ops.caches.cached_attention import CachedBase
+from specc.compiler.ops.caches.key_value_cache import ToCodes
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.loss import SoftmaxLoss
@@ -35,8 +40,12 @@ from specc.compiler.ops.saved_attention import (
 )
 from specc.runtime.verify.judge import PEAK, RMS, SEQUENCE, Judge, inputs_of, many, within
 
-# Int8 products are compared exactly: test_int8_products.py.
-KERNELS = {name: kernel for name, kernel in catalog(kernels, Kernel).items() if kernel.computes is not Int8Linear}
+# Int8 products are compared exactly: test_int8_products.py. The calls that an op states have no function of their own.
+KERNELS = {
+    name: kernel
+    for name, kernel in catalog(kernels, Kernel).items()
+    if kernel.computes is not Int8Linear and not isinstance(kernel, TorchCalls)
+}
 Draw = Callable[[random.Random, str, str], Site]  # a random node, for a target and a dtype
 TRIES = 200
 SUMS = 8
@@ -81,6 +90,18 @@ def _loss(rng: random.Random, target: str, dtype: str) -> Site:
     return loss_site(vocab, width, rng.choice([*FUNCTIONS.values()]), reduction, target, dtype, terms=terms)
 
 
+def _cached(rng: random.Random, target: str, dtype: str) -> Site:
+    case = rng.choice([*CACHED.values()])
+    groups, channels = rng.choice((1, 2, 3)), rng.choice((16, 64, 128, rng.randint(1, 130)))
+    tables = case.attention.tables  # of heads that the score states
+    shape = case.shape if tables else (groups * rng.choice((1, 2, 4, 7)), groups, channels)
+    return replace(case, shape=shape, values=rng.randint(1, shape[2]) if case.values else 0).site(dtype, target)
+
+
+def _codes(rng: random.Random, target: str, dtype: str) -> Site:
+    return codes_site(rng.choice((1, 64, 576, rng.randint(2, 300))), dtype, target)
+
+
 def _step(rng: random.Random, target: str, dtype: str) -> Site:
     return step_site(rng.choice((4, 64, 100, 4 * rng.randint(1, 80))), target, bits=rng.choice((8, 16)))
 
@@ -93,6 +114,8 @@ DRAWS: Mapping[type[Op], Draw] = {
     SeenAttentionGrad: _attention(True, ("seen", "cross")),
     ScoredAttention: _scored(False),
     ScoredAttentionGrad: _scored(True),
+    CachedBase: _cached,
+    ToCodes: _codes,
     HeadRotation: _head,
     SoftmaxLoss: _loss,
     Int8LstmStep: _step,
@@ -119,7 +142,19 @@ def random_sizes(site: Site, rng: random.Random, most: int) -> Mapping[str, int]
     tokens, keys = (
         min(max(rng.choice((1, 2, 7, 127, 128, 129, 31, 33, 257, rng.randint(1, most))), least), most) for _ in range(2)
     )
-    return within(site, {"B": rng.randint(1, 3), "T": tokens, "S": keys})
+    texts, op = rng.randint(1, 3), site.node.op
+    if isinstance(op, CachedBase):
+        return _cached_sizes(op, site, texts, rng.choice((1, 1, 2, 7, 33)), keys)
+    return within(site, {"B": texts, "T": tokens, "S": keys})
+
+
+def _cached_sizes(op: CachedBase, site: Site, texts: int, each: int, keys: int) -> Mapping[str, int]:
+    """Returns the sizes of `texts` texts with `each` queries and at least `keys` positions in the cache."""
+    keys = max(keys, each)
+    if "table" not in op.names:
+        return {"B": texts, "T": each, "S": keys}
+    pages = -(-keys // int(site.inputs[1].shape[1]))
+    return {"B": 1, "T": texts * each, "R": texts, "N": pages, "P": texts * pages}
 
 
 def surrounded(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from specc.compiler.kernels.attention.cached_context import CachedTile, Writer, 
 from specc.compiler.kernels.attention.score_tile import block
 from specc.compiler.kernels.generated import python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.cached_attention import CachedBase
+from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.targets import Target
 
 WIDEST = 512  # channels of keys or of values

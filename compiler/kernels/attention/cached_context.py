@@ -23,8 +23,8 @@ from specc.compiler.kernels.generated import (
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.kernels.tile import between, counted, power
-from specc.compiler.ops.cached_attention import CachedBase
-from specc.compiler.ops.key_value_cache import LARGEST
+from specc.compiler.ops.caches.cached_attention import CachedBase
+from specc.compiler.ops.caches.key_value_cache import LARGEST
 
 MOST_ROWS = 64  # rows of a program
 SUMS = 128  # f32 sums of a thread, which has 255 registers
@@ -80,7 +80,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class CachedContext:
-    """The context of templates/triton/cached_attention.py.jinja.
+    """The context of templates/triton/cached_attention.py.jinja, which includes cached_attention_ranges.jinja.
 
     Attributes:
         how: A description of the kernels' algorithm.

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.cached_attention import CachedBase
+from specc.compiler.ops.caches.cached_attention import CachedBase
 
 
 class TorchCalls(Kernel):

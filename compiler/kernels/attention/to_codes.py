@@ -8,7 +8,7 @@ from specc.compiler.kernels.attention.score_tile import block
 from specc.compiler.kernels.generated import GeneratedFunction, generated_function, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed
-from specc.compiler.ops.key_value_cache import LARGEST, ToCodes
+from specc.compiler.ops.caches.key_value_cache import LARGEST, ToCodes
 
 WIDEST = 4096  # channels; a program holds whole rows in registers
 ELEMENTS = 1024  # of a program: a step rounds few rows, which many small programs finish soonest

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
-from specc.compiler.ops.key_value_cache import CacheWrite
+from specc.compiler.ops.caches.key_value_cache import CacheWrite
 from specc.compiler.ops.positions import Rope
 
 

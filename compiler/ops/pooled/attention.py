@@ -10,7 +10,7 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.attention import AttendContext, ScoredBase
-from specc.compiler.ops.cached_attention import cached_places, cached_positions
+from specc.compiler.ops.caches.cached_attention import cached_places, cached_positions
 from specc.compiler.ops.pooled.pooling import POOLINGS, PoolContext
 
 

@@ -118,7 +118,7 @@ def test_blocks_of_two_kinds_share_a_group() -> None:
 
 def test_nodes_that_share_a_kernel_are_told_together() -> None:
     plan = pipeline.plan(spec({"blocks.*.attention.{q,k}": ["norm", "rope"]}), "cpu", "specs/tiny.yaml")
-    assert [(choice.site.label, choice.rendered.module) for choice in plan.choices] == [
+    assert [(choice.site.label, choice.rendered.module) for choice in plan.listed] == [
         ("blocks.*.attention.q.rope + norm", "norm_rotary__h2_c4_r1"),
         ("blocks.*.attention.q.rope.grad", "norm_rotary_grad__h2_c4_r1"),
         ("blocks.*.attention.k.rope + norm", "norm_rotary__h2_c4_r1"),

@@ -254,7 +254,7 @@ def plan(lock: Lock = NO_LOCK, target: str = "sm90") -> Plan:
 def locked(**names: str) -> Lock:
     """A lock that has measured kernels for forward and gradient fastest."""
     lock = NO_LOCK
-    for choice, name in zip(plan().choices, (names["forward"], names["backward"]), strict=True):
+    for choice, name in zip(plan().listed, (names["forward"], names["backward"]), strict=True):
         entry = Entry(node=choice.site.label, key=choice.site.key, kernel=name, rows=24, ms=0.25, floor_ms=0.125)
         lock = lock.with_measured("sm90", MACHINE, {choice.rendered.module: entry})
     return lock
@@ -262,7 +262,7 @@ def locked(**names: str) -> Lock:
 
 def test_forward_and_gradient_are_chosen_each_for_itself() -> None:
     mixed = plan(locked(forward="cudnn_attention", backward="flash_attention_4_grad"))
-    assert [choice.kernel.name for choice in mixed.choices] == ["cudnn_attention", "flash_attention_4_grad"]
+    assert [choice.kernel.name for choice in mixed.listed] == ["cudnn_attention", "flash_attention_4_grad"]
     files = model_files(mixed)
     assert "_cudnn_attention(" in files["causal_attention__h4_g2_c64.py"]
     assert "flash_attn" not in files["causal_attention__h4_g2_c64.py"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cached_sites import CASES, CONTEXT, DOCUMENTS, WINDOW, Cached, cached_inputs, exact
+from cached_sites import CASES, CONTEXT, DOCUMENTS, WINDOW, Cached, cached_inputs, codes_site, exact
 from kernel_sites import (
     GUARD,
     check_clean,
@@ -20,15 +20,12 @@ from kernel_sites import (
 )
 from scored_sites import Attention
 
-from specc.compiler.ir.graph import Node
-from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.attention.cached import CACHED_ATTENTION, IN_FLIGHT, cached_tile, row_bytes
 from specc.compiler.kernels.attention.cached_context import CachedTile
 from specc.compiler.kernels.attention.to_codes import CODES_TRITON
 from specc.compiler.kernels.kernel import Site, symbol
 from specc.compiler.ops.attention import Sdpa
-from specc.compiler.ops.key_value_cache import ToCodes
-from specc.compiler.targets import TARGETS
+from specc.compiler.ops.caches.key_value_cache import ToCodes
 from specc.runtime.verify.judge import Judge, inputs_of, sizes_of
 
 GPT2, LLAMA = Cached(shape=(12, 12, 64)), Cached(shape=(32, 8, 64), page=64)
@@ -208,13 +205,6 @@ def test_pages_and_rows_give_the_same_bits(tmp_path: Path) -> None:
     (((first,), _), ((second,), _)) = interpret(tmp_path, runs)
     check_guards(first, "y")
     assert torch.equal(first[GUARD:-GUARD], second[GUARD:-GUARD])
-
-
-def codes_site(channels: int, dtype: str, target: str = "sm90") -> Site:
-    """A site of rounding rows to e4m3."""
-    x = TensorType(("B", "T", channels), dtype)
-    node = Node("attention.k.codes", ToCodes(), ("x",), ToCodes().infer([x]))
-    return Site(node, (x,), TARGETS[target], "blocks.*.attention.k.codes", "sample")
 
 
 @pytest.mark.interpret

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from cached_sites import CASES, Cached, cached_inputs, exact
+from cached_sites import CASES, Cached, cached_inputs, codes_site, exact
 from kernel_sites import imported
-from test_attention_cached import REAL, codes_site, kernel_of
+from test_attention_cached import REAL, kernel_of
 from tiny_models import MLP, tiny
 from torch import Tensor
 
 from specc.compiler.kernels.attention.cached_context import CachedTile
 from specc.compiler.kernels.attention.to_codes import CODES_TRITON
 from specc.compiler.kernels.kernel import symbol
-from specc.compiler.ops.key_value_cache import ToCodes
+from specc.compiler.ops.caches.key_value_cache import ToCodes
 from specc.compiler.targets import TARGETS
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.load import runs_on

@@ -19,9 +19,9 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.text import parse_op, parse_type
 from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.caches.key_value_cache import CODES
+from specc.compiler.ops.caches.paged_attention import TABLE
 from specc.compiler.ops.dropout import DRAW
-from specc.compiler.ops.key_value_cache import CODES
-from specc.compiler.ops.paged_attention import TABLE
 from specc.compiler.ops.pooled.attention import PoolWrite
 from specc.compiler.ops.shape import Moves
 from specc.compiler.programs import fx_witness as witness

@@ -283,7 +283,7 @@ def test_the_deployed_code_multiplies_codes_and_the_plan_tells_its_padding() -> 
     assert "encoder.lstm.input: K 12 is padded to 16" in built.files["PLAN.md"]
     assert "encoder.lstm.*.recurrent.step: K 8 is padded to 16" in built.files["PLAN.md"]
     assert any(name.startswith("sm90/deployed/int8_linear") and name.endswith(".cu") for name in built.files)
-    kernels = {choice.kernel.name for choice in built.deployed["sm86"].choices}
+    kernels = {choice.kernel.name for choice in built.deployed["sm86"].listed}
     assert kernels == {"gemm_int8_sm80", "int8_lstm_triton"}
 
 

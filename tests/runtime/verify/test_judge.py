@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specc.compiler.build import compile_spec
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.ops.cached_attention import CachedBase
+from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs import reference

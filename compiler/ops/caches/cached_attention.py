@@ -1,0 +1,224 @@
+"""Attention over a key-value cache: its keys, values and codes, and the positions that the rows of a cache have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from specc.compiler.expr.mask import Mask
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.attention import ScoredBase
+from specc.compiler.ops.caches.key_value_cache import CODES, LARGEST, coded_types, decoded, ring_positions
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBase(ScoredBase):
+    """Base of attention of q [B, T, H, C] at `positions` over a cache of keys and values.
+
+    The inputs are `names`: q, k, v, the positions, further inputs of the subclass, the scales of k and v, the rows of
+    the queries that are not yet in a ring, and the additional inputs. The functions of the base classes take them as
+    `plain` returns them.
+
+    Attributes:
+        values: the number of the first features of a key that are its value. If None, the values are an input.
+        coded: whether k and v are e4m3 codes, with scales f32 [..., G, 1].
+        ring: the numbers (first, window) of a ring, which is read before the rows of the queries are written to it.
+    """
+
+    everywhere: ClassVar[bool] = True
+    layout: ClassVar[str]  # the first word of the names of kernels
+    values: int | None = None
+    coded: bool = False
+    ring: tuple[int, int] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the inputs, in order."""
+        stored = ("k", "v") if self.values is None else ("k",)
+        scales = tuple(f"{name}_scale" for name in stored) if self.coded else ()
+        new = tuple(f"new_{name}" for name in (*stored, *scales)) if self.ring is not None else ()
+        return "q", *stored, *self.leading[3:], *scales, *new, *self.further
+
+    @property
+    def arity(self) -> int:
+        return len(self.names)
+
+    @property
+    def words(self) -> str:
+        score = "" if self.causal else f", {self.description}"
+        return f"attention over {self.over}{' of e4m3' if self.coded else ''}{score}"
+
+    @property
+    def over(self) -> str:
+        """The layout of the cache, in words."""
+        raise TypeRuleError(f"{self.name} does not say what it reads")
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        q, k = inputs[:2]
+        values = self.values or inputs[2].width
+        size = f"h{q.shape[-2]}_g{k.shape[-2]}_c{q.width}{f'_v{values}' if values != q.width else ''}"
+        return "_".join(filter(None, (self.layout, "attention", self.title, "e4m3" if self.coded else ""))), size
+
+    def types(self, inputs: Sequence[TensorType]) -> dict[str, TensorType]:
+        """Returns the types of the inputs by name, where k and v are those of keys and values that are not coded."""
+        types = dict(zip(self.names, inputs, strict=True))
+        for name in ("k", "v", "new_k", "new_v"):
+            if not self.coded or name not in types:
+                continue
+            rows = replace(types[name], dtype=types["q"].dtype)
+            if (types[name], types[f"{name}_scale"]) != coded_types(rows):
+                raise TypeRuleError(f"reads codes {types[name]} with scales {types[f'{name}_scale']}", (1,))
+            types[name] = rows
+        for name in ("k", "v"):
+            new = types.get(f"new_{name}")
+            if new is not None and new != types[name].with_shape(*types["q"].shape[:2], *types[name].shape[2:]):
+                raise TypeRuleError(f"reads {new} after a ring {types[name]}", (self.names.index(f"new_{name}"),))
+        if self.values is not None:
+            k = types["k"]
+            if not isinstance(k.width, int) or k.width < self.values:
+                raise TypeRuleError(f"reads {self.values} features of values from keys {k}", (1,))
+            types["v"] = k.with_shape(*k.shape[:-1], self.values)
+        return types
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        types = self.types(inputs)
+        return ScoredBase.infer(self, [types[name] for name in (*self.leading, *self.further)])
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return ScoredBase.flops(self, list(self.types(inputs).values()), outputs, sizes)
+
+    def plain(self, *inputs: Tensor) -> list[Tensor]:
+        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values. Those of the
+        queries follow the rows of a ring."""
+        import torch
+
+        given = dict(zip(self.names, inputs, strict=True))
+        for name in ("k", "v", "new_k", "new_v"):
+            if self.coded and name in given:
+                given[name] = decoded(given[name], given[f"{name}_scale"]).to(given["q"].dtype)
+        for name in ("k", "v"):
+            if f"new_{name}" in given:
+                given[name] = torch.cat((given[name], given[f"new_{name}"]), 1)
+        if self.values is not None:
+            given["v"] = given["k"][..., : self.values]
+        return [given[name] for name in (*self.leading, *self.further)]
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        return ScoredBase.reference(self, *self.plain(*inputs))
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        at = {name: Input(place) for place, name in enumerate(self.names)}
+        given: dict[str, object] = dict(at)
+        for name in ("k", "v", "new_k", "new_v"):
+            if self.coded and name in at:
+                dtype = TorchCall(".", (at["q"], "dtype"))
+                given[name] = TorchCall("from_codes", (at[name], at[f"{name}_scale"], dtype))
+        for name in ("k", "v"):
+            if f"new_{name}" in given:
+                given[name] = TorchCall("torch.cat", ((given[name], given[f"new_{name}"]), 1))
+        if self.values is not None:
+            given["v"] = TorchCall("[]", (given["k"], (..., slice(None, self.values))))
+        return replace(self.plain_call(inputs), args=tuple(given[name] for name in (*self.leading, *self.further)))
+
+    def plain_call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        """Returns the call of the function of keys and values that are not coded."""
+        return self.attend_call(inputs)
+
+    def ids_below(self, inputs: Sequence[TensorType]) -> int:
+        return CODES
+
+    def site_type(self, type: TensorType) -> TensorType:
+        """Replaces the dim of a single token by the dim T of several."""
+        if type.shape[:2] == ("B", 1):
+            return type.with_shape("B", "T", *type.shape[2:])
+        return type.with_shape("T") if (type.shape, type.dtype) == ((1,), "i64") else type
+
+    def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Places the queries at the end of the cache, and the starts of documents before them. Codes get both signs."""
+        given = dict(zip(self.names, inputs, strict=True))
+        given |= self.placed(given)
+        for name in self.names if self.coded else ():
+            if name.endswith("_scale"):
+                codes = given[name.removesuffix("_scale")] % CODES
+                codes[..., ::2] |= 0x80
+                given |= {name.removesuffix("_scale"): codes, name: given[name].abs() / LARGEST}
+        if "start" in given:
+            given["start"] = (given["positions"] // 3).expand(given["start"].shape).contiguous()
+        return list(given.values())
+
+    def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns consistent positions of the queries, and other inputs that follow from them, by name."""
+        raise TypeRuleError(f"{self.name} does not say where its tokens are")
+
+
+class SdpaCached(CachedBase):
+    """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
+
+    Without `ring`, row j of the cache is position j, and rows after a query's position are ignored. With a ring (first,
+    window), k and v are its first + window rows before those of the queries are written, and the keys and values of the
+    queries [B, T, G, C] are further inputs.
+    """
+
+    name: ClassVar[str] = "sdpa_cached"
+    leading: ClassVar[tuple[str, ...]] = ("q", "k", "v", "positions")
+    layout: ClassVar[str] = "cached"
+
+    @property
+    def over(self) -> str:
+        return "a cache" if self.ring is None else "a ring"
+
+    def plain_call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("attend_cached", ()) if self.causal else self.attend_call(inputs)
+
+    def _places(self, scored: bool, mask: Mask, tables: str) -> dict[str, object]:
+        keys, places = cached_places(self.ring)
+        return {"eager": ("i = positions[:, None]", *self._eager(scored, tables)), "keys": keys, "places": places}
+
+    def positions(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        _, k, _, positions = inputs[:4]
+        return positions.unsqueeze(1), cached_positions(self.ring, k.shape[1], positions)
+
+    def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        import torch
+
+        queries, rows = given["q"].shape[1], given["k"].shape[1]  # a ring is full
+        begin = rows - queries if self.ring is None else 2 * rows
+        return {"positions": torch.arange(begin, begin + queries, device=given["q"].device)}
+
+    def site_sizes(self, sizes: Sizes) -> Sizes:
+        """A step of decoding has one query per text."""
+        return {**sizes, "T": 1}
+
+
+def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
+    """Returns a sentence about the keys of a cache, and the lines that compute their positions `j` from k
+    [B, heads, S, C] and the `positions` of the queries."""
+    if ring is None:
+        keys = "Row j of the cache is position j. Rows behind a query are masked."
+        return keys, ("j = torch.arange(k.shape[2], device=k.device)",)
+    first, window = ring
+    held = f"positions 0 to {first - 1} and the last {window} after them" if first else f"the last {window} positions"
+    row = f"torch.where(row < {first}, row, last)" if first else "last"
+    empty = f"(held >= begin) | (row >= {first}) & (last < {first})" if first else "held < 0"
+    return f"k and v are the rows of a ring, which holds {held}, then those of the queries.", (
+        "row, begin = torch.arange(k.shape[2] - len(positions), device=k.device), positions[0]",
+        f"last = begin - 1 - (begin - 1 - row) % {window}  # the position in each row of the window",
+        f"held = {row}",
+        f"empty = {empty}",
+        "j = torch.cat((torch.where(empty, positions[-1] + 1, held), positions))",
+    )
+
+
+def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor) -> Tensor:
+    """Returns the positions of the keys of a cache, i64[S]; those of empty rows of a ring are after all tokens.
+
+    Args:
+        ring: the numbers (first, window) of a ring, whose rows precede those of the queries; None without a ring.
+        rows: the number S of keys.
+        positions: the positions of the queries, i64[T].
+    """
+    import torch
+
+    if ring is None:
+        return torch.arange(rows, device=positions.device)
+    return torch.cat((ring_positions(*ring, int(positions[0])), positions.cpu())).to(positions.device)
