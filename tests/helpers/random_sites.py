@@ -11,6 +11,7 @@ import torch
 from attention_sites import attention_site
 from cached_sites import CASES as CACHED
 from cached_sites import codes_site
+from decoding_sites import ROW_CASES, rope_site, row_site
 from head_sites import PARTS, head_site
 from kernel_sites import EPILOGUES, GUARD, imported, make_site
 from loss_sites import FUNCTIONS, TERMS, loss_site
@@ -25,6 +26,8 @@ from specc.compiler.kernels.attention.cached_torch import TorchCalls
 from specc.compiler.kernels.kernel import Kernel, Site, missing
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.caches.key_value_cache import ToCodes
+from specc.compiler.ops.decoding.rope_write import RopeWrite
+from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.loss import SoftmaxLoss
@@ -102,6 +105,20 @@ def _codes(rng: random.Random, target: str, dtype: str) -> Site:
     return codes_site(rng.choice((1, 64, 576, rng.randint(2, 300))), dtype, target)
 
 
+def _row_linear(rng: random.Random, target: str, dtype: str) -> Site:
+    widths, _, norm, epilogue = rng.choice([*ROW_CASES.values()])
+    width = rng.randint(1, 200)
+    wide = tuple(width if epilogue is not None else rng.randint(1, 200) for _ in widths)
+    return row_site((wide, rng.randint(8, 300), norm, epilogue), target, dtype)
+
+
+def _rope_write(rng: random.Random, target: str, dtype: str) -> Site:
+    groups, pairs = rng.choice((1, 2, 3)), rng.choice((4, 32, rng.randint(1, 64)))
+    channels = 2 * pairs + rng.choice((0, rng.randint(0, 64)))
+    heads, values, neighbors = groups * rng.choice((1, 2, 4)), rng.choice((channels, rng.randint(1, 99))), rng.random()
+    return rope_site(heads, groups, channels, values, pairs, neighbors < 0.5, target=target, dtype=dtype)
+
+
 def _step(rng: random.Random, target: str, dtype: str) -> Site:
     return step_site(rng.choice((4, 64, 100, 4 * rng.randint(1, 80))), target, bits=rng.choice((8, 16)))
 
@@ -116,6 +133,8 @@ DRAWS: Mapping[type[Op], Draw] = {
     ScoredAttentionGrad: _scored(True),
     CachedBase: _cached,
     ToCodes: _codes,
+    RowLinear: _row_linear,
+    RopeWrite: _rope_write,
     HeadRotation: _head,
     SoftmaxLoss: _loss,
     Int8LstmStep: _step,
@@ -145,6 +164,8 @@ def random_sizes(site: Site, rng: random.Random, most: int) -> Mapping[str, int]
     texts, op = rng.randint(1, 3), site.node.op
     if isinstance(op, CachedBase):
         return _cached_sizes(op, site, texts, rng.choice((1, 1, 2, 7, 33)), keys)
+    if isinstance(op, RopeWrite):
+        keys = max(keys, tokens)
     return within(site, {"B": texts, "T": tokens, "S": keys})
 
 

@@ -35,6 +35,16 @@ class RopeWrite(Op):
     def site_type(self, type: TensorType) -> TensorType:
         return type
 
+    def ids_below(self, inputs: Sequence[TensorType]) -> int:
+        return 1  # `belonging` replaces the positions
+
+    def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Places the tokens at the end of the caches."""
+        import torch
+
+        rows, tokens = inputs[5].shape[1], len(inputs[7])
+        return (*inputs[:7], torch.arange(rows - tokens, rows, device=inputs[7].device))
+
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         q, k, v, cos, sin, keys, values, positions = inputs
         rope, write = Rope(self.neighbors), CacheWrite()

@@ -5,53 +5,22 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_sites import AFFINE, RMS, ROPES, rope_site, row_site
+from decoding_sites import ROW_CASES as CASES
 from kernel_sites import DTYPES, check_clean, imported, interpret_calls, machine_code
 from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
-from specc.compiler.ir.graph import Node
-from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, parts_of, row_tile, rows_tile
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.norm_rope.rope_write import ROPE_WRITE_TORCH, ROPE_WRITE_TRITON
-from specc.compiler.ops.decoding.rope_write import RopeWrite
-from specc.compiler.ops.decoding.row_linear import RowLinear
-from specc.compiler.ops.norm import RmsNorm
-from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.targets import TARGETS
 
-# widths of the weights, K, norm, epilogue: outputs, variables, those that are columns
-Case = tuple[tuple[int, ...], int, RmsNorm | None, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None]
-RMS, AFFINE = RmsNorm(1e-5), RmsNorm(1e-6, True)
-CASES: dict[str, Case] = {
-    "plain": ((70,), 40, None, None),
-    "narrow": ((1,), 12, None, None),
-    "three after a norm": ((48, 16, 16), 96, RMS, None),
-    "two after a norm with a weight": ((20, 36), 72, AFFINE, None),
-    "residual": ((33,), 136, None, (("x + 0.5 * branch",), ("branch", "x"), ())),
-    "bias and activation": ((40,), 64, AFFINE, (("gelu(p + w)",), ("p", "w"), ("w",))),
-    "gated": ((24, 24), 128, RMS, (("silu(gate) * x",), ("x", "gate"), ())),
-    "two outputs": ((24,), 32, None, (("relu(x) ** 2", "x * y"), ("x", "y"), ())),
-}
 ROWS = (1, 2, 17, 67)
 
 
 def site_of(name: str, target: str = "sm90", dtype: str = "f16", out: str = "") -> Site:
-    widths, k, norm, epilogue = CASES[name]
-    op = RowLinear(len(widths), norm and norm.eps, norm is not None and norm.affine)
-    types = [TensorType(("B", "T", k), dtype)]
-    types += [TensorType((k,), dtype)] if norm is not None and norm.affine else []
-    types += [TensorType((n, k), dtype) for n in widths]
-    results = tuple(TensorType(("B", "T", n), out or dtype) for n in widths)
-    tail = None
-    if epilogue is not None:
-        outputs, variables, columns = epilogue
-        tail = Pointwise(outputs, variables, title="case")
-        shapes: list[tuple[Dim, ...]] = [(widths[0],) if v in columns else ("B", "T", widths[0]) for v in variables]
-        types += [TensorType(shape, dtype) for shape in shapes[len(widths) :]]
-        results = tuple(results[0] for _ in outputs)
-    node = Node("mlp.up", op, tuple(f"@v{i}" for i in range(len(types))), results, tail, ("mlp.up",))
-    return Site(node, tuple(types), TARGETS[target], "blocks.*.mlp.up", "sample")
+    return row_site(CASES[name], target, dtype, out)
 
 
 def gpu_target() -> str:
@@ -113,12 +82,7 @@ def test_plain_torch_is_the_reference(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, tmp_path: Path) -> None:
-    widths: Case = ((768, 768, 768), 768, RMS, None)
-    CASES["gpt2"] = widths
-    try:
-        site = site_of("gpt2", target, "bf16")
-    finally:
-        del CASES["gpt2"]
+    site = row_site(((768, 768, 768), 768, RMS, None), target, "bf16")
     module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"compiled_{target}")
     for height, tile in ((1, module.ROW), (16, module.ROWS), (64, module.ROWS)):
         n, k, warps, stages = tile
@@ -140,15 +104,13 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
 
 def test_tiles_fill_a_gpu_and_divide_the_features() -> None:
     for widths, k, tile in (((768,), 768, (4, 256)), ((768,), 3072, (4, 1024)), ((50257,), 768, (16, 256))):
-        CASES["sized"] = (widths, k, None, None)
-        parts = parts_of(site_of("sized"))
+        parts = parts_of(row_site((widths, k, None, None)))
         assert (row_tile(parts).n, row_tile(parts).k) == tile
         for target in ("sm80", "sm86", "sm90"):
             memory = TARGETS[target].shared_memory
             tile_of_rows = rows_tile(parts, memory)
             assert tile_of_rows.n in (16, 32, 64) and tile_of_rows.stages >= 3
             assert tile_of_rows.stages * (64 + tile_of_rows.n) * tile_of_rows.k * 2 <= memory
-    del CASES["sized"]
 
 
 def test_nodes_that_no_kernel_computes_say_why() -> None:
@@ -157,26 +119,6 @@ def test_nodes_that_no_kernel_computes_say_why() -> None:
     assert "a dozen kernels" in str(ROPE_WRITE_TORCH.rejects(rope_site()))
     assert "one dtype" in str(ROPE_WRITE_TRITON.rejects(rope_site(cached="f32")))
     assert "up to 1024 channels" in str(ROPE_WRITE_TRITON.rejects(rope_site(c=2048)))
-
-
-def rope_site(
-    h: int = 4, g: int = 2, c: int = 12, v: int = 10, r: int = 4, neighbors: bool = False, *, target: str = "sm90",
-    dtype: str = "f16", cached: str = "",
-) -> Site:  # fmt: skip
-    shapes: list[tuple[Dim, ...]] = [("B", "T", h, c), ("B", "T", g, c), ("B", "T", g, v), ("T", r), ("T", r)]
-    shapes += [("B", "S", g, c), ("B", "S", g, v), ("T",)]
-    dtypes = [dtype, dtype, dtype, "f32", "f32", cached or dtype, cached or dtype, "i64"]
-    types = tuple(map(TensorType, shapes, dtypes))
-    node = Node("attention.q.rope", RopeWrite(neighbors), (), (types[0], types[5], types[6]), None, ())
-    return Site(node, types, TARGETS[target], "blocks.*.attention.q.rope", "sample")
-
-
-ROPES: dict[str, dict[str, Any]] = {
-    "partial": {},
-    "all channels": {"c": 8, "v": 8},
-    "neighbors": {"neighbors": True, "h": 3, "g": 3},
-    "one group": {"g": 1, "r": 6},
-}
 
 
 def rope_inputs(site: Site, rows: int, tokens: int, device: str = "cpu") -> list[Tensor]:
