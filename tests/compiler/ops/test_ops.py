@@ -76,6 +76,9 @@ SAMPLES = [
     Sample("linear f32[B,8] f32[6,8]"),
     Sample("dgrad f32[B,T,8] f32[8,6]"),
     Sample("wgrad f32[T,8] f32[T,6]"),
+    Sample("column f32[8]"),
+    Sample("concat_rows{count=2} f32[6,8] f32[4,8]"),
+    Sample("split_features{sizes=(2, 6), labels=('a', 'b')} f32[B,T,8]"),
     Sample("rms_norm f32[B,T,8]"),
     Sample("rms_norm{eps=0.5} f32[B,T,4,6]"),
     Sample("rms_norm{eps=0.001, affine=True} f32[B,T,8] f32[8]"),
@@ -453,7 +456,8 @@ def test_flops_of_attention_count_the_pairs_that_see_each_other(window: int | No
 MOVES = {
     "embedding", "split_heads", "merge_heads", "last", "first_features", "pad_rows", "crop_rows", "cache_write",
     "positions", "document_starts", "document_starts_cached", "split", "previous", "previous_cached", "keep_last",
-    "reset", "bigram_hash", "rotary_pairs", "ring_keys", "top_experts", "paged_write", "pool_write", "rope_rows",
+    "reset", "bigram_hash", "concat_rows", "rotary_pairs", "ring_keys", "top_experts", "paged_write", "pool_write",
+    "rope_rows",
 }  # fmt: skip
 
 

@@ -184,21 +184,21 @@ def test_a_spec_without_fusion_points_is_as_the_model_states_it() -> None:
     assert compile_loaded(both.plain, None, ("cpu",)).files["cpu/model.py"] == files["cpu/model.py"]
 
 
-def test_a_spec_that_leaves_the_choice_keeps_its_text() -> None:
+def test_a_spec_without_the_keys_keeps_its_text() -> None:
     layers = {**ATTENTION, **VECTOR}, {**MLP, **VECTOR}
-    default, off = spec(*layers, keys={}), spec(*layers, keys={"merge": [], "fold": []})
-    assert not re.search('"(merge|fold)"', canonical(default))
-    assert '"merge":[]' in canonical(off).replace(" ", "")
-    assert read_canonical(canonical(off)) == off
+    default, auto = spec(*layers, keys={}), spec(*layers, keys={"merge": "auto", "fold": []})
+    assert not re.search('"(merge|fold)"', canonical(default)) and not pipeline.run(default, "cpu").rewritings
+    assert '"merge":"auto"' in canonical(auto).replace(" ", "")
+    assert read_canonical(canonical(auto)) == auto
 
 
 def test_each_key_is_of_one_pass() -> None:
     layers = {**ATTENTION, **VECTOR, "exclude": {}}, {**MLP, **VECTOR}
     steps = {
-        key: {rewriting.step for rewriting in pipeline.run(spec(*layers, keys={key: []}), "cpu").rewritings}
+        key: {rewriting.step for rewriting in pipeline.run(spec(*layers, keys={key: "auto"}), "cpu").rewritings}
         for key in ("merge", "fold")
     }
-    assert steps == {"merge": {"fold_scales"}, "fold": {"merge_linears"}}
+    assert steps == {"merge": {"merge_linears"}, "fold": {"fold_scales"}}
 
 
 def test_patterns_choose_nodes() -> None:
@@ -255,7 +255,7 @@ def test_parts_that_kernels_read_by_rows_are_refused() -> None:
 
 def test_copies_of_gradients_decide_for_all_blocks_alike() -> None:
     """Results of kernels would be copied: gpt2_124m's q, k and v stay apart, and gpt_mlp35's are one product."""
-    apart, merged = (load(ROOT / f"specs/{name}.yaml")[0] for name in ("gpt2_124m", "gpt_mlp35"))
+    apart, merged = (load(ROOT / f"specs/{name}.yaml", ["merge=auto"])[0] for name in ("gpt2_124m", "gpt_mlp35"))
     (refused,) = [r for r in pipeline.run(apart, "sm90").rewritings if r.step == "merge_linears"]
     assert refused.refusal == (
         "gradients of q, k, v are results of kernels: one product would copy 55,296 numbers per token in all blocks"
@@ -268,13 +268,14 @@ def test_copies_of_gradients_decide_for_all_blocks_alike() -> None:
     asked = apart.model_copy(update={"merge": ALL})
     functions = pipeline.run(asked, "sm90").functions
     assert any(isinstance(node.op, ConcatRows) for graph in functions for node in graph.nodes)
-    mixed = load(ROOT / "specs/gpt2_fast.yaml")[0]  # some of its blocks would gain
+    mixed = load(ROOT / "specs/gpt2_fast.yaml", ["merge=auto"])[0]  # some of its blocks would gain
     assert not any(isinstance(n.op, ConcatRows) for graph in pipeline.run(mixed, "sm90").functions for n in graph.nodes)
 
 
 def test_a_product_of_8_bits_is_not_folded() -> None:
     data = spec_data(({**ATTENTION, **VECTOR}, {**MLP, **VECTOR}), (HEAD,), dim=16)
     data["train"]["precision"] = {"fp8": [{"match": "blocks.*.attention.*"}]}
+    data["fold"] = "auto"
     programs = pipeline.run(spec_of(data), "cpu")
     nodes = {node for rewriting in programs.rewritings for node in rewriting.nodes if not rewriting.refusal}
     train = {node.op.callee for node in programs.program("train").nodes if hasattr(node.op, "callee")}
