@@ -159,16 +159,9 @@ class Block(nn.Module):
         """x f32[B, T, D], cos, sin f32[T, 128], positions i64[T] -> f32[B, T, D]. The cache is of attention_k,
         attention_v f32[B, 512, G, C], updated in place."""
         h = F.rms_norm(x, (D,), 1.0 + self.attention.norm_weight, eps=1e-06)
-        if cache is None:
-            q_k_v = F.linear(h, torch.cat((self.attention.q, self.attention.k, self.attention.v)))
-            q, k, v = q_k_v.split((H * C, G * C, G * C), -1)
-        else:
-            q = F.linear(h, self.attention.q)
-            k = F.linear(h, self.attention.k)
-            v = F.linear(h, self.attention.v)
-        v = v.unflatten(-1, (G, C))
-        q = q.unflatten(-1, (H, C))
-        k = k.unflatten(-1, (G, C))
+        v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
+        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
+        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
         if cache is not None:
             k = rope(F.rms_norm(k, (C,), 1.0 + self.attention.k_norm_weight, eps=1e-06), cos, sin)
             attention_k, attention_v = cache

@@ -126,18 +126,10 @@ class Block(nn.Module):
         attention_v bf16[B, S, G, C], updated in place."""
         x = self.mix.stream * x + self.mix.embedded * x0
         h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
+        v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
+        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
+        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
         if cache is None:
-            q_k_v = F.linear(h, torch.cat((self.attention.q, self.attention.k, self.attention.v)))
-            q, k, v = q_k_v.split((H * C, G * C, G * C), -1)
-        else:
-            q = F.linear(h, self.attention.q)
-            k = F.linear(h, self.attention.k)
-            v = F.linear(h, self.attention.v)
-        v = v.unflatten(-1, (G, C))
-        q = q.unflatten(-1, (H, C))
-        k = k.unflatten(-1, (G, C))
-        if cache is None:
-            down = self.mlp.residual.unsqueeze(1)
             q = FusedQ.apply(q, cos, sin, self.attention.q_gain)
             k = FusedK.apply(k, cos, sin)
             y = attend(q, k, v)
@@ -152,31 +144,16 @@ class Block(nn.Module):
                 attention_v,
                 positions,
             )
-        y = exclusive(y, v).flatten(-2)
-        if cache is not None:
-            out = F.linear(y, self.attention.out)
-            if not self.write:
-                x = x + self.attention.residual * out
-        else:
-            if self.write:
-                down = down * self.mlp.down
-            out = F.linear(y, self.attention.residual.unsqueeze(1) * self.attention.out)
+        out = F.linear(exclusive(y, v).flatten(-2), self.attention.out)
         if not self.write:
-            if cache is None:
-                x = x + out
-                down = down * self.mlp.down
+            x = x + self.attention.residual * out
             h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
         if cache is None:
-            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, down).unflatten(0, h.shape[:-1])
-            x = x + out + down if self.write else x + down
+            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
             down = F.linear(act, self.mlp.down)
-            x = (
-                x + self.attention.residual * out + self.mlp.residual * down
-                if self.write
-                else x + self.mlp.residual * down
-            )
+        x = x + self.attention.residual * out + self.mlp.residual * down if self.write else x + self.mlp.residual * down
         return x
 
 

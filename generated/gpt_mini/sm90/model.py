@@ -108,16 +108,9 @@ class Block(nn.Module):
         """x bf16[B, T, D], cos, sin f32[T, 16], positions i64[T] -> bf16[B, T, D]. The cache is of attention_k,
         attention_v bf16[B, S, G, C], updated in place."""
         h = F.rms_norm(x, (D,), eps=1e-06)
-        if cache is None:
-            q_k_v = F.linear(h, torch.cat((self.attention.q, self.attention.k, self.attention.v)))
-            q, k, v = q_k_v.split((H * C, G * C, G * C), -1)
-        else:
-            q = F.linear(h, self.attention.q)
-            k = F.linear(h, self.attention.k)
-            v = F.linear(h, self.attention.v)
-        q = q.unflatten(-1, (H, C))
-        k = k.unflatten(-1, (G, C))
-        v = v.unflatten(-1, (G, C))
+        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
+        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
+        v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
         if cache is None:
             q = FusedQ.apply(q, cos, sin, self.attention.q_gain)
             k = FusedK.apply(k, cos, sin)
@@ -133,20 +126,14 @@ class Block(nn.Module):
                 attention_v,
                 positions,
             )
-        y = y.flatten(-2)
-        if cache is None:
-            out = F.linear(y, self.attention.residual.unsqueeze(1) * self.attention.out)
-            x = x + out
-        else:
-            x = x + self.attention.residual * F.linear(y, self.attention.out)
+        x = x + self.attention.residual * F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
         if cache is None:
-            down = self.mlp.residual.unsqueeze(1) * self.mlp.down
-            x = x + FusedMlp.apply(h.flatten(0, -2), self.mlp.up, down).unflatten(0, h.shape[:-1])
+            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
-            x = x + self.mlp.residual * F.linear(act, self.mlp.down)
-        return x
+            down = F.linear(act, self.mlp.down)
+        return x + self.mlp.residual * down
 
 
 class Model(nn.Module):

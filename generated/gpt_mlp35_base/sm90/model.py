@@ -125,16 +125,9 @@ class Block(nn.Module):
         if skip is not None:
             x = x + self.skip.scale * skip
         h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
-        if cache is None:
-            q_k_v = F.linear(h, torch.cat((self.attention.q, self.attention.k, self.attention.v)))
-            q, k, v = q_k_v.split((H * C, G * C, G * C), -1)
-        else:
-            q = F.linear(h, self.attention.q)
-            k = F.linear(h, self.attention.k)
-            v = F.linear(h, self.attention.v)
-        q = q.unflatten(-1, (H, C))
-        k = k.unflatten(-1, (G, C))
-        v = v.unflatten(-1, (G, C))
+        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
+        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
+        v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
         if cache is None:
             q = FusedQ.apply(q, cos, sin, self.attention.q_gain)
             k = FusedK.apply(k, cos, sin)
@@ -150,20 +143,14 @@ class Block(nn.Module):
                 attention_v,
                 positions,
             )
-        y = y.flatten(-2)
-        if cache is None:
-            out = F.linear(y, self.attention.residual.unsqueeze(1) * self.attention.out)
-            x = x + out
-        else:
-            x = x + self.attention.residual * F.linear(y, self.attention.out)
+        x = x + self.attention.residual * F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
         if cache is None:
-            down = self.mlp.residual.unsqueeze(1) * self.mlp.down
-            x = x + FusedMlp.apply(h.flatten(0, -2), self.mlp.up, down).unflatten(0, h.shape[:-1])
+            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
-            x = x + self.mlp.residual * F.linear(act, self.mlp.down)
-        return x
+            down = F.linear(act, self.mlp.down)
+        return x + self.mlp.residual * down
 
 
 class Model(nn.Module):

@@ -253,11 +253,7 @@ class Block(nn.Module):
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
             y = cached_attention(rope(q, cos, sin), attention_k, attention_v, positions)
-        y = y.flatten(-2)
-        if cache is None:
-            x = x + F.linear(y, ATTENTION_RESIDUAL * self.attention.out)
-        else:
-            x = x + ATTENTION_RESIDUAL * F.linear(y, self.attention.out)
+        x = x + ATTENTION_RESIDUAL * F.linear(y.flatten(-2), self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06)
         if self.router:
             scores = torch.sigmoid(F.linear(h.float(), self.moe.router))

@@ -146,18 +146,15 @@ class Block(nn.Module):
         if cos is not None:
             read_x = x if skip is None else skip
             h = F.rms_norm(read_x, (D,), eps=1e-06)
-            if cache is None:
-                q_k_v = F.linear(h, torch.cat((self.attention.q, self.attention.k, self.attention.v)))
-                q, k, v = q_k_v.split((H * C, H * C, H * C), -1)
-            else:
-                q = F.linear(h, self.attention.q)
-                k = F.linear(h, self.attention.k)
-                v = F.linear(h, self.attention.v)
-            k = rope_neighbors(F.rms_norm(k.unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin)
+            k = rope_neighbors(
+                F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin
+            )
             if ids is not None:
                 table = F.embedding(ids, self.attention.table)
-            v = v.unflatten(-1, (H, C))
-            q = rope_neighbors(F.rms_norm(q.unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin)
+            v = F.linear(h, self.attention.v).unflatten(-1, (H, C))
+            q = rope_neighbors(
+                F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin
+            )
             if ids is None:
                 v = self.attention.share * v
             else:
@@ -186,40 +183,28 @@ class Block(nn.Module):
                 y = self.attention.out_share * y * gate_scale * (heads + self.attention.start.unflatten(-1, (H, 1)))
             else:
                 y = self.attention.out_share * y
-            y = y.flatten(-2)
-            if cache is None:
-                out = F.linear(y, self.attention.post * self.attention.out)
-            else:
-                out = F.linear(y, self.attention.out)
-            if pre is not None:
+            out = F.linear(y.flatten(-2), self.attention.out)
+            if gate_scale is not None:
                 gate = F.linear(F.gelu(pre), self.attention.gate)
-                if cache is None:
-                    x = self.attention.carry * x + out + gate_scale * (gate + self.attention.inject) * x0
-                else:
-                    x = (
-                        self.attention.carry * x
-                        + self.attention.post * out
-                        + gate_scale * (gate + self.attention.inject) * x0
-                    )
-            elif cache is None:
-                x = self.attention.carry * x + out + self.attention.inject * x0
+                x = (
+                    self.attention.carry * x
+                    + self.attention.post * out
+                    + gate_scale * (gate + self.attention.inject) * x0
+                )
             else:
                 x = self.attention.carry * x + self.attention.post * out + self.attention.inject * x0
         else:
             x = x + torch.sigmoid(self.skip) * skip
         h = F.rms_norm(x, (D,), eps=1e-06)
-        if cache is not None:
+        if cache is None:
+            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
+        else:
             act = F.relu(F.linear(h, self.mlp.up)) ** 2
             down = F.linear(act, self.mlp.down)
-            if self.mlp_x:
-                x = self.mlp.carry * x + self.mlp.post * down
-            else:
-                x = self.mlp.carry * x + self.mlp.post * down - self.mlp.back * skip
+        if self.mlp_x:
+            x = self.mlp.carry * x + self.mlp.post * down
         else:
-            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.post * self.mlp.down).unflatten(
-                0, h.shape[:-1]
-            )
-            x = self.mlp.carry * x + down if self.mlp_x else self.mlp.carry * x + down - self.mlp.back * skip
+            x = self.mlp.carry * x + self.mlp.post * down - self.mlp.back * skip
         return x
 
 
