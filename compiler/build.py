@@ -340,8 +340,8 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
-    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. If a node
-    has another op in programs that extend texts, each op has an entry, whose key states the op."""
+    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. A node
+    that has another op in programs that extend texts has an entry for each op, whose key states the op."""
     ops: dict[str, dict[str, Rendered]] = {}
     for choice in plan.choices:
         if choice.rendered.files:

@@ -43,7 +43,7 @@ def row_site(case: Case, target: str = "sm90", dtype: str = "f16", out: str = ""
     tail = None
     if epilogue is not None:
         outputs, variables, columns = epilogue
-        tail = Pointwise(outputs, variables, title="case")
+        tail = Pointwise(outputs, variables, ("y", "further") if len(outputs) == 2 else (), title="case")
         shapes: list[tuple[Dim, ...]] = [(widths[0],) if v in columns else ("B", "T", widths[0]) for v in variables]
         types += [TensorType(shape, dtype) for shape in shapes[len(widths) :]]
         results = tuple(results[0] for _ in outputs)

@@ -42,8 +42,8 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 class ToCodes(Op):
     """Rounds x [..., C] to e4m3, floats of 8 bits. The outputs are codes u8 [..., C] and scales f32 [..., 1].
 
-    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. It is the product with 1/448 and not a
-    quotient, because Torch divides by a number in another way on a GPU than on a CPU.
+    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. It is a product with 1/448 and not
+    a quotient, because Torch divides by a number in another way on a GPU than on a CPU.
     """
 
     name: ClassVar[str] = "to_codes"
