@@ -7,6 +7,7 @@ What is wrong is saved as JSON to FOLDER/wrong.json.
 The ops require tensors of a GPU. Here every tensor says that it is on one.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,13 +16,13 @@ from types import SimpleNamespace
 import torch
 import triton.language as tl
 from random_sites import KERNELS, Place, inexact, strays
-from triton.language.extra import cuda
 
 
 def main(folder: str, shapes: str, *names: str) -> None:
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=2)
     tl.inline_asm_elementwise = lambda asm, constraints, args, **_: 2 * tl.sigmoid(2 * args[0]) - 1  # tanh.approx
+    cuda = importlib.import_module("triton.language.extra.cuda")  # its package has another module of this name
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # kernels run one after another
     # the interpreter's dot is wrong in bf16
     place = Place(Path(folder), "sm90", dtypes=("f16", "f32"), most=70)

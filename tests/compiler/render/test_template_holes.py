@@ -18,6 +18,7 @@ from random_sites import KERNELS, random_site
 from tiers import Trials, tiers
 
 from specc.compiler.build import compile_loaded
+from specc.compiler.kernels.kernel import missing
 from specc.compiler.plan.lock import lock_path, read_lock
 from specc.compiler.render import jinja
 from specc.compiler.render.jinja import TemplateFault
@@ -27,7 +28,7 @@ from specc.compiler.targets import TARGETS
 ROOT = Path(__file__).parents[3]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 MISSED = 23  # branches that neither a committed spec nor a random node renders: only fewer are allowed
-NODES = 12  # random nodes for each kernel
+NODES = 32  # random nodes for each kernel
 Place = tuple[str, int, str]  # template, line, text
 Rendering = Callable[[], str]
 
@@ -112,10 +113,11 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
         for path in SPECS:
             spec, source = load(path)
             compile_loaded(spec, source, (), read_lock(lock_path(path, spec.name)))
-        rng = random.Random(5)
         for kernel in KERNELS.values():
+            rng = random.Random(f"{kernel.name} 5")  # nodes of a kernel do not depend on other kernels
+            targets = [name for name, target in TARGETS.items() if not missing(kernel, target)]
             for number in range(NODES):
-                target = rng.choice([*TARGETS])
+                target = rng.choice(targets)
                 site = random_site(kernel, rng, target, "bf16", "f16", "f32")
                 if site is not None:
                     written(kernel, site, tmp_path_factory.getbasetemp() / f"{kernel.name}_{number}")
