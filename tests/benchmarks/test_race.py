@@ -135,8 +135,8 @@ def test_only_named_legs_run_and_a_failure_is_reported(
 
 def test_the_spacing_is_a_whole_number_of_steps(prepared: race.Race) -> None:
     leg = race.fast(SETS, 1, None)
-    assert "train.validate_every=160" in prepared.settings(leg)["overrides"]
-    with pytest.raises(race.RaceError, match="not a multiple of its step of 65536"):
+    assert "train.validate_every=320" in prepared.settings(leg)["overrides"]
+    with pytest.raises(race.RaceError, match="not a multiple of its step of 32768"):
         race.Race(**{**_fields(prepared), "spacing": 100_000}).settings(leg)
 
 

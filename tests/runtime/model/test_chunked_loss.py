@@ -164,7 +164,10 @@ def test_memory_of_the_plan_has_the_logits_of_one_chunk(target: str, size: int) 
     specs = [chunked("plain", chunks, f"targets=[{target}]", HEADS) for chunks in (None, 4)]
     whole, parts = (saved_bytes(spec, target) for spec in specs)
     rows, padded = 4 * 32, 320 * 32
-    assert whole == size * (rows * 320 + padded)  # the gradient of the logits, and the padded weight
+    if target == "cpu":
+        assert whole == size * (rows * 320 + padded)  # the gradient of the logits, and the padded weight
+    else:  # compiled code computes both products of the backward in the forward
+        assert whole == size * (rows * 32 + 257 * 32)
     assert parts == size * (rows // 4 * 320 + padded + rows * 32) + 4 * 257 * 32  # the gradient of the weight is f32
 
 
