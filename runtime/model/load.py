@@ -1,6 +1,7 @@
 """Creates a module from a spec: generates its code with the installed compiler, imports it, and fills parameters."""
 
 import importlib.util
+import linecache
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -143,7 +144,17 @@ def import_file(directory: Path, name: str) -> ModuleType:
         for known in [known for known in sys.modules if known == package or known.startswith(f"{package}.")]:
             del sys.modules[known]
         raise
+    _keep_sources(package)
     return module
+
+
+def _keep_sources(package: str) -> None:
+    """Keeps the source lines of a package's modules, which another folder with this content may use after the files are
+    deleted: tracebacks and `inspect.getsource` read them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{package}.") and (file := module.__file__) is not None:
+            text = Path(file).read_text()
+            linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
 
 def initialize(loaded: Loaded, seed: int) -> None:
