@@ -152,7 +152,8 @@ def _keep_sources(package: str) -> None:
     """Keeps the source lines of a package's modules, which another folder with this content may use after the files are
     deleted: tracebacks and `inspect.getsource` read them."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(f"{package}.") and (file := module.__file__) is not None:
+        file = module.__file__ if name.startswith(f"{package}.") else None
+        if file is not None and Path(file).is_file():  # those of a deleted folder are kept since their import
             text = Path(file).read_text()
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
