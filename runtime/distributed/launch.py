@@ -23,7 +23,7 @@ from typing import Any
 from specc.compiler.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
-from specc.runtime.distributed.signals import handled_signals
+from specc.runtime.distributed.signals import handled_signals, restored_signals
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
@@ -163,7 +163,8 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
     ]
     arguments = _torchrun_arguments(words)
     try:
-        run(arguments)  # type: ignore[no-untyped-call]
+        with restored_signals():  # torchrun leaves its own
+            run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         return _outcome([(rank, failure.exitcode) for rank, failure in failures], size, (), say)

@@ -38,6 +38,23 @@ class Stopped(Exception):
 
 
 @contextmanager
+def restored_signals() -> Iterator[None]:
+    """A context manager that at its end restores the handlers of signals that end a process.
+
+    Signals have handlers only in the main thread; in another thread the context manager has no effect.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, previous in before.items():
+                if previous is not None:  # None: code outside of Python set it
+                    signal.signal(number, previous)
+
+
+@contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """A context manager in which SIGTERM, SIGHUP and SIGINT only call `handle` with their number.
 
@@ -48,12 +65,8 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
     def handler(number: int, frame: FrameType | None) -> None:
         handle(number)
 
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
+    with restored_signals():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            if threading.current_thread() is threading.main_thread() and signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handler)
         yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)

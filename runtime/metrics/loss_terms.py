@@ -44,7 +44,7 @@ def loss_terms(
                 stated = [(term, weight) for term, weight in zip(weighted, weights, strict=True) if term.states]
                 gradients = torch.autograd.grad(total, [weight for _, weight in stated], allow_unused=True)
             for (term, _), gradient in zip(stated, gradients, strict=True):
-                values[term.title] = float(gradient) if gradient is not None else 0.0
+                values[term.title] = float(gradient.detach()) if gradient is not None else 0.0
     finally:
         with torch.no_grad():
             for buffer, value in saved:

@@ -91,6 +91,7 @@ def strike(*_: object) -> None:
 @tiers("C30", signals=(3, 20))
 def test_a_signal_at_any_moment_saves(trials: Trials, tmp_path: Path) -> None:
     """SIGTERM from a timer: within a step, a validation or a checkpoint. Exit code 75, in less than 30 seconds."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # else `strike` would send it before the loop handles it
     train, chance = train_spec(validate_every=4, checkpoint_every=3), random.Random(30)
     result = go(tmp_path, "whole", train)
     seconds = max(0.05, result.seconds)

@@ -92,7 +92,9 @@ def test_one_process_then_torchrun_are_as_one(whole: Path) -> None:
 
 def test_options_of_torchrun_give_the_same_run(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
     more = ("--target", "cpu", "--gpus", "2", "--", "--max-restarts", "0", "--monitor-interval", "0.1")
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)]
     assert run(arguments(whole, "options", *more)) == 0
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)]
     shown = capfd.readouterr()
     assert shown.err.count("step 12  loss") == shown.out.count("12 steps in") == 1
     assert_same_end(whole / "one", whole / "options")
