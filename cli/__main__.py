@@ -1,4 +1,4 @@
-"""`python -m specc.cli`, as `specc`."""
+"""Runs the command line as `python -m specc.cli`."""
 
 from specc.cli.app import main
 

@@ -25,9 +25,11 @@ click.rich_click.STYLE_HELPTEXT = ""
 
 
 class LazyGroup(click.RichGroup):
-    """A group whose subcommands are the `command` objects of the modules of a package, imported when they run.
+    """A group of commands. Each subcommand is the object `command` of a module, which is imported when the command
+    runs.
 
-    Every subcommand has the option `--format` of errors and findings, unless it declares an option of this name itself.
+    Every subcommand gets the option `--format`, which selects the format of errors and findings, unless it declares an
+    option of this name itself.
 
     Args:
         name: the name of the group.
@@ -135,9 +137,10 @@ def main() -> NoReturn:
         code = run(sys.argv[1:])
     code = _flushed(code)
     if "torch" not in sys.modules:
-        gc.freeze()  # the interpreter's last collection, of up to a tenth of the time, then has nothing to visit
+        gc.freeze()  # skips the last garbage collection, which takes up to a tenth of the time
     if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # A failed process of several skips its teardown, in which CUDA or NCCL could wait for ended ranks.
+        # If one process of a distributed run fails, it skips its teardown, in which CUDA or NCCL could wait for ranks
+        # that have ended.
         os._exit(code)
     sys.exit(code)
 
@@ -195,7 +198,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str], output: Output) -> tuple[int, bool]:
-    """Returns the exit code of a command, and whether the command itself was run instead of its help."""
+    """Returns the exit code of a command, and whether the command ran. It does not run if only its help is shown."""
     try:
         result = specc.main([*arguments], prog_name="specc", obj=output, standalone_mode=False)
         return (result if isinstance(result, int) else 0), True

@@ -34,16 +34,16 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Number of training steps to time, for each build, for the optimizer and for each row of the table.",
+    help="Number of training steps in each measurement: of a build, of the optimizer, and of a row of `table`.",
 )
 @click.option(
-    "--gpus", type=click.IntRange(min=1), help="Number of processes of the table's distributed rows, one per GPU."
+    "--gpus", type=click.IntRange(min=1), help="Number of processes in the distributed rows of `table`, one per GPU."
 )
 @click.option(
     "--weights",
     type=click.Path(exists=True, path_type=Path),
     metavar="RUN|ARTIFACT",
-    help="Weights for `decode`. By default, the initial weights, which rarely end a line of a model of pairs.",
+    help="Weights for `decode`. By default, the initial weights. With these, models of pairs rarely end a line.",
 )
 @click.option(
     "--batch",
@@ -57,13 +57,13 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     "contexts",
     multiple=True,
     type=click.IntRange(min=1),
-    help="Tokens of a text at the end of `decode`. Repeatable. By default, 128, 512, 2048 and 8192, each at most "
+    help="Length of each text, in tokens, when `decode` ends. Repeatable. By default, 128, 512, 2048 and 8192, each at most "
     "the model's context; on a CPU, 128 and 512.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    help="Tokens of each text that `decode` times, the last ones. By default 64, at most half of the context.",
+    help="Number of tokens at the end of each text that `decode` times. By default, 64, but at most half of the context.",
 )
 @picture_option("Write a roofline picture.")
 @json_option
@@ -87,12 +87,13 @@ def command(
     Inputs have the sizes of a micro-batch of the spec. The floor of a kernel is computed from its bytes and operations
     and from ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
 
-    `optimizer` times the update of the spec's optimizers, as trained and each alone, beside Torch's AdamW: fused, in
-    multi-tensor kernels, and in a loop over the parameters.
+    `optimizer` times an update by all optimizers of the spec, and by each alone. It also times Torch's AdamW in three
+    forms: fused, in multi-tensor kernels, and in a loop over the parameters.
 
-    `decode` measures tokens per second of a text model with a contiguous cache and with a cache in pages, beside
-    Transformers if it is installed and has the model, and the share of the floor: the weights and the cache read once.
-    On a GPU it also measures steps with the products of the library, and both kinds of steps under torch.compile.
+    `decode` measures the tokens per second of a text model with a contiguous cache and with a cache in pages. It also
+    measures Transformers, if it is installed and has the model. A floor is the time to read the weights and the cache
+    once. On a GPU, steps with the products of the library are measured too, and both kinds of steps under
+    torch.compile.
 
     A model of pairs has more parts. `table` times training and validation on one and several GPUs, with and without a
     cache. `decode` measures lines per second in each dtype. `int8` compares deployed products with torch._int_mm.
@@ -105,7 +106,7 @@ def command(
 
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
-        raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
+        raise click.UsageError(f"--picture draws kernels and groups, which --only excludes")
     given = {"--weights": weights, "--batch": batches or None, "--context": contexts or None, "--tokens": tokens}
     for option, value, part in (("--gpus", gpus, "table"), *((name, value, "decode") for name, value in given.items())):
         if value is not None and parts and part not in parts:
@@ -114,13 +115,13 @@ def command(
         raise click.UsageError(f"there is no folder {picture.parent} for the picture")
     if spec.suffix == ".json":
         if picture is None:
-            raise click.UsageError(f"{spec} is a report, which is only drawn; name the picture with --picture")
+            raise click.UsageError(f"{spec} is a report, which can only be drawn; add --picture FILE")
         _draw(_read_report(spec), picture)
         return 0
     with joined_world() if is_launched() else nullcontext() as world:
         planned = plan_spec(spec, overrides)
         loaded, lock = planned.spec, planned.lock
-        chosen = choose_target(loaded, target)  # independent of --gpus, to be comparable
+        chosen = choose_target(loaded, target)  # independent of --gpus, so that results are comparable
         if (code := launched(gpus, loaded, chosen, world)) is not None:
             return code
         from specc.runtime.bench import report

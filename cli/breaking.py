@@ -20,9 +20,9 @@ from specc.cli.output import command_output
 def command(specs: tuple[Path, ...], against: str) -> int:
     """List the changes of specs that stop old checkpoints and artifacts from loading.
 
-    Compared are the names and shapes of parameters, their storage in artifacts, and the ids of tokens. By default, all
-    specs in specs/ are compared. With a revision, a removed spec is a finding, but a new spec is not. The exit code is
-    1 if there are findings.
+    The command compares the names and shapes of parameters, their storage in artifacts, and the ids of tokens. By
+    default, all specs in specs/ are compared. With a revision, a removed spec is a finding, but a new spec is not. The
+    exit code is 1 if there are findings.
     """
     from specc.compiler.compare.breaking import CODE, breaking_changes, interface_of
     from specc.compiler.errors import Diagnostic
@@ -31,7 +31,7 @@ def command(specs: tuple[Path, ...], against: str) -> int:
     findings: list[Diagnostic] = []
     if Path(against).is_file():
         if len(chosen) > 1:
-            raise click.UsageError("name the one spec to compare with a file")
+            raise click.UsageError("name exactly one spec to compare with a file")
         findings += breaking_changes(interface_of(Path(against), ""), interface_of(chosen[0], ""))
     else:
         for path in chosen:
@@ -40,13 +40,13 @@ def command(specs: tuple[Path, ...], against: str) -> int:
                 findings += breaking_changes(interface_of(text, f"{against}:{path}"), interface_of(path, ""))
         if not specs:
             gone = (path for path in _specs_at(against, chosen[0].parent) if not path.exists())
-            findings += [Diagnostic(CODE, f"the spec is removed since {against}", "", str(path)) for path in gone]
+            findings += [Diagnostic(CODE, f"the spec was removed since {against}", "", str(path)) for path in gone]
     for finding in findings:
         help = f"\n  = help: {finding.hint}" if finding.hint else ""
         text = f"{finding.file}:{finding.mark.line}: {CODE} {finding.message}{help}"
         command_output().find(finding, text)
     if not findings:
-        click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: nothing breaking since {against}")
+        click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: no breaking change since {against}")
     return int(bool(findings))
 
 
@@ -63,11 +63,11 @@ def _revision(against: str, folder: Path) -> str:
     """Returns the commit of a revision. Raises SpeccError if there is none."""
     from specc.compiler.errors import SpeccError
 
-    found = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{against}^{{commit}}")
-    if found.returncode:
+    revision = _git(folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{against}^{{commit}}")
+    if revision.returncode:
         message = f"{against} is neither a file nor a revision of git"
         raise SpeccError(message, "name a spec, a branch, a tag or a commit")
-    return found.stdout.decode().strip()
+    return revision.stdout.decode().strip()
 
 
 def _text_at(against: str, path: Path) -> str | None:

@@ -70,7 +70,7 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
     for finding in findings:
         output.find(finding, f"{finding.file}: {finding.message}" if check else None)
     if check and not findings:
-        click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: as built", err=output.form == "github")
+        click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: up to date", err=output.form == "github")
     return 1 if findings else 0
 
 
@@ -78,5 +78,5 @@ def _drifted(path: Path, state: str) -> "Diagnostic":
     """Returns the finding that a file or folder differs from a build."""
     from specc.compiler.errors import Diagnostic
 
-    message = {"extra": "extra (no build made it; delete it)", "extra folder": "extra"}.get(state, state)
+    message = {"extra": "extra: no build writes it, so delete it", "extra folder": "extra"}.get(state, state)
     return Diagnostic("F001", message, "" if state.startswith("extra") else "specc build", str(path))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command("compare")
 @click.argument("runs", nargs=-1, required=True, metavar="[NAME=]RUNS...")
-@picture_option("Write the curves of the loss over tokens and over seconds, beside the recorded evaluations.")
+@picture_option("Write curves of the loss over tokens and over seconds, and the recorded evaluations, as a picture.")
 @click.option(
     "--calibration",
     is_flag=True,
@@ -58,9 +58,9 @@ def command(
     RUNS is a run, a pattern such as 'runs/base-*', the folder of a sweep, or several of these with commas between them.
     NAME=RUNS makes all these runs one group. Without a name, runs that differ only in the seed are one group.
 
-    Each pair of groups has Welch's t, its degrees of freedom and the two-sided p, and the values of the specs that
-    differ. Runs that were scored on different data are refused. The results of `specc eval` that the runs record are
-    tables, with one row for each group.
+    For each pair of groups, the output has Welch's t, its degrees of freedom and the two-sided p, and the values of the
+    specs that differ. Runs that were scored on different data are refused. Recorded results of `specc eval` are shown
+    as tables with one row per group.
     """
     from specc.runtime.compare.comparison import compare
     from specc.runtime.compare.groups import groups_of

@@ -30,7 +30,7 @@ def command(
     if subject is not None and (CODE.fullmatch(subject) is None or Path(subject).exists()):
         _explain_nodes(Path(subject), node, overrides, target, as_json)
     elif node is not None or target is not None or overrides:
-        raise click.UsageError("NODE, --set and --target are for a spec")
+        raise click.UsageError("NODE, --set and --target apply only to a spec")
     else:
         _explain_codes(subject, as_json)
 

@@ -35,10 +35,10 @@ from specc.runtime.export.formats import format_names, format_of, formats_with
     type=click.Choice(["logits", "score"]),
     default="logits",
     show_default=True,
-    help="Program of onnx or pt2: the logits of each token, or the loss of each target in nats.",
+    help="Program to export as onnx or pt2: the logits of each token, or the loss of each target in nats.",
 )
 @click.option(
-    "--quantized", is_flag=True, help="onnx and pt2: the dequantized weights of the artifact, not the trained weights."
+    "--quantized", is_flag=True, help="For onnx and pt2: export the dequantized weights of the artifact instead of the trained weights."
 )
 @click.option(
     "--dtype",

@@ -27,7 +27,7 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
     origin = get_current_context().get_parameter_source
     odd = [f"--{name.replace('_', '-')}" for name in names if origin(name) is not ParameterSource.DEFAULT]
     if odd:
-        raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
+        raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect together with {beside}")
 
 
 def _utf8(prompt: str) -> bytes:
@@ -49,20 +49,20 @@ def _write_many(
     batch: int,
     compiled: bool,
 ) -> None:
-    """Prints one JSON object per line of `prompts`, in order, with `prompt` and `text`. Each is printed as soon as it
-    and all before it are complete.
+    """Prints one JSON object with `prompt` and `text` per line of `prompts`, in order. An object is printed as soon as
+    its text and all earlier texts are complete.
 
     Args:
         opened: the text model, with a cache in pages.
         prompts: the file of prompts.
         max_tokens: the maximum number of tokens per text.
         sampling: the sampling settings.
-        seed: the seed of the first text; those of others follow.
+        seed: the seed of the first text. The next texts have the seeds `seed` + 1, `seed` + 2, ...
         batch: the maximum number of texts at once.
         compiled: whether to compile decoding steps with torch.compile.
 
     Raises:
-        UsageError: the file has no prompt or is not valid UTF-8, or the model is one of lines.
+        UsageError: if the file has no prompt or is not valid UTF-8, or if the model is a model of lines.
     """
     from specc.runtime.generate import generate_many
 

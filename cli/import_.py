@@ -11,10 +11,10 @@ from specc.cli.output import say
 
 @click.command("import")
 @click.argument("source", metavar="FOLDER", type=folder)
-@click.option("--name", callback=stated, help="Name of the spec. By default, that of the folder.")
+@click.option("--name", callback=stated, help="Name of the spec. By default, the name of the folder.")
 @click.option("--spec", type=folder, help="File of the spec. By default, specs/NAME.yaml.")
 @click.option("--run", "directory", type=folder, help="Run directory. By default, the next free runs/NAME-NNN.")
-@click.option("--data", callback=stated, help="Data of the run, as for `specc train`. By default, those of the spec.")
+@click.option("--data", callback=stated, help="Data of the run, as for `specc train`. By default, the data of the spec.")
 @click.option(
     "--set",
     "overrides",
@@ -27,7 +27,7 @@ from specc.cli.output import say
     "ignored",
     multiple=True,
     metavar="FIELD",
-    help="Field of config.json that does not change the function of the model. Repeatable.",
+    help="Field of config.json to ignore, because it does not change the outputs of the model. Repeatable.",
 )
 def command(
     source: Path,
@@ -47,7 +47,7 @@ def command(
     options = ImportOptions(name, spec, directory, data, overrides, ignored)
     result = import_folder(source, options, say)
     if result.ignored:
-        say(f"without effect on the function: {', '.join(result.ignored)}")
+        say(f"ignored, without effect on the outputs: {', '.join(result.ignored)}")
     click.echo(f"wrote {result.path}: {result.family.title}, {result.parameters:,} parameters")
     click.echo(f"wrote {result.run}: a run with these weights at step 0")
     run = shlex.quote(str(result.run))

@@ -64,7 +64,7 @@ from specc.cli.output import Stages, say
     "kinds",
     multiple=True,
     metavar="NAME=DATA",
-    help="A kind of documents that the load of experts is measured on. Repeatable. By default, the data of the run.",
+    help="Name and data of a kind of documents. The load of experts is measured on each kind. Repeatable. By default, the data of the run.",
 )
 @click.option("--picture", type=folder, metavar="DIR", help="Folder to draw one PNG per part in. Needs matplotlib.")
 @device_option
@@ -102,15 +102,15 @@ def command(
         require()
     chosen = tuple(part for part in PARTS if part in parts) if parts else PARTS
     if bits and "sensitivity" not in chosen:
-        raise click.UsageError("--bits is for the sensitivity")
+        raise click.UsageError("--bits applies only to the sensitivity")
     by_kind = dict[str, str]()
     for text in kinds:
         name, _, place = text.partition("=")
         if not name or not place or name in by_kind:
-            raise click.UsageError(f"--kind {text}: it is NAME=DATA, with a different NAME for each kind")
+            raise click.UsageError(f"--kind {text}: write NAME=DATA, with a different NAME for each kind")
         by_kind[name] = place
     if kinds and "experts" not in chosen:
-        raise click.UsageError("--kind is for experts")
+        raise click.UsageError("--kind applies only to experts")
     search = with_data(tokenizers, data)
     options = InspectOptions(chosen, bits, top, sequences, window, max_tokens, data, target, search, kinds=by_kind)
     result = measure(run, options, say, Stages())

@@ -76,7 +76,7 @@ tokenizers_option = click.option(
 
 
 def picture_option(text: str) -> Callable[[F], F]:
-    """Returns the option `--picture`; `text` says what the picture shows."""
+    """Returns the option `--picture` with the help `text`."""
     path = click.Path(dir_okay=False, writable=True, path_type=Path)
     return click.option("--picture", type=path, metavar="FILE.png", help=f"{text} Needs matplotlib.")
 

@@ -68,7 +68,8 @@ class Output:
 
     As text, errors go to stderr, and findings, which are results, to stdout. As GitHub annotations, both go to stdout.
     In the formats of DOCUMENTS, stdout is one document of both, and other results go to stderr. With `--json`, stdout
-    is the JSON result of the command, which contains its findings, or else the document of its errors.
+    is the JSON result of the command, which contains its findings. If the command fails, stdout is the document of its
+    errors.
 
     Args:
         arguments: the command line, which may be invalid.
@@ -115,7 +116,7 @@ class Output:
         shown = sorted([*self._errors, *self._findings], key=lambda finding: (finding.file, finding.mark))
         if self.form == "text" or self.delegated or (not shown and (self._has_result or code or not _leads())):
             return
-        if not shown and self.form == "json":  # the usual end, without an import
+        if not shown and self.form == "json":  # the most frequent case, in which nothing is imported
             click.echo("[]", file=stream)
             return
         from specc.compiler.errors.formats import FORMATS
@@ -125,7 +126,7 @@ class Output:
 
 
 def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
-    """Returns whether a file or folder has more bytes than its budget, which then is a finding."""
+    """Returns whether a file or folder has more bytes than its budget. If it has, reports a finding."""
     over = budget is not None and total > budget
     if over:
         from specc.compiler.errors import Diagnostic
@@ -136,7 +137,7 @@ def find_over_budget(path: Path, total: int, budget: int | None) -> bool:
 
 
 def _leads() -> bool:
-    """Returns False for a process of a distributed run that is not the first."""
+    """Returns whether this process has rank 0 or is the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 

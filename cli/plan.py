@@ -47,10 +47,11 @@ def _by_state(files: tuple[tuple[str, str], ...]) -> dict[str, list[str]]:
 
 
 def _files_line(folder: Path, files: tuple[tuple[str, str], ...]) -> str:
-    """Returns one line with the files that a build would change; a few of each state are named."""
+    """Returns one line about the files that a build would change, with the names of the first few files of each
+    state."""
     parts = []
     for state, names in _by_state(files).items():
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             parts.append(f"{len(names)} {state}: {', '.join(names[:SHOWN])}{more}")
-    return f"files        {'; '.join(parts) or 'as built'}, in {folder}"
+    return f"files        {'; '.join(parts) or 'up to date'}, in {folder}"

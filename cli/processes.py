@@ -17,7 +17,7 @@ class Repeatable(click.RichCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
         if args[end + 1 : end + 2] and not args[end + 1].startswith("-"):
-            end = len(args)  # `--` before an argument of the command itself
+            end = len(args)  # this `--` precedes an argument of the command, not options of torchrun
         ctx.meta["arguments"], ctx.meta["torchrun"] = [ctx.info_name, *args[:end]], args[end + 1 :]
         return super().parse_args(ctx, args[:end])
 

@@ -38,9 +38,10 @@ def command(
     """Record a trace of training steps, and list the kernels that take most of the time.
 
     The steps run in the trainer, on random data. On a GPU, kernels are listed; on a CPU, operators, each without the
-    operators that it calls. The trace has at most 50 MB. If all events need more, only those of the GPU are written.
+    operators that it calls. The trace has at most 50 MB. If all events need more, only the events of the GPU are
+    written.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the recorder of Torch would write lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Torch's profiler would print messages to stderr
     from specc.compiler.build import plan_spec
     from specc.runtime.bench.trace import record_trace
 

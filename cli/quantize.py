@@ -42,7 +42,7 @@ from specc.cli.processes import end_with_parent
     type=click.Choice(["artifact", "submission"]),
     default="artifact",
     show_default=True,
-    help="What quant.budget_bytes limits: the artifact, or a submission, which also contains train_gpt.py.",
+    help="Files that quant.budget_bytes limits: the artifact, or a submission, which also contains train_gpt.py.",
 )
 @device_option
 @tokenizers_option

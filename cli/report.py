@@ -58,7 +58,7 @@ def command(
     if stated and (card or no_samples):
         beside, option = "--card" if card else "--no-samples", stated[0].removesuffix("s").replace("_", "-")
         option = "max-tokens" if stated[0] == "max_tokens" else option
-        raise click.UsageError(f"--{option} has no effect beside {beside}")
+        raise click.UsageError(f"--{option} has no effect together with {beside}")
     if card:
         path = write_card(run, out)
     else:

@@ -88,7 +88,7 @@ def command(
 ) -> int:
     """Train the model of a spec.
 
-    If the generated code of the spec is committed beside it, it must be what a build writes.
+    If generated code of the spec is committed beside it, this code must be up to date.
 
     To train on several machines, start this command on each, with options of torchrun after `--`: for example
     `specc train SPEC --run DIR --gpus 8 -- --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29400`.
@@ -101,7 +101,7 @@ def command(
     if track:
         from specc.runtime.trackers.open import require_trackers
 
-        require_trackers(track)  # before the processes start, so that there is one error
+        require_trackers(track)  # before the processes start, so that the error is shown once
 
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
@@ -155,7 +155,7 @@ def command(
 
 
 def place_of_training(spec: Path, overrides: tuple[str, ...]) -> str:
-    """Returns the position of the rows of a micro-batch in a spec, or else of its settings of training."""
+    """Returns the position of `train.micro_batch` in a spec, or the position of `train` if the spec does not set it."""
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read
 

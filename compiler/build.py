@@ -202,7 +202,7 @@ def spec_of(text: str | bytes) -> Spec:
     """
     try:
         data = json.loads(text)
-    except ValueError:  # Pydantic reports what is wrong
+    except ValueError:  # Pydantic reports the error
         data = None
     return Spec.model_validate_json(text if upgraded(data) is data else json.dumps(upgraded(data)))
 
@@ -298,7 +298,8 @@ def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
 
 
 def decoding_files(spec: Spec, target: str) -> Mapping[str, str]:
-    """Renders the files of the programs that extend texts by a token, with kernels for few rows. No build writes them.
+    """Renders the files of the programs that append one token to each text, with kernels for few rows. No build writes
+    these files.
 
     Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
     """
@@ -341,7 +342,8 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
     """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. A node
-    that has another op in programs that extend texts has an entry for each op, whose key states the op."""
+    may have another op in programs that extend texts. It then has one entry per op, and the key of an entry is the path
+    followed by the op."""
     ops: dict[str, dict[str, Rendered]] = {}
     for choice in plan.choices:
         if choice.rendered.files:

@@ -9,7 +9,7 @@ from specc.compiler.small import small_version
 from specc.compiler.spec.check import load
 from specc.compiler.spec.json_schema import schema_text
 
-MODELINE = "$schema=schema.json"  # by which editors find the schema beside a spec
+MODELINE = "$schema=schema.json"  # editors read the path of the schema from this line
 
 
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
@@ -29,14 +29,14 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
             then.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
-        raise SpeccError(f"{name!r} is not a model name", "use small letters, digits and _, at most 64, a letter first")
+        raise SpeccError(f"{name!r} is not a model name", "use 1 to 64 lower-case letters, digits and _, starting with a letter")
     if target.exists():
         raise SpeccError(f"{target} exists already", "choose another name, or remove it first")
     load(origin)
     text = origin.read_text(encoding="utf-8")
     renamed, count = re.subn(r"(?m)^name:[ \t]*[a-z][a-z0-9_]*", f"name: {name}", text, count=1)
     if not count:
-        raise SpeccError(f"{origin} has no line `name: ...` at the left margin", "write its name on a line of its own")
+        raise SpeccError(f"{origin} has no line `name: ...` at the left margin", "write `name: ...` on a separate line, without indentation")
     load(renamed)
     renamed = small_version(renamed, origin.stem) if small else renamed
     target.parent.mkdir(parents=True, exist_ok=True)

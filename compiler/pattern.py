@@ -35,7 +35,7 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
     return starts
 
 
-@lru_cache(maxsize=2**16)  # rules ask again for each target and pass
+@lru_cache(maxsize=2**16)  # the same patterns and names are matched for each target and pass
 def matches(pattern: str, name: str) -> bool:
     """Returns True if `pattern` matches the whole of `name`: `blocks.*.{up,down}` matches `blocks.3.mlp.up`.
 

@@ -54,8 +54,8 @@ ROPE_WRITES: Pass = ("rope_writes", lambda programs, spec, target: rope_writes(p
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 
 # The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
-# sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is in files for
-# other programs, such as ONNX; `decoding` extends texts by a token, with kernels for few rows.
+# sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is the form of
+# files for other programs, such as ONNX; `decoding` appends one token to each text, with kernels for few rows.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "trained": (
         ASSIGN_OPTIMIZERS,
@@ -210,7 +210,7 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
 
 
 def decoding_plan(spec: Spec, target: str, source: str) -> Plan:
-    """Plans the programs that extend texts by a token, with kernels for few rows.
+    """Plans the programs that append one token to each text, with kernels for few rows.
 
     Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
     """

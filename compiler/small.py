@@ -13,12 +13,12 @@ from specc.compiler.text.round_trip import editable, edited, flow, without_comme
 
 CPU = "cpu"
 CONTEXT = 128
-ROWS = 4  # of text in a step
-LINE_ROWS = 32  # of lines in a step
+ROWS = 4  # per step, for a model of text
+LINE_ROWS = 32  # per step, for a model of lines
 STEPS = 20
-LINES = 2000  # of generated data
-SCORED = 4096  # tokens of a validation
-SEQUENCES = 32  # of the calibration of quantization
+LINES = 2000  # training lines, if the data is generated
+SCORED = 4096  # tokens that a validation scores
+SEQUENCES = 32  # windows that calibrate the quantization
 LEAST_LAYERS = 2
 FEATURES = (128, 192, 256, 384, 512)  # the sizes of the residual stream to choose from
 
@@ -93,7 +93,7 @@ def _read_bytes(data: Any, spec: Spec) -> None:
     _put(data, ("model", "vocab"), BYTE_IDS)
     _put(data, ("model", "context"), min(spec.model.window, CONTEXT))
     for path, _ in spec.model.marks:
-        if _part(data, path[:-1]).get(path[-1]) is not None:  # else another mark of this list sets it
+        if _part(data, path[:-1]).get(path[-1]) is not None:  # a mark without a value has the value of another mark
             _put(data, path, BYTE_IDS - 1)
 
 

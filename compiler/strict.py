@@ -50,8 +50,8 @@ def _no_truth(value: object) -> object:
 
 
 def accepted_by(parse: Callable[[str], object]) -> AfterValidator:
-    """Returns a validator of the texts that `parse` accepts. For other texts, `parse` raises a ValueError, such as
-    ExprError."""
+    """Returns a validator that accepts a text if `parse` accepts it. `parse` raises a ValueError, such as ExprError,
+    for all other texts."""
 
     def check(text: str) -> str:
         parse(text)
@@ -87,12 +87,12 @@ class Problem:
     """One problem of a spec.
 
     Attributes:
-        path: the value at fault.
+        path: the path of the value at fault.
         code: the code of the error.
         message: the problem.
-        hint: what to do.
+        hint: how to fix it.
         related: (note, path) pairs that are shown with it.
-        offset: the character at fault of a value that is a text.
+        offset: the index of the character at fault, if the value is a text.
     """
 
     path: Path
@@ -124,7 +124,7 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
-    def __hash__(self) -> int:  # without the mappings, which have none
+    def __hash__(self) -> int:  # mappings are skipped, because they are not hashable
         values = (getattr(self, name) for name in type(self).model_fields)
         return hash((type(self), *(value for value in values if isinstance(value, Hashable))))
 

@@ -22,7 +22,7 @@ from specc.cli.output import say
 )
 @click.option("--repo", help="Repository with the same files. By default, the official one.")
 @click.option("--revision", help="Branch, tag or commit of the repository. By default, main.")
-@click.option("--yes", is_flag=True, help="Download without a question.")
+@click.option("--yes", is_flag=True, help="Download without asking.")
 def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None, yes: bool) -> None:
     """Download token shards or a tokenizer from the Hugging Face hub.
 
@@ -34,7 +34,7 @@ def command(name: str, out: Path, shards: int, repo: str | None, revision: str |
     from specc.runtime.data.shards.fetch_tokenizer import TOKENIZERS, fetch_tokenizer
 
     if name not in SETS and name not in TOKENIZERS:
-        raise click.UsageError(f"nothing is named {name}; there are {', '.join((*SETS, *TOKENIZERS))}")
+        raise click.UsageError(f"there is no download {name}; choose from {', '.join((*SETS, *TOKENIZERS))}")
     if name in TOKENIZERS:
         source, content = f"{repo or TOKENIZERS[name].repository}", f"the tokenizer {name}"
     else:
@@ -42,7 +42,7 @@ def command(name: str, out: Path, shards: int, repo: str | None, revision: str |
     say(f"{content} from https://huggingface.co/{source} to {out}")
     if not yes:
         if not sys.stdin.isatty():
-            raise click.UsageError("nobody can be asked here; add --yes to download")
+            raise click.UsageError("standard input is not a terminal, so specc cannot ask; add --yes to download")
         click.confirm("download?", abort=True, err=True)
     if name in TOKENIZERS:
         path = fetch_tokenizer(name, out, say, repo, revision)

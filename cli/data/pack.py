@@ -40,14 +40,14 @@ def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
 @click.option(
     "--bounds",
     type=click.Choice(["endoftext", "blank-line", "record", "file"]),
-    help="End of a document: a line `<|endoftext|>`, a blank line, the record (always so in jsonl), or the file.",
+    help="End of each document: a line `<|endoftext|>`, a blank line, the end of a record (always in jsonl) or of the file.",
 )
 @click.option(
     "--name",
     default="tokens",
     show_default=True,
     callback=_plain,
-    help="Beginning of the names of the shards, as in NAME_train_000000.bin.",
+    help="Prefix of the names of the shards, as in NAME_train_000000.bin.",
 )
 @click.option(
     "--shard-tokens",
@@ -68,7 +68,7 @@ def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
     from specc.runtime.data.shards.pack import pack as make
 
     if settings["validation"] and settings["share"] is not None:
-        raise click.UsageError("--validation and --validation-fraction: name one of them")
+        raise click.UsageError("--validation and --validation-fraction exclude each other")
     settings["tokenizer"], search = tokenizer_of(settings["tokenizer"], (*tokenizers, Path()))
     options = PackOptions(**settings, search=search)
 
@@ -89,6 +89,6 @@ def command(tokenizers: tuple[Path, ...], **settings: Any) -> None:
         per_token = f"{split.document_bytes / tokens:.3f}" if split.document_bytes is not None else "?"
         click.echo(
             f"{name:<6} {split.documents:,} documents, {split.document_bytes:,} bytes, {tokens:,} tokens "
-            f"({per_token} bytes a token), {len(split.shards)} shards"
+            f"({per_token} bytes per token), {len(split.shards)} shards"
         )
     click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(options.out))))

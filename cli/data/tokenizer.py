@@ -35,7 +35,7 @@ from specc.cli.output import say
 @click.option(
     "--bounds",
     type=click.Choice(["endoftext", "blank-line", "record", "file"]),
-    help="End of a document, as of `data pack`.",
+    help="End of each document, as in `data pack`.",
 )
 @click.option(
     "--max-bytes", "most_bytes", type=click.IntRange(1), default=10**9, show_default=True, help="Bytes of text to read."
@@ -43,8 +43,8 @@ from specc.cli.output import say
 def command(**given: Any) -> None:
     """Train a tokenizer on text: a byte-level BPE or a SentencePiece model.
 
-    Only the training split of the text is read. A .tiktoken file holds no pattern and no special tokens: state them in
-    `train.data` of the spec.
+    Only the training split of the text is read. A .tiktoken file contains neither the pattern nor the special tokens:
+    state them in `train.data` of the spec.
     """
     from specc.runtime.data.tokenizers.open import open_tokenizer
     from specc.runtime.data.tokenizers.training import TrainingText, train_tokenizer

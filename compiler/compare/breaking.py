@@ -27,7 +27,7 @@ class Interface:
         source: the text of the spec.
         programs: the lowered programs, which hold the parameters.
         storage: parameter -> name of its form in an artifact.
-        tokens: field -> value, of all that determines the ids of tokens.
+        tokens: field -> value, for all fields that determine the ids of tokens.
     """
 
     source: Source
@@ -72,10 +72,10 @@ def _tokens(spec: Spec) -> dict[str, object]:
 
 
 def breaking_changes(old: Interface, new: Interface) -> tuple[Diagnostic, ...]:
-    """Returns one finding per kind of change, each at the line of the new spec that has caused it.
+    """Returns one finding per kind of change, each at the line of the new spec that causes it.
 
-    Parameters whose names differ only in numbers, as those of layers do, are one finding. Changes that leave names,
-    shapes, storage and tokens as they are, such as an activation or a learning rate, are not breaking.
+    Parameters whose names differ only in numbers, as those of layers do, are one finding. A change of anything else,
+    such as an activation or a learning rate, is not breaking.
     """
     findings: dict[tuple[str, str], list[tuple[str, Path]]] = {}
     for name, path, change in _changes(old, new):

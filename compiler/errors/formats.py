@@ -50,7 +50,7 @@ def schema() -> dict[str, Any]:
 
     note = record(
         "A further position in the file.",
-        message={**text, "description": "What is there."},
+        message={**text, "description": "A note about the position."},
         line={**number, "description": "The line, from 1."},
         column={**number, "description": "The character in the line, from 1."},
     )
@@ -65,7 +65,7 @@ def schema() -> dict[str, Any]:
         related={"type": "array", "items": note, "description": "Further positions in the file."},
     )
     title = "Errors and findings of specc"
-    description = "What a command of specc prints with --format json: its errors and findings, or an empty list."
+    description = "The output of a command of specc with --format json: its errors and findings, or an empty list."
     return {"$schema": DIALECT, "title": title, "description": description, "type": "array", "items": finding}
 
 

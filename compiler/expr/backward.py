@@ -72,7 +72,7 @@ class Backward:
     strategy: str
 
 
-@lru_cache(maxsize=1024)  # the programs of all targets have the same expressions
+@lru_cache(maxsize=1024)  # cached, because the programs of all targets have the same expressions
 def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -> Backward:
     """Plans the backward of `expr` for the variables `wrt`.
 

@@ -85,7 +85,7 @@ def _number(node: ast.expr, values: Mapping[str, int]) -> int:
         case _:
             _refuse(node, f"`{ast.unparse(node)}` is not a whole number", "write whole numbers with + - * // %")
     if abs(result) > LARGEST:
-        _refuse(node, f"`{ast.unparse(node)}` is beyond {LARGEST}", "use smaller numbers")
+        _refuse(node, f"`{ast.unparse(node)}` exceeds {LARGEST}", "use smaller numbers")
     return result
 
 
@@ -104,7 +104,7 @@ def _truth(node: ast.expr, values: Mapping[str, int]) -> bool:
 
 
 def _known(values: Collection[str]) -> str:
-    return f"the names are {', '.join(values)}" if values else "it may read no name"
+    return f"the names are {', '.join(values)}" if values else "no names are known here"
 
 
 def _refuse(node: ast.expr, message: str, hint: str) -> NoReturn:

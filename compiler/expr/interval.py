@@ -36,7 +36,7 @@ from .values import (
 )
 
 WORK = 50_000  # maximum number of boxes that a proof visits
-FAR = float(1 << 30)  # positions are smaller
+FAR = float(1 << 30)  # all positions are smaller than this
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 Interval = tuple[Expr, Expr]
 
@@ -306,7 +306,7 @@ class Box:
         return self.i0, self.i1, self.j0, self.j1, self.d0, self.d1, self.h0, self.h1
 
     def tight(self) -> "Box | None":
-        """Returns the smallest box with the same elements; None if there is none."""
+        """Returns the smallest box with the same elements; None if the box has no elements."""
         d0, d1 = max(self.d0, self.i0 - self.j1), min(self.d1, self.i1 - self.j0)
         i0, i1 = max(self.i0, self.j0 + d0), min(self.i1, self.j1 + d1)
         j0, j1 = max(self.j0, self.i0 - d1), min(self.j1, self.i1 - d0)

@@ -220,8 +220,8 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns the condition that the mask holds for two positions if they are in the same document, or that it holds if
-    they are in different documents."""
+    """Returns the condition that a mask holds for two positions in at least one of two cases: they are in the same
+    document, or in different documents."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 

@@ -334,7 +334,7 @@ class _Reader:
         if documents == [None, None]:
             return Compare(op, self.whole(left, depth), self.whole(right, depth))
         if sorted(filter(None, documents)) != ["i", "j"] or op not in ("==", "!="):
-            fail("documents have no order and no number", left, "write document(i) == document(j)")
+            fail("a document can only be compared with another document", left, "write document(i) == document(j)")
         return Compare(op, *(Call("document", (Var(name),)) for name in "ij"))
 
     def condition(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:

@@ -22,7 +22,7 @@ from .values import ATOM, Call, Compare, Const, Expr, Printer
 if TYPE_CHECKING:
     from torch import Tensor
 
-Refusal = tuple[int, str, str]  # the place of an argument, the message, and the hint
+Refusal = tuple[int, str, str]  # the index of the argument at fault, the message, and the hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def _refused_buckets(args: tuple[Expr, ...]) -> Refusal | None:
     if count.is_integer() and distance.is_integer() and count >= 2 and distance > count // 2:
         return None
     hint = "give at least 2 buckets and a distance above half their number, as in bucket(i - j, 32, 128)"
-    return 1, f"bucket has no {args[1]} buckets up to {args[2]}", hint
+    return 1, f"bucket cannot divide distances up to {args[2]} into {args[1]} buckets", hint
 
 
 def _torch_bucket(distances: "Tensor", count: float, distance: float) -> "Tensor":

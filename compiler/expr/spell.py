@@ -242,7 +242,7 @@ class _Triton(_Kernel):
         ordered: bool = False,
         floats: Mapping[str, str] | None = None,
     ) -> None:
-        self.ordered = ordered  # the text is of values where j <= i
+        self.ordered = ordered  # the text need only be correct for j <= i
         self.positions = names
         super().__init__(names if whole else {**names, **(floats or {})}, whole)
 

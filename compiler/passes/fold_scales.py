@@ -170,13 +170,13 @@ def _refusal(graph: Graph, scale: _Scale) -> str | None:
             return f"the factor {ref[1:]} is {type}, not one number, or one number per feature"
         if ref[0] == "@" and type.dtype != matrix.dtype:
             return f"the factor {ref[1:]} is {type.dtype}, but the matrix is {matrix.dtype}"
-    kept = [graph.types[ref] for name, ref in _kept(scale).items() if name != scale.variable]
-    if kept and kept[0].dtype != reader.type.dtype:
-        return f"{reader.name} would be {kept[0].dtype} without the factor"
+    remaining = [graph.types[ref] for name, ref in _remaining_operands(scale).items() if name != scale.variable]
+    if remaining and remaining[0].dtype != reader.type.dtype:
+        return f"{reader.name} would be {remaining[0].dtype} without the factor"
     return None
 
 
-def _kept(scale: _Scale) -> Mapping[str, str]:
+def _remaining_operands(scale: _Scale) -> Mapping[str, str]:
     """Returns the operands of the reader without the factor, by variable."""
     assert isinstance(scale.reader.op, Pointwise)
     names = variables(scale.total)
@@ -212,10 +212,10 @@ def _applied(graph: Graph, scale: _Scale) -> Graph:
     if scale.total == Var(scale.variable):
         swapped[reader.name] = ()
     else:
-        kept = _kept(scale)
+        remaining = _remaining_operands(scale)
         assert isinstance(reader.op, Pointwise)
-        op = replace(reader.op, outputs=(str(scale.total),), variables=tuple(kept))
-        swapped[reader.name] = (replace(reader, op=op, inputs=tuple(kept.values())),)
+        op = replace(reader.op, outputs=(str(scale.total),), variables=tuple(remaining))
+        swapped[reader.name] = (replace(reader, op=op, inputs=tuple(remaining.values())),)
     nodes = tuple(new for node in graph.nodes for new in swapped.get(node.name, (node,)))
     graph = replace(graph, nodes=nodes)
     return rename(graph, {reader.name: product.name}) if not swapped[reader.name] else graph

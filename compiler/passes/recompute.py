@@ -119,8 +119,8 @@ def _outlined(graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
                 raise ValueError(f"{node.name} reads {min(cyclic)}, which is computed from its earlier values")
         elif (late | computed).intersection(node.inputs):
             late.update(node.outputs)
-    kept = {ref for node in others for ref in node.inputs} | {ref for _, ref in graph.outputs}
-    results = [ref for node in inside for ref in node.outputs if ref in kept]
+    read_outside = {ref for node in others for ref in node.inputs} | {ref for _, ref in graph.outputs}
+    results = [ref for node in inside for ref in node.outputs if ref in read_outside]
     if not results:
         raise ValueError("nothing reads its values")
     read = dict.fromkeys(ref for node in inside for ref in node.inputs if ref not in computed)

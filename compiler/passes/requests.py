@@ -98,7 +98,7 @@ class Requests:
         return False
 
     def done(self, graph: Graph, nodes: Sequence[str], text: str) -> None:
-        """Records what the pass did to some nodes."""
+        """Records the effect of the pass on some nodes."""
         self._rewritings[Rewriting(self.step, self._shown(graph, nodes), text)] = None
 
     def refuse(self, graph: Graph, nodes: Sequence[str], reason: str) -> None:

@@ -61,7 +61,7 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
 
 def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
     """Yields the products that can take the node as their epilogue: those of one input, which have its shape."""
-    found: Node | None = None
+    first: Node | None = None
     shapes = (reader.type.shape, (reader.type.width,))
     if any(graph.types[ref].shape not in shapes or not graph.types[ref].floating for ref in reader.inputs):
         return
@@ -69,8 +69,8 @@ def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
         node = graph.by_name.get(node_of(ref))
         if node is None or not isinstance(node.op, Linear) or node.type.shape != reader.type.shape:
             continue
-        if graph.uses(ref) == 1 and (found is None or node.inputs[0] == found.inputs[0]):
-            found = found or node
+        if graph.uses(ref) == 1 and (first is None or node.inputs[0] == first.inputs[0]):
+            first = first or node
             yield node
 
 

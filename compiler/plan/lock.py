@@ -236,7 +236,7 @@ def read_lock(path: Path) -> Lock:
         return NO_LOCK
     try:
         text = read_text(path)
-        with suppress(ValueError, RecursionError):  # the slower reader of specs locates what is wrong
+        with suppress(ValueError, RecursionError):  # the slower reader of specs locates the error
             return Lock.model_validate(json.loads(text, object_pairs_hook=_json_object))
         source = read(text, name_of(path))
     except SpecError as error:
@@ -294,7 +294,7 @@ def site_digest(site: Site) -> str:
     types, op = map(str, (*site.inputs, *site.node.types)), site.node.op
     added = [field for field in fields(op) if field.metadata == ADDED]
     text = repr(op)
-    for field in added:  # an op that earlier versions had has the defaults of the fields that were added
+    for field in added:  # ops of earlier versions lack the fields that were added later, which have their defaults
         text = text.replace(f", {field.name}={field.default!r}", "", 1)
     return _digest("\n".join((site.target.name, text, repr(site.epilogue), *types)))
 

@@ -33,8 +33,8 @@ class Choice:
 
     @property
     def listed(self) -> bool:
-        """Whether plans, explanations and benchmarks list the node. The calls of Torch that an op states are not listed
-        if the op is not planned."""
+        """Whether plans, explanations and benchmarks list the node. A node is listed if its op is planned, or if its
+        kernel is a generated function."""
         return self.site.node.op.planned or bool(self.rendered.function)
 
     @property

@@ -72,7 +72,7 @@ def cached_numbers(programs: Programs, tokens: int) -> int:
 
 
 def cached_bytes(programs: Programs, tokens: int) -> int:
-    """Returns the bytes of these numbers."""
+    """Returns the bytes of the numbers that `cached_numbers` counts."""
     return sum(type.bytes(sizes) for type, sizes in _caches(programs, tokens))
 
 

@@ -23,7 +23,8 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def reading(name: str, message: str, *further: str) -> AfterValidator:
-    """Returns a validator. It accepts expressions that read `name`, and that may also read `further`."""
+    """Returns a validator that accepts an expression if it reads `name` and no other names than `name` and
+    `further`."""
 
     def check(text: str) -> None:
         if name not in variables(parse(text, (name, *further))):

@@ -27,7 +27,7 @@ def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()
 
     Args:
         path: the spec path.
-        hint: what to do.
+        hint: how to fix it.
         related: pairs (note, path) of other places in the spec that the error also shows.
 
     Raises:
@@ -135,13 +135,13 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Rewriting:
-    """What a pass did to some nodes of the spec, or why it left them as they are.
+    """The effect of a pass on some nodes of the spec, or the reason why the pass did not rewrite them.
 
     Attributes:
         step: the pass.
         nodes: the paths of the nodes, with `*` for the numbers of blocks.
-        text: what the pass did; empty if it did nothing.
-        refusal: the reason why it did nothing, else empty.
+        text: the effect of the pass; empty if it did not rewrite the nodes.
+        refusal: the reason why the pass did not rewrite the nodes; empty if it did.
     """
 
     step: str
@@ -172,7 +172,7 @@ class Programs:
         recomputed: the functions whose values a backward pass computes again instead of reading them from memory.
         layers: the value of `layers` in formulas: the number of blocks, of both sides in an encoder-decoder; 1 if there
             are no blocks.
-        rewritings: what passes that choose nodes themselves did, and what they refused.
+        rewritings: the effects and refusals of the passes that choose nodes themselves.
     """
 
     name: str

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 
-@lru_cache(maxsize=1024)  # tensors of one shape ask again
+@lru_cache(maxsize=1024)  # cached, because many tensors have the same shape
 def normal_bits(clip: float, top: int) -> float:
     """Returns the entropy, in bits per value, of standard normal values quantized to codes -top .. top.
 
@@ -28,7 +28,7 @@ def normal_clip(columns: int, quantile: float = 1.0) -> float:
 
     The result for quantile 1 is the median of the largest |value|.
     """
-    from statistics import NormalDist  # imports much that only `allocate` needs
+    from statistics import NormalDist  # a slow import that only `allocate` needs
 
     largest = 0.5 ** (1 / columns)
     return NormalDist().inv_cdf((1 + min(quantile, largest)) / 2)

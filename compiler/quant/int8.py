@@ -18,8 +18,9 @@ LARGEST_OFFSET = 2**30  # largest |code| of a bias: with it, sums of int8 produc
 SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # limits of an input's scale, so that f32 suffices for all values
 EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # candidates; 0 is one scale for all features
 QUIETEST = 2.0**-6  # least range of a feature relative to the largest: features rare in calibration may be larger later
-LEAST_DAMPING, BLOCK = 1e-9, 128  # of GPTQ's solver
-# Rows whose largest |w| is below this fraction of the matrix's largest use the step of a row at the limit.
+LEAST_DAMPING, BLOCK = 1e-9, 128  # the least damping and the block size of GPTQ's solver
+# The least |w| of a row that sets its step, as a fraction of the largest |w| of the matrix. A row with a smaller
+# maximum has the step of a row at this limit.
 FAINTEST = 2.0**-12
 
 
@@ -164,11 +165,11 @@ class Int8(PerRow):
             raise SchemeError("int8 takes a vector only as the bias of a product in int8")
         scale = steps(weight)
         if scale.shape != bias.shape:
-            raise SchemeError(f"it has {len(bias)} numbers, but its weight has {len(scale)} rows")
+            raise SchemeError(f"it has {len(bias)} elements, but its weight has {len(scale)} rows")
         codes = (bias.detach().cpu().double() / scale.double()).round()
         if float(codes.abs().max()) > LARGEST_OFFSET:
             worst = int(codes.abs().argmax())
-            message = f"its number {worst}, {float(bias[worst]):.4g}, is {float(codes[worst]):.4g} steps of int32"
+            message = f"element {worst} is {float(bias[worst]):.4g}, or {float(codes[worst]):.4g} int32 steps, above 2^30"
             raise SchemeError(message)
         return {"codes": codes.to(torch.int32).numpy(), "scale": scale.numpy()}
 

@@ -389,7 +389,7 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
     where: dict[str, str] = {}
     shapes: dict[str, str] = {}
-    # sets of layers are named by what a condition in `forward` says of them, where there is one
+    # a set of layers that a condition in `forward` tests is named after this condition
     tests = {name: tables.of(uses.place, at, name.removeprefix("self.")) for name, at in attributes.items()}
     for path in dict.fromkeys(path for graph in uses.functions for path, type in graph.params if not type.storage):
         having = uses.having(graph for graph in uses.functions if path in dict(graph.params))
@@ -402,7 +402,7 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
     lines = [*parameter_lines([(path, params[path]) for path in order], where, table=table, shapes=shapes)]
     for scalar, values in uses.scalars.items():
         text = python_formula(uses.formulas.get(scalar, ""), layers=len(values))
-        if not text:  # Python has no such function
+        if not text:  # Python's math module lacks a function of the formula
             numbers = tuple_text([repr(values[layer]) for layer in sorted(values)])
             text = f"{tables.add(uses.place, f'{scalar.upper()}S', numbers, 'of each block')}[layer]"
         lines.append(f"self.{scalar} = {text}")

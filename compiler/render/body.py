@@ -19,7 +19,7 @@ BODY = 112  # the most columns of a line of a method's body
 THOUGHT = 5  # the highest `_cost` of a line, which has at most one product, fused group or kernel
 STATE = ("cache", "state")  # arguments that hold the state of earlier tokens
 SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})
-TEST = re.compile(r"\b(?:if|and|or)\b")  # each stands for one fact that generated code tests
+TEST = re.compile(r"\b(?:if|and|or)\b")  # the words of conditions: one per fact that a line tests
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 Guarded = tuple[Where, str]  # a line with the variants that run it
 Group = tuple[Where, Sequence[str]]  # lines that the same variants run
@@ -257,7 +257,7 @@ class Body:
                     if combined(*variants) & every == where:
                         self.conditions |= set(names)
                         return word.join(texts)
-        raise Indistinguishable(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
+        raise Indistinguishable(f"no facts distinguish the variants {sorted(where)} of {self.merged.variants[0].name}")
 
     # Values
 
@@ -326,7 +326,7 @@ class Body:
         reads = self._reads.get(slot.name, [])
         if not slot.node.op.inline or slot.node.op.assigned or slot.name in self.merged.variables:
             return False
-        if len(reads) != 1:  # pending until its first reader, which assigns it, if each variant has one
+        if len(reads) != 1:  # if each variant has exactly one reader, the first of these assigns the value
             return len(reads) > 1 and sorted(v for _, where in reads for v in where) == sorted(slot.where)
         if reads[0][0] > len(self.merged.slots):
             return True
@@ -356,7 +356,7 @@ class Body:
             (key for key in self.pending if len(self._reads[key]) > 1 and self._at[self._slots[key].name] < at), None
         ):
             self.write(earlier)
-        if ref not in self.pending:  # assigned because an earlier value takes a name that it reads
+        if ref not in self.pending:  # already assigned, because an earlier value takes a name that this value reads
             return
         self.ahead, self.guard = True, slot.where
         self.assign(slot, self.pending.pop(ref)[0])

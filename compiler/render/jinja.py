@@ -15,7 +15,7 @@ import jinja2
 from specc.compiler.errors import SpeccError
 
 TEMPLATES = Path(str(importlib.resources.files("specc.templates")))
-MEND = "mend the template; `git diff templates` shows what changed in it"
+MEND = "correct the template; `git diff templates` shows its changes"
 
 _BUILTINS = frozenset({*dir(builtins), "__file__", "__name__"})
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

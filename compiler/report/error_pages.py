@@ -22,7 +22,7 @@ class ErrorPage:
         meaning: the meaning of the code.
         exit_code: the exit code of a command that ends with this error.
         bad: lines of a spec, or commands, that cause the error; empty if there is no short example.
-        message: what is shown for `bad`.
+        message: the error message for `bad`.
         good: the lines or commands without the error; empty if there is no short example.
     """
 

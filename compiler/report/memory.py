@@ -17,16 +17,16 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.report.saved import Pass, Sizes, is_barrier, moved
 from specc.compiler.spec.train import TrainSpec
 
-# Of cuBLAS: each of the two threads that run the forward and the backward has one on each of the two streams that run
-# steps and capture graphs.
+# The number of workspaces of cuBLAS. The forward and the backward run in separate threads, and each thread has one
+# workspace on each of two streams: the stream of steps, and the stream that captures graphs.
 WORKSPACES = 4
 MASTER = BYTES["f32"]  # masters, their gradients, optimizer state and averages are f32
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The peak of the bytes that Torch allocates in a training step. On a GPU, it is what
-    `torch.cuda.max_memory_allocated` returns: the context of CUDA and unused parts of segments are not included.
+    """The peak of the bytes that Torch allocates in a training step. On a GPU, it corresponds to
+    `torch.cuda.max_memory_allocated`: the context of CUDA and unused parts of segments are not included.
 
     Attributes:
         parts: the bytes of each kind of content at the peak, such as parameters.
@@ -54,15 +54,15 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
     count = sum(param.count for param in params)
     copies = [param for param in params if param.dtype != "f32" or (train.qat is not None and param.storage)]
     owned = [(train.optimizers[param.optimizer], param.shape) for param in params if param.optimizer is not None]
-    one = Pass(graph, plan.programs, sizes, "gpu" in plan.target.features)
+    simulated = Pass(graph, plan.programs, sizes, "gpu" in plan.target.features)
     groups: Counter[str] = Counter()
     for node in graph.nodes:
         if isinstance(node.op, Fused) and not node.region:
             group = plan.programs.group(node.op.group)
-            groups[group_pattern(plan.programs, group, group.scope)] += one.groups[node.name].computed
-    saved, by_groups, peak = sum(one.saved.values()), sum(groups.values()), _Peak(one, plan).bytes()
+            groups[group_pattern(plan.programs, group, group.scope)] += simulated.groups[node.name].computed
+    saved, by_groups, peak = sum(simulated.saved.values()), sum(groups.values()), _Peak(simulated, plan).bytes()
     parts = {
-        "masters": 0 if train.precision.masters == "bf16" else MASTER * count,  # the weights of the products are they
+        "masters": 0 if train.precision.masters == "bf16" else MASTER * count,  # bf16 masters are the weights of the products
         "gradients": MASTER * count + sum(BYTES[param.dtype] * param.count for param in params if param.dtype != "f32"),
         "optimizer state": MASTER * sum(spec.state_numbers(shape) for spec, shape in owned),
         "average": MASTER * count if train.average is not None else 0,
@@ -93,11 +93,11 @@ def _update_bytes(train: TrainSpec, plan: Plan) -> int:
 class _Peak:
     """The most bytes of activations, gradients and temporary values that are in use at once in a pass."""
 
-    def __init__(self, one: Pass, plan: Plan) -> None:
-        self._pass, self._plan, self._graph = one, plan, one.graph
-        ends = {ref for node in one.graph.nodes if is_barrier(node) for ref in (*node.inputs, *node.outputs)}
-        stored = {self._root(ref) for ref in ends} | {*one.saved}
-        self._stored = stored if one.compiled else None  # the values that code writes to memory; None: all
+    def __init__(self, simulated: Pass, plan: Plan) -> None:
+        self._pass, self._plan, self._graph = simulated, plan, simulated.graph
+        ends = {ref for node in simulated.graph.nodes if is_barrier(node) for ref in (*node.inputs, *node.outputs)}
+        stored = {self._root(ref) for ref in ends} | {*simulated.saved}
+        self._stored = stored if simulated.compiled else None  # the values that code writes to memory; None: all
 
     def bytes(self) -> int:
         return max(self._forward(), self._backward())

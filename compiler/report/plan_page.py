@@ -58,14 +58,14 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts = [f"Stored: {summary.stored}{f'; {summary.choice}' if summary.choice else ''}."]
     facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
     facts += [f"Cache: {summary.cached}."] if summary.cached else []
-    facts += [f"Largest gap of what was measured: {summary.gap}."] if summary.gap else []
+    facts += [f"Largest gap of measured work: {summary.gap}."] if summary.gap else []
     facts += summary.changes
     facts += (f"In 8 bits in training, not measured: {text}." for text in products_of_8_bits(main))
     facts += (f"Backward: {text}." for text in summary.saved)
     facts += rewritten(main.programs)
     if summary.spec.train.deterministic:
         facts.append(
-            "Deterministic: every kernel returns the same bits in repeated calls, as `train.deterministic` asks."
+            "Deterministic: every kernel returns the same bits in repeated calls, as `train.deterministic` requires."
         )
     if summary.recomputed:
         facts.append(f"Recomputed in the backward: {summary.recomputed}, whose values are not kept in memory.")
@@ -89,7 +89,7 @@ def _facts(summary: Summary) -> Iterator[str]:
 
 
 def rewritten(programs: Programs) -> Iterator[str]:
-    """Yields what passes that choose nodes themselves did, and what they refused, as sentences."""
+    """Yields one sentence for each effect and each refusal of the passes that choose nodes themselves."""
     alike: dict[tuple[str, str, str], dict[str, None]] = {}
     for rewriting in programs.rewritings:
         key = rewriting.step, rewriting.text, rewriting.refusal

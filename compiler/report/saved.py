@@ -25,7 +25,7 @@ def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]
     """Maps each value that is a view to the value it is a view of.
 
     A node returns views if it has one input, computes nothing, and keeps the dtype and, in all of its outputs, the
-    number of elements. Without `parts`, a part of a value is a value of its own.
+    number of elements. If `parts` is false, a node with several outputs returns no views.
     """
     views: dict[str, str] = {}
     for node in graph.nodes:
@@ -106,8 +106,7 @@ class Pass:
     def saved(self) -> Mapping[str, int]:
         """The bytes of the values that the forward saves for the backward, by value, as in `_read`.
 
-        Of a region that the backward computes again, only the values that it reads are saved, and some of those that it
-        returns.
+        For a region that the backward computes again, only the inputs of the region and some of its results are saved.
         """
         inputs = {self.views.get(ref, ref) for node in self.graph.nodes if node.region for ref in node.inputs}
         inputs = {ref for ref in inputs if self._region(ref) == "" or self._leaves(ref)}
@@ -129,10 +128,11 @@ class Pass:
         return node.region if node is not None else ""
 
     def _leaves(self, ref: str) -> bool:
-        """Returns whether a value of a region is saved: the caller reads it, or another region. Code that is not
-        compiled also saves it for nodes outside of all regions. For these, Torch's compiler computes it again."""
-        own = {self._region(ref), *([""] if self.compiled else [])}
-        return ref in self._returned or any(reader.region not in own for reader in self._readers.get(ref, ()))
+        """Returns whether a value of a region is saved, because the caller or another region reads it. If code is not
+        compiled, a value that nodes outside of all regions read is saved too. Torch's compiler computes such a value
+        again."""
+        not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
+        return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
     @cached_property
     def _returned(self) -> frozenset[str]:
@@ -157,16 +157,16 @@ class Pass:
         An entry `value#` holds values without a name in the graph: intermediate values of an expression that is not
         compiled, and those inside a recurrence or a group.
         """
-        refs, inside = (self._kept_by_compiler(), Counter[str]()) if self.compiled else self._kept_by_autograd()
+        refs, inside = (self._saved_by_compiler(), Counter[str]()) if self.compiled else self._saved_by_autograd()
         values = (self.views.get(ref, ref) for ref in refs)
         saved = Counter(self.bytes_of(values)) + Counter({f"{ref}#": size for ref, size in inside.items()})
         for node in self.graph.nodes:
             size = node.op.saved_inside([self.graph.types[ref] for ref in node.inputs], node.types, self.sizes)
             if isinstance(node.op, Scan):
                 step = flatten(self.programs, self.programs.function(node.op.callee), at=node.op.at)
-                read = {name for name, _ in step.inputs[node.op.carried :]}  # by all steps, or parts of a sequence
-                kept = Pass(step, self.programs, self.sizes, self.compiled).saved.items()
-                size = node.types[-1].extents(self.sizes)[1] * sum(size for ref, size in kept if ref not in read)
+                read = {name for name, _ in step.inputs[node.op.carried :]}  # read by all steps, or parts of a sequence
+                saved_in_step = Pass(step, self.programs, self.sizes, self.compiled).saved.items()
+                size = node.types[-1].extents(self.sizes)[1] * sum(size for ref, size in saved_in_step if ref not in read)
             elif isinstance(node.op, Fused):
                 size = self.groups[node.name].inside
             if size:
@@ -198,36 +198,36 @@ class Pass:
             wide = (0 if has_rows(type) else _F32 * type.count(sizes) for type in gradients)
             size += sum(max(type.bytes(sizes), sums) for type, sums in zip(gradients, wide, strict=True))
         read = frozenset(outside[name] for name in needed if name in outside)
-        own = sum(self.graph.types[ref].bytes(sizes) for ref in read & frozenset(node.outputs))
-        return SavedByGroup(read, needed, size, size + own)
+        returned = sum(self.graph.types[ref].bytes(sizes) for ref in read & frozenset(node.outputs))
+        return SavedByGroup(read, needed, size, size + returned)
 
     # Compiled code
 
-    def _kept_by_compiler(self) -> set[str]:
+    def _saved_by_compiler(self) -> set[str]:
         """Returns the values of the graph that compiled code saves.
 
         The forward saves the values that the backward passes of products, attention and groups read. Torch's compiler
         recomputes the values that other derivatives read, from the nearest values that are saved anyway, that a barrier
         returns, or that it never computes again.
         """
-        kept: set[str] = set()
+        saved: set[str] = set()
         for node in filter(is_barrier, self.graph.nodes):
-            kept |= self.groups[node.name].read if node.name in self.groups else {*node.inputs}
-            kept |= {*node.outputs} if node.op.matrix and node.op.mixes_tokens else set()
-        kept = {self.views.get(ref, ref) for ref in kept}
+            saved |= self.groups[node.name].read if node.name in self.groups else {*node.inputs}
+            saved |= {*node.outputs} if node.op.matrix and node.op.mixes_tokens else set()
+        saved = {self.views.get(ref, ref) for ref in saved}
         final = self._never_recomputed()
         for node in self.graph.nodes:
             if not is_barrier(node) and self.learned.intersection(node.outputs):
                 for ref in sorted(_derivative_reads(node)):
-                    kept |= self._sources(self.views.get(ref, ref), kept, final)
-        return kept
+                    saved |= self._sources(self.views.get(ref, ref), saved, final)
+        return saved
 
-    def _sources(self, ref: str, kept: Collection[str], final: Collection[str]) -> set[str]:
+    def _sources(self, ref: str, saved: Collection[str], final: Collection[str]) -> set[str]:
         """Returns the values to save so that the backward can read `ref`: the value itself, or the values that it is
         computed from, if these are smaller."""
         waiting, visited, new = [ref], set[str](), set[str]()
         while waiting:
-            if (value := waiting.pop()) in visited or value in kept or value[0] in "@$":
+            if (value := waiting.pop()) in visited or value in saved or value[0] in "@$":
                 continue
             visited.add(value)
             node = self.graph.by_name.get(node_of(value))
@@ -263,7 +263,7 @@ class Pass:
 
     # Code that is not compiled
 
-    def _kept_by_autograd(self) -> tuple[set[str], Counter[str]]:
+    def _saved_by_autograd(self) -> tuple[set[str], Counter[str]]:
         """Returns the values that Torch saves if code is not compiled, and the bytes of values without a name, by the
         value that they are computed for."""
         saved: set[str] = set()

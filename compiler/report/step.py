@@ -26,7 +26,8 @@ from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
 TORCH = "torch"
-# Bytes per parameter: the optimizer reads master, gradient and two moments, and writes master, moments and view.
+# Bytes per parameter: the optimizer reads master, gradient and two moments, and writes master, moments and the bf16
+# copy of the weight.
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
 
 
@@ -84,7 +85,7 @@ class Work:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time, else the floor."""
+        """The measured time, or the floor if no time was measured."""
         return self.floor_ms if self.ms is None else self.ms
 
 
@@ -117,7 +118,8 @@ class Step:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time of the whole step; else the sum of measured times, with floors for the rest."""
+        """The measured time of the whole step. Without it, the sum of the measured times, and of the floors of work
+        that was not measured."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
     def share(self, work: Work) -> float:

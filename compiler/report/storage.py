@@ -14,7 +14,7 @@ from specc.compiler.quant.scheme import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
 ROW_BYTES = 24  # compressed size of a row of the table of arrays of int8 products
-ROUNDED = 1024  # the overhead is rounded up, so that small changes of the spec, as to a rate, do not change it
+ROUNDED = 1024  # the overhead is rounded up to a multiple of this, so that small changes of a spec do not change it
 FRAME_BYTES = 24  # the most bytes that compression adds to a section
 
 

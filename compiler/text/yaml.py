@@ -45,7 +45,8 @@ _BEYOND = re.compile(r"\\U(?!000|0010)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = ("unknown escape sequence", "use 'single quotes' around text with backslashes")
 _UNCLOSED = ("a quoted text is not closed", "add the closing quote")
-# Part of the parser's message, our message, our hint, and whether the construct it began to read was left open.
+# A part of the parser's message, the message and the hint of the diagnostic, and whether the construct at fault is
+# unclosed.
 _SYNTAX = (
     ("mapping values are not allowed", "unexpected `:`", "quote the text, or check the indentation", False),
     ("could not find expected ':'", "a key has no `:`", "write `key: value`, with a space after the colon", True),
