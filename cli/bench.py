@@ -57,13 +57,14 @@ PARTS = ("kernels", "groups", "step", "optimizer", "table", "decode", "int8")
     "contexts",
     multiple=True,
     type=click.IntRange(min=1),
-    help="Length of each text, in tokens, when `decode` ends. Repeatable. By default, 128, 512, 2048 and 8192, each at most "
-    "the model's context; on a CPU, 128 and 512.",
+    help="Length of each text, in tokens, when `decode` ends. Repeatable. By default, 128, 512, 2048 and 8192, each "
+    "at most the model's context; on a CPU, 128 and 512.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    help="Number of tokens at the end of each text that `decode` times. By default, 64, but at most half of the context.",
+    help="Number of tokens at the end of each text that `decode` times. By default, 64, but at most half of the "
+    "context.",
 )
 @picture_option("Write a roofline picture.")
 @json_option
@@ -106,7 +107,7 @@ def command(
 
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
-        raise click.UsageError(f"--picture draws kernels and groups, which --only excludes")
+        raise click.UsageError("--picture draws kernels and groups, which --only excludes")
     given = {"--weights": weights, "--batch": batches or None, "--context": contexts or None, "--tokens": tokens}
     for option, value, part in (("--gpus", gpus, "table"), *((name, value, "decode") for name, value in given.items())):
         if value is not None and parts and part not in parts:

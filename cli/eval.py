@@ -41,7 +41,8 @@ from specc.cli.processes import Repeatable, joined_world, launched
     "--adapt",
     metavar="KIND",
     help="Adapt the model to the text while scoring it: slot, slot_causal or ttt, or settings such as "
-    "`{kind: slot, steps: 3}`. The result is reported separately from the score of the model, and marked as causal or non-causal.",
+    "`{kind: slot, steps: 3}`. The result is reported separately from the score of the model, and "
+    "marked as causal or non-causal.",
 )
 @click.option(
     "--task",

@@ -38,7 +38,9 @@ from specc.runtime.export.formats import format_names, format_of, formats_with
     help="Program to export as onnx or pt2: the logits of each token, or the loss of each target in nats.",
 )
 @click.option(
-    "--quantized", is_flag=True, help="For onnx and pt2: export the dequantized weights of the artifact instead of the trained weights."
+    "--quantized",
+    is_flag=True,
+    help="For onnx and pt2: export the dequantized weights of the artifact instead of the trained weights.",
 )
 @click.option(
     "--dtype",

@@ -27,7 +27,9 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
     origin = get_current_context().get_parameter_source
     odd = [f"--{name.replace('_', '-')}" for name in names if origin(name) is not ParameterSource.DEFAULT]
     if odd:
-        raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect together with {beside}")
+        raise click.UsageError(
+            f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect together with {beside}"
+        )
 
 
 def _utf8(prompt: str) -> bytes:

@@ -14,7 +14,9 @@ from specc.cli.output import say
 @click.option("--name", callback=stated, help="Name of the spec. By default, the name of the folder.")
 @click.option("--spec", type=folder, help="File of the spec. By default, specs/NAME.yaml.")
 @click.option("--run", "directory", type=folder, help="Run directory. By default, the next free runs/NAME-NNN.")
-@click.option("--data", callback=stated, help="Data of the run, as for `specc train`. By default, the data of the spec.")
+@click.option(
+    "--data", callback=stated, help="Data of the run, as for `specc train`. By default, the data of the spec."
+)
 @click.option(
     "--set",
     "overrides",

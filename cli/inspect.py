@@ -64,7 +64,8 @@ from specc.cli.output import Stages, say
     "kinds",
     multiple=True,
     metavar="NAME=DATA",
-    help="Name and data of a kind of documents. The load of experts is measured on each kind. Repeatable. By default, the data of the run.",
+    help="Name and data of a kind of documents. The load of experts is measured on each kind. Repeatable. "
+    "By default, the data of the run.",
 )
 @click.option("--picture", type=folder, metavar="DIR", help="Folder to draw one PNG per part in. Needs matplotlib.")
 @device_option

@@ -29,14 +29,19 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
             then.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
-        raise SpeccError(f"{name!r} is not a model name", "use 1 to 64 lower-case letters, digits and _, starting with a letter")
+        raise SpeccError(
+            f"{name!r} is not a model name", "use 1 to 64 lower-case letters, digits and _, starting with a letter"
+        )
     if target.exists():
         raise SpeccError(f"{target} exists already", "choose another name, or remove it first")
     load(origin)
     text = origin.read_text(encoding="utf-8")
     renamed, count = re.subn(r"(?m)^name:[ \t]*[a-z][a-z0-9_]*", f"name: {name}", text, count=1)
     if not count:
-        raise SpeccError(f"{origin} has no line `name: ...` at the left margin", "write `name: ...` on a separate line, without indentation")
+        raise SpeccError(
+            f"{origin} has no line `name: ...` at the left margin",
+            "write `name: ...` on a separate line, without indentation",
+        )
     load(renamed)
     renamed = small_version(renamed, origin.stem) if small else renamed
     target.parent.mkdir(parents=True, exist_ok=True)

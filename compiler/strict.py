@@ -39,7 +39,7 @@ LearnedName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
 
 # Matches names of parameters or nodes; see pattern.py.
-Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+Pattern = Annotated[str, Field(min_length=1, max_length=256, title="pattern")]
 
 
 def _no_truth(value: object) -> object:

@@ -40,7 +40,8 @@ def _plain(ctx: click.Context, parameter: click.Parameter, name: str) -> str:
 @click.option(
     "--bounds",
     type=click.Choice(["endoftext", "blank-line", "record", "file"]),
-    help="End of each document: a line `<|endoftext|>`, a blank line, the end of a record (always in jsonl) or of the file.",
+    help="End of each document: a line `<|endoftext|>`, a blank line, the end of a record (always in jsonl) or "
+    "of the file.",
 )
 @click.option(
     "--name",

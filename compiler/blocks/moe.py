@@ -22,9 +22,9 @@ from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
 SCORES: Mapping[str, Op] = {"softmax": Softmax(), "sigmoid": Pointwise(("sigmoid(x)",), ("x",))}
-MULTIPLE = 8  # of features: grouped products on a GPU need rows of 16 bytes
+MULTIPLE = 8  # widths are multiples of this: grouped products on a GPU need rows of 16 bytes
 BALANCE = ("balance", "sequence_balance")  # the losses of the load
-
+SINGLE_EXPERT = "with one expert per token, its normalized weight is always 1, so the router would not learn"
 
 Biases = Annotated[tuple[Literal["router", "up", "gate", "down"], ...], Field(min_length=1, max_length=4)]
 
@@ -100,9 +100,8 @@ class Moe(FeedForward):
         if self.experts > 2**15:
             yield Problem(("experts",), "S286", f"{self.experts:,} experts are more than 32,768", "use fewer experts")
         if self.router.normalize and self.top_k == 1:
-            message = "with normalize and top_k 1, the weight of the expert is always 1, so the router would not learn"
-            yield Problem(("router", "normalize"), "S286", message, "remove normalize, or use a top_k of at least 2")
-
+            hint = "remove normalize, or use a top_k of at least 2"
+            yield Problem(("router", "normalize"), "S286", SINGLE_EXPERT, hint)
         yield from (problem.under("router") for problem in self._group_problems())
 
     def _group_problems(self) -> Iterator[Problem]:

@@ -18,7 +18,9 @@ from operator import mul
 from .positional import function_named
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, Neg, Read, Var, children
 
-Factor = tuple[Expr, Fraction]  # base, exponent; the base is no product or number, and a quotient only if its divisor is a sum
+Factor = tuple[
+    Expr, Fraction
+]  # base, exponent; the base is no product or number, and a quotient only if its divisor is a sum
 Factors = tuple[Factor, ...]
 Term = tuple[Fraction, Factors]
 

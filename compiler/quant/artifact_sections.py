@@ -16,7 +16,11 @@ CHUNK_BYTES = 512 * 2**10  # the largest size of a section, before compression
 JOIN_BYTES = 16 * 2**10  # smaller roles share a stream: each section costs an entry, and brotli starts anew in it
 DATA_DIGEST_BYTES = 64  # the size of the section of data digests
 CODEC_BYTES = 16  # the headers of brotli or LZMA2 blocks in a text section that does not compress
-PREFIX_BYTES, ENTRY_BYTES, DIGEST_BYTES = 80, 44, 32  # the parts of the header: its start, one entry per section, its digest
+PREFIX_BYTES, ENTRY_BYTES, DIGEST_BYTES = (
+    80,
+    44,
+    32,
+)  # the parts of the header: its start, one entry per section, its digest
 
 
 class Kind(IntEnum):

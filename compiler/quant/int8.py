@@ -169,7 +169,9 @@ class Int8(PerRow):
         codes = (bias.detach().cpu().double() / scale.double()).round()
         if float(codes.abs().max()) > LARGEST_OFFSET:
             worst = int(codes.abs().argmax())
-            message = f"element {worst} is {float(bias[worst]):.4g}, or {float(codes[worst]):.4g} int32 steps, above 2^30"
+            message = (
+                f"element {worst} is {float(bias[worst]):.4g}, or {float(codes[worst]):.4g} int32 steps, above 2^30"
+            )
             raise SchemeError(message)
         return {"codes": codes.to(torch.int32).numpy(), "scale": scale.numpy()}
 

@@ -78,7 +78,9 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     }
     rest = error - product(arrays).to(error)
     if float((rest @ metric * rest).sum()) >= float((error @ metric * error).sum()):
-        arrays["left"][:] = arrays["right"][:] = 0  # the scales are constant too, so that the arrays compress to almost nothing
+        arrays["left"][:] = arrays["right"][:] = (
+            0  # the scales are constant too, so that the arrays compress to almost nothing
+        )
         arrays["left_scale"][:] = arrays["right_scale"][:] = SMALLEST_SCALE
     return arrays
 

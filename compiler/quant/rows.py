@@ -124,7 +124,7 @@ class PerRow(Scheme):
         exact = self._exact_scales(clip)
         if float(exact.max()) > LARGEST_SCALE:
             raise SchemeError(
-                f"|w| reaches {float(clip.max()):.4g}, and a float16 scale of int{self.bits} ends at "
+                f"|w| reaches {float(clip.max()):.4g}, but a float16 scale of int{self.bits} allows at most "
                 f"{LARGEST_SCALE * self.top:.4g}"
             )
         return _rounded_up(exact)

@@ -16,7 +16,9 @@ from specc.compiler.render.body import Body
 from specc.compiler.render.function import LOCALS, Function, Speller, docstring
 
 NO_NAMES: Mapping[str, str] = {}
-ADD_SHARE = TorchCall("add_share", tuple(map(Input, range(4))))  # the total, the result of a chunk, the rows of the chunk, all rows
+ADD_SHARE = TorchCall(
+    "add_share", tuple(map(Input, range(4)))
+)  # the total, the result of a chunk, the rows of the chunk, all rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class Methods:
             arguments.append(f"{keeper}: {TYPES[keeper]}")
             count = "starts" if "starts" in dict(inputs) else "start"
             doc = doc[:-1] + (
-                f", of the last token. `{keeper}` has `{count}` tokens, and these are added to it, in place."
+                f", of the last token. `{keeper}` has `{count}` tokens; the new tokens are added to it, in place."
                 if keeper == CACHE
                 else f"; the token is added to `{keeper}`, in place."
             )

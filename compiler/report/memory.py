@@ -62,7 +62,9 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
             groups[group_pattern(plan.programs, group, group.scope)] += simulated.groups[node.name].computed
     saved, by_groups, peak = sum(simulated.saved.values()), sum(groups.values()), _Peak(simulated, plan).bytes()
     parts = {
-        "masters": 0 if train.precision.masters == "bf16" else MASTER * count,  # bf16 masters are the weights of the products
+        "masters": 0
+        if train.precision.masters == "bf16"
+        else MASTER * count,  # bf16 masters are the weights of the products
         "gradients": MASTER * count + sum(BYTES[param.dtype] * param.count for param in params if param.dtype != "f32"),
         "optimizer state": MASTER * sum(spec.state_numbers(shape) for spec, shape in owned),
         "average": MASTER * count if train.average is not None else 0,

@@ -166,7 +166,9 @@ class Pass:
                 step = flatten(self.programs, self.programs.function(node.op.callee), at=node.op.at)
                 read = {name for name, _ in step.inputs[node.op.carried :]}  # read by all steps, or parts of a sequence
                 saved_in_step = Pass(step, self.programs, self.sizes, self.compiled).saved.items()
-                size = node.types[-1].extents(self.sizes)[1] * sum(size for ref, size in saved_in_step if ref not in read)
+                size = node.types[-1].extents(self.sizes)[1] * sum(
+                    size for ref, size in saved_in_step if ref not in read
+                )
             elif isinstance(node.op, Fused):
                 size = self.groups[node.name].inside
             if size:

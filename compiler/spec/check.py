@@ -1,6 +1,6 @@
 """Checks a spec and reports all of its problems, each with a code, a position and a hint.
 
-The modules that word Pydantic's errors are imported only for a spec that has some.
+The modules that translate Pydantic's errors are imported only if a spec has such errors.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +53,8 @@ def check(source: Source) -> Spec:
 
 
 def check_as(model: type[M], source: Source) -> M:
-    """Returns the content of a source as a model. Raises SpecError with all problems if the source is invalid."""
+    """Returns the data of a source as an instance of `model`. Raises SpecError with all problems if the source is
+    invalid."""
     try:
         value = model.model_validate(source.data)
     except ValidationError as error:
@@ -105,7 +106,9 @@ def _problems_of_sound_parts(
             data = data[part]  # type: ignore[index]
         try:
             value = model.model_validate(data)
-        except ValidationError:  # reported at another path: the part may belong to several kinds of model
+        except (
+            ValidationError
+        ):  # the error is reported at another path, because the part may belong to several kinds of model
             continue
         sound.append(path)
         yield from problems_of(value, path)

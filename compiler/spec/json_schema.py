@@ -22,7 +22,7 @@ _TAGS = ("kind", "scheme", "metric")
 class _ForEditors(GenerateJsonSchema):
     """Generates the schema with the descriptions of all fields, and without titles that only repeat a key.
 
-    Each member of a union requires its tag, unless the member is the default of a section that does not state a tag.
+    Each member of a union requires its tag. The default member, which applies to a section without a tag, does not.
     """
 
     def generate(self, schema: Any, mode: JsonSchemaMode = "validation") -> dict[str, Any]:

@@ -65,18 +65,18 @@ class ScheduleSpec(StrictModel):
         low, high = 0.0, 1.0
         if self.shape == "linear":
             return limit
-        for _ in range(60):  # bisection to the last bit
+        for _ in range(60):  # bisection to the precision of a float
             middle = (low + high) / 2
             low, high = (middle, high) if self.down(middle) <= limit else (low, middle)
         return low
 
     def lowest(self, steps: int | None, last: int = 1) -> float:
-        """Returns the multiplier of the update that is number `last` from the end; 1 is the last update.
+        """Returns the multiplier of one of the last updates of a run.
 
         Args:
             steps: the steps of the run; None if the run is limited by seconds. The result is then the lowest multiplier
                 of the schedule.
-            last: the number of remaining updates, including this one.
+            last: the position of the update from the end: 1 is the last update, 2 the update before it.
         """
         span = self.warmdown_fraction or self.warmdown_steps or self.falls if steps is None else self.of(steps)[1]
         if not span:

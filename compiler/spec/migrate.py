@@ -1,5 +1,5 @@
-"""Rewrites specs of version 1 and old keys of version 2. Parameters, programs and scores of the model stay as they
-are."""
+"""Rewrites specs of version 1 and old keys of version 2. The parameters, programs and scores of the model do not
+change."""
 
 import re
 from collections import Counter
@@ -41,7 +41,7 @@ def _has_tf32(data: Any) -> bool:
 
 
 def _move_tf32(train: Data) -> None:
-    """Moves `tf32` to `precision`, in its place in a file and with its comment."""
+    """Moves `tf32` into a new section `precision`, which takes its position and its comment."""
     if not isinstance(train, CommentedMap):
         train["precision"] = {"tf32": train.pop("tf32")}
         return
@@ -101,9 +101,9 @@ def migrated_text(path: FilePath) -> str | None:
 
 
 def with_all_comments(old: str, new: str) -> str:
-    """Returns the text `new` with the comments of `old` that it lacks: those of keys that a migration removes.
+    """Returns the text `new` with the comments of `old` that it lacks, because the migration removed their keys.
 
-    A comment stands before the next line of `old` that is also in `new`, and occurs there once.
+    Each comment is inserted before the next line of `old` that occurs exactly once in `new`.
     """
     olds, lines = [_code_and_comment(line) for line in old.splitlines()], new.splitlines()
     present = Counter(comment for _, comment in map(_code_and_comment, lines))
@@ -161,7 +161,7 @@ def migrate(data: Data) -> None:
 
 
 def _turn_backward(part: Any) -> None:
-    """Adds the direction of rotary positions to a part of a model."""
+    """Adds `turn: backward` to the rotary embeddings in a part of a model."""
     if isinstance(part, MutableMapping):
         if isinstance(part.get("rope"), MutableMapping):
             part["rope"]["turn"] = "backward"
@@ -171,7 +171,7 @@ def _turn_backward(part: Any) -> None:
 
 
 def _migrate_masks(part: Any) -> None:
-    """Writes the windows and documents of attention as masks."""
+    """Rewrites the windows and documents of attention as masks."""
     for inner in part.values() if isinstance(part, Mapping) else part if isinstance(part, list) else ():
         _migrate_masks(inner)
     if not isinstance(part, MutableMapping) or part.get("kind") != "attention" or part.get("of") == "encoder":
@@ -253,7 +253,7 @@ def _migrate_blocks(blocks: Data, dim: Any) -> None:
         if layer in parallel:
             change["write"] = "x" + "".join(f" + {factor}{title}" for title, factor in branches.items())
             change |= {title: {"write": None} for title in branches}
-        if isinstance(lanes, Mapping) and layer == lanes["first"] - 1:  # it gives its value to every lane
+        if isinstance(lanes, Mapping) and layer == lanes["first"] - 1:  # this layer writes its result to every lane
             *_, last = branches
             owner = change if layer in parallel else change.setdefault(last, {})
             text = owner.get("write") or f"x + {branches[last].removeprefix(f'{last}.')}y"
@@ -444,8 +444,8 @@ def _range(first: int, last: int) -> str:
 
 
 def condition_of(layers: Sequence[int], count: int) -> str:
-    """Returns a condition that holds in exactly these layers. `layers` are ascending, and `count` is their total
-    number."""
+    """Returns a condition that holds in exactly the given layers of a stack. `layers` are ascending, and `count` is the
+    number of all layers of the stack."""
     parts = []
     begin = 0
     for i, layer in enumerate(layers):

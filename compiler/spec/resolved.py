@@ -9,7 +9,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Path
 from specc.compiler.text.source import Source, step
 
-# Texts that YAML reads as themselves without quotes.
+# Texts that YAML reads as strings without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./*()+ -]*(?<! )")
 _WORDS = frozenset(("true", "false", "null", "yes", "no", "on", "off", "y", "n"))
 _TAGS = ("kind", "scheme")  # keys that come first
@@ -83,7 +83,7 @@ def _scalar(value: Any) -> str:
 
 
 def _nearest(source: Source, path: Path) -> tuple[bool, Path]:
-    """Returns whether a value is stated in the source, and the longest part of its path that is.
+    """Returns whether a value is stated in the source, and the longest prefix of its path that is in the source.
 
     A value counts as stated if it was derived from a shorter form, such as a text in place of a mapping.
     """

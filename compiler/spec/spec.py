@@ -57,7 +57,7 @@ Chunks = Annotated[Annotated[int, Field(ge=2, le=1024)], Tag("chunks")]
 def _one_pattern(point: dict[str, tuple[str, ...] | int]) -> dict[str, tuple[str, ...] | int]:
     numbers = {key for key, value in point.items() if isinstance(value, int)}
     if numbers - {"chunks"} or len(point) - len(numbers) != 1:
-        raise ValueError("a fusion point has one pattern with its nodes, and may have `chunks`, a number")
+        raise ValueError("a fusion point is one pattern with a list of nodes; it may also have the number `chunks`")
     return point
 
 
@@ -216,10 +216,10 @@ class Spec(StrictModel):
         model: the architecture.
         fuse: the fusion points. Each is a pattern of parts, and a list of nodes of each part that are fused. A point
             that ends in the loss may have `chunks`, the number of chunks of tokens that are computed one after another.
-        merge: patterns of linear layers that read one value and are computed as one product, in programs over whole
-            sequences; `auto` for all layers for which this moves fewer bytes.
-        fold: patterns of linear layers whose outputs are multiplied with numbers or learned vectors, which are
-            multiplied into the matrices instead, in programs over whole sequences; `auto` for all such layers.
+        merge: patterns of linear layers that read the same value. Such layers are computed as one product in programs
+            over whole sequences. `auto`: all layers for which this moves fewer bytes.
+        fold: patterns of linear layers whose outputs are multiplied by numbers or learned vectors. In programs over
+            whole sequences, the matrices are multiplied by these factors instead. `auto`: all such layers.
         quant: how the parameters are stored. If unset, the model is not quantized.
         train: the training run.
         eval: how `specc eval` scores the model.
@@ -270,22 +270,22 @@ class Spec(StrictModel):
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
 
     def _problems_of_the_prefix(self) -> Iterator[Problem]:
-        """Yields the problems of settings that do not go with a prefix, whose targets are not scored."""
+        """Yields the problems of settings that a prefix excludes. The targets of a prefix are not scored."""
         least = self.model.unscored + 1
         if least == 1:
             return
         for path, tokens in values_of("context", self.train.context):
             if tokens < least:
-                message = f"rows of {tokens} tokens are shorter than the prefix of {least}"
+                message = f"rows of {tokens} tokens are shorter than the prefix of {least} tokens"
                 yield Problem(("train", *path), "S279", message, f"use at least {least} tokens")
         if self.eval.longest and self.eval.longest < least:
-            message = f"a window of {self.eval.longest} tokens is shorter than the prefix of {least}"
+            message = f"a window of {self.eval.longest} tokens is shorter than the prefix of {least} tokens"
             yield Problem(("eval", "window"), "S279", message, f"use at least {least} tokens")
         if self.eval.halves:
             message = "adaptation trains on all targets of a window, but those of the prefix have no score"
             yield Problem(("eval", "adapt"), "S279", message, "remove adapt")
         if self.quant is not None and self.quant.calibrate.source == "self":
-            message = f"generation begins with one token, but the prefix has {least}"
+            message = f"generation begins with one token, but the prefix has {least} tokens"
             yield Problem(("quant", "calibrate", "source"), "S279", message, "use `source: train`")
 
     @property
@@ -305,9 +305,9 @@ class Spec(StrictModel):
             yield Problem(("masters",), "S293", message, "set `compute: bf16`, or remove masters")
         if self.train.precision.masters == "bf16" and self.model.reads == "lines":
             message = (
-                "masters in bf16 need a model of text; with lines, dropout draws from the generator that rounds masters"
+                "masters in bf16 need a model of text; in a model of lines, dropout uses the generator of the rounding"
             )
-            yield Problem(("masters",), "S293", message, "remove masters; models of text draw dropout by counters")
+            yield Problem(("masters",), "S293", message, "remove masters")
         if self.train.precision.masters == "bf16" and self.train.qat is not None:
             message = "qat rounds copies of weights in f32, but masters in bf16 have no copies"
             yield Problem(("masters",), "S293", message, "remove masters, or remove qat")
@@ -331,8 +331,10 @@ class Spec(StrictModel):
         stated = self.model.losses
         for i, term in enumerate(self.train.losses):
             if term.states and term.states not in stated:
-                message = f"no layer states the loss {term.states}"
-                hint = f"choose from {', '.join(sorted(stated))}" if stated else "remove it; this model states none"
+                message = f"no layer has the loss {term.states}"
+                hint = (
+                    f"choose from {', '.join(sorted(stated))}" if stated else "remove it; this model has no such losses"
+                )
                 yield Problem(("train", "losses", i, "name"), "S265", message, hint)
             for reason in self.model.refuses_modules() if term.count else ():
                 message = f"{term.kind} needs modules that predict later tokens, but {reason}"

@@ -40,7 +40,7 @@ GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 def _tagged(key: str, default: str) -> Any:
     """Returns a validator that adds a tag to a section that does not state it.
 
-    It makes tuples of the lists of JSON, because Pydantic reads what a Python validator returns as Python values.
+    Lists of JSON become tuples, because Pydantic accepts only tuples from a Python validator in strict mode.
     """
 
     def add(value: Any) -> Any:
@@ -148,9 +148,9 @@ class TrainSpec(StrictModel):
         clip_norm: the largest norm of the gradient over all parameters but those of optimizers of kind `sign`. If
             unset, gradients are not clipped.
         precision: the dtypes of training.
-        recompute: the parts of each block whose values the backward pass computes again instead of reading them from
-            memory: names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and gradients
-            do not change. If unset, all values that the backward reads are kept.
+        recompute: the parts of each block whose values the backward pass computes again, so that they are not kept in
+            memory: names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and gradients do
+            not change. If unset, all values that the backward pass reads are kept.
         average: an average of the weights, which replaces them when the run ends.
         qat: quantization-aware training.
         validate_every: the steps between two validations; 0 for a single validation at the end.
@@ -262,15 +262,17 @@ class TrainSpec(StrictModel):
                 "set `tokens_per_step:` for text, or `batch:` (rows) for pairs of lines",
             )
         if self.stop_at_loss is not None and not self.validate_every:
-            message = "stop_at_loss reads the loss of validations, but the run has only one, at its end"
-            yield Problem(("stop_at_loss",), "S266", message, "set `validate_every:`, the steps between two")
+            message = "stop_at_loss compares the loss of each validation, but the run validates only at its end"
+            yield Problem(
+                ("stop_at_loss",), "S266", message, "set `validate_every:`, the steps between two validations"
+            )
         names = [term.title for term in self.losses]
         for i, name in enumerate(names):
             if name in names[:i]:
                 message = f"the term {name} is listed twice"
                 yield Problem(("losses", i), "S264", message, "remove one of the two, and add their weights")
         if "next_token" not in names:
-            message = f"the loss has no next token, only {', '.join(names)}"
+            message = f"the loss has no term next_token, only {', '.join(names)}"
             yield Problem(("losses",), "S264", message, "add `{kind: next_token}`")
         for i, part in enumerate(self.recompute):
             if part in self.recompute[:i] or (part != BLOCK and BLOCK in self.recompute):
@@ -298,14 +300,14 @@ class TrainSpec(StrictModel):
             )
         for i, optimizer in enumerate(self.optimizers):
             if self.steps is not None and optimizer.every > self.steps:
-                message = f"an update every {optimizer.every} steps never comes in a run of {self.steps}"
+                message = f"the optimizer updates every {optimizer.every} steps, but the run has {self.steps}"
                 yield Problem(("optimizers", i, "every"), "S288", message, f"use at most {self.steps}")
         yield from self._problems_of_beginning()
 
     def _problems_of_beginning(self) -> Iterator[Problem]:
         """Yields a problem for each of `qat` and `average` whose threshold the warm-down never reaches."""
         late = [("qat", self.qat.below, 1)] if self.qat is not None else []
-        if isinstance(self.average, SwaSpec):  # its last sample may be long before the end
+        if isinstance(self.average, SwaSpec):  # the last sample may be taken long before the end
             every = self.average.every
             if self.steps is not None and every > self.steps:
                 message = f"the average samples the weights every {every} steps, but the run has {self.steps}"
@@ -314,7 +316,9 @@ class TrainSpec(StrictModel):
             late.append(("average", self.average.below, (self.steps or 0) % every + 1))
         for name, below, left in late:
             if (lowest := self.schedule.lowest(self.steps, left)) >= below:
-                message = f"{name} starts when the schedule falls below {below:g}, but it falls only to {lowest:g}"
+                message = (
+                    f"{name} starts when the schedule falls below {below:g}, but the schedule falls only to {lowest:g}"
+                )
                 hint = "lower the end of the schedule (warmdown_steps or warmdown_fraction, floor), or raise `below`"
                 related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()
                 yield Problem((name, "below"), "S269", message, hint, related)
@@ -358,7 +362,7 @@ class BitsSpec(StrictModel):
             yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
             return
         if length > window and bounded:
-            message = f"windows of {length} tokens are longer than the context of {window}, where learned {bounded} end"
+            message = f"windows of {length} tokens exceed the context of {window}, the length of the learned {bounded}"
             yield Problem(("window",), "S218", message, f"use at most {window}, or rotary positions")
         elif self.stride is not None and self.stride > length:
             what = "context" if self.window is None else "window"

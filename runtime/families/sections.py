@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from specc.compiler.architectures.decoder import Decoder
 from specc.compiler.blocks.attention import Attention
 from specc.compiler.blocks.mlp import FeedForward, Mlp
-from specc.compiler.blocks.moe import Moe
+from specc.compiler.blocks.moe import SINGLE_EXPERT, Moe
 from specc.compiler.blocks.parts import Norm
 from specc.runtime.families.activations import activation, name_of
 from specc.runtime.families.config import Config
@@ -170,8 +170,8 @@ def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) ->
     """Returns a layer of experts that is named `mlp`."""
     chosen = {"experts": experts, "top_k": config.whole("num_experts_per_tok", most=experts)}
     if chosen["top_k"] == 1 and "normalize" in router:
-        message = "the weight of a single expert, divided by itself, is always 1, so its router would not learn"
-        raise config.error("num_experts_per_tok", message, "specc needs at least 2 experts of a token here")
+        hint = "specc needs a num_experts_per_tok of at least 2 in this family"
+        raise config.error("num_experts_per_tok", SINGLE_EXPERT, hint)
     act = activation(config, "hidden_act", "silu", True)
     stated = {"router": router} if router else {}
     return {"kind": "moe", "name": "mlp", **chosen, **more, "hidden": hidden, "act": act, **stated}

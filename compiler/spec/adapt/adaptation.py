@@ -9,7 +9,8 @@ from specc.compiler.strict import Problem, StrictModel
 class Adaptation(StrictModel):
     """The base class of `eval.adapt`. A subclass has a `kind` Literal as its tag and adds its settings.
 
-    If the spec has an adaptation, the programs `features` and `nats` are created. They are the two halves of `score`.
+    A spec with an adaptation has the programs `features`, which returns the last hidden states, and `nats`, which
+    returns the loss of each token. Together they compute `score`.
 
     Attributes:
         causal: whether each prediction depends only on the artifact and on earlier tokens. If not, the result is
@@ -24,7 +25,7 @@ class Adaptation(StrictModel):
 
     @property
     def sees(self) -> str:
-        """The inputs of a prediction, if the method is causal."""
+        """The inputs that a prediction depends on, in words, if the method is causal."""
         return "the artifact and earlier tokens alone"
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:

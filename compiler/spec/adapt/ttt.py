@@ -97,7 +97,7 @@ class TestTimeTraining(Adaptation):
 
     @property
     def learns_by(self) -> SgdSettings | AdamWSettings:
-        """The optimizer; if unset, the default.
+        """The optimizer of the spec, or the default if the spec sets none.
 
         With `lora` the default is AdamW, because the default learning rate of gradient descent does not fit a
         correction that is initialized to 0.
@@ -108,14 +108,14 @@ class TestTimeTraining(Adaptation):
     def sees(self) -> str:
         if self.schedule == "constant":
             return super().sees
-        return "the artifact, earlier tokens and how many there are in all (schedule: cosine)"
+        return "the artifact, earlier tokens, and the total number of tokens (schedule: cosine)"
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
         """Yields a problem if no parameter is trained."""
         covered = [shape for name, shape in shapes.items() if matches(self.match, name)]
         if not covered:
-            message, hint = f"ttt {self.match} matches no parameter", f"parameters are named like {next(iter(shapes))}"
-            yield Problem(("match",), "S305", message, f"{hint}; e.g. `blocks.*` or `*`")
+            message, hint = f"ttt {self.match} matches no parameter", f"the first parameter is {next(iter(shapes))}"
+            yield Problem(("match",), "S305", message, f"{hint}; use a pattern such as `blocks.*` or `*`")
         elif self.lora is not None and not any(len(shape) == 2 for shape in covered):
             message = f"ttt {self.match} matches no matrix; lora needs a parameter with two dimensions"
             yield Problem(("match",), "S305", message, "widen the pattern, or remove lora")

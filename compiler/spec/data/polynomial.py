@@ -19,8 +19,8 @@ class PolynomialData(DataKind):
     Attributes:
         lines: the number of training lines, which are read in a new order each epoch.
         seed: the seed that the lines are drawn with.
-        fresh: if true, no training line is repeated: the first `lines` lines are followed by new lines, without lines
-            of the held-out splits.
+        fresh: if true, no training line is repeated: after the first `lines` lines, new lines are generated. None of
+            them is in a held-out split.
     """
 
     gives: ClassVar[Form] = "lines"
@@ -42,8 +42,8 @@ class PolynomialData(DataKind):
             )
             return
         if missing := [char for char in SYMBOLS if char not in model.characters]:
-            message = f"the vocabulary has no {', '.join(map(repr, missing))}, but the lines have"
+            message = f"the vocabulary lacks {', '.join(map(repr, missing))}, which the lines contain"
             yield Problem(("model", "vocab", "chars"), "S219", message, f'use "{SYMBOLS}"')
         if model.window < TOKENS:
-            message = f"a line has up to {TOKENS} tokens with its end mark, but the context is {model.window}"
+            message = f"a line has up to {TOKENS} tokens with its stop token, but the context is {model.window}"
             yield Problem(("model", "context"), "S223", message, f"use at least {TOKENS}")

@@ -10,7 +10,7 @@ from specc.compiler.spec.data.kind import DataKind, FileName
 from specc.compiler.strict import NonNegative, Problem, StrictModel, later
 
 TokenName = Annotated[str, Field(min_length=1, max_length=256)]
-BYTE_IDS = 257  # of the tokenizer `bytes`: 256 byte values and the mark between documents
+BYTE_IDS = 257  # the ids of the tokenizer `bytes`: 256 byte values and the mark between documents
 
 
 class SpecialToken(StrictModel):
@@ -36,8 +36,9 @@ class TextData(DataKind):
         special: the special tokens of a tiktoken rank file. By default, `<|endoftext|>`.
         bos: the special token before each document. By default, the first of `special`, or the one that the file
             states.
-        order: the order of training windows: as in the text, or by a stride that is coprime to the number of windows.
-            `best_fit` packs rows of whole documents, each from its start on, as far as they fit.
+        order: the order of training windows. `sequential`: as in the text. `coprime_stride`: by a stride that is
+            coprime to the number of windows. `best_fit`: each row is packed with documents, each from its first token
+            on. Only the last document of a row may be cut off.
     """
 
     gives: ClassVar[Form] = "text"

@@ -93,6 +93,14 @@ def size_of(annotation: Any) -> int:
     return 0 if members[-1] is Ellipsis else len(members)
 
 
+def list_words(annotation: Any) -> str:
+    """Returns `a list`, with the title of its items if they have a title, e.g. `a list of patterns`."""
+    item = item_of(annotation, 0)
+    marks = get_args(item)[1:] if get_origin(item) is Annotated else ()
+    titles = [mark.title for mark in marks if isinstance(mark, FieldInfo) and mark.title]
+    return f"a list of {titles[0]}s" if titles else "a list"
+
+
 def range_of(annotation: Any) -> str:
     """Returns the numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty if all are allowed."""
     limits: dict[str, float] = {}

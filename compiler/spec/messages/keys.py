@@ -86,7 +86,7 @@ class Words:
         hints = [f"did you mean {quote(near)}?"] if near else []
         homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
         elsewhere = [path for path in homes if not _in_sibling(path, holder)]
-        # In a layer or an optimizer, a key that several sections have may be intended right here.
+        # In a layer or an optimizer, a key that several sections have is not moved elsewhere: it may belong here.
         is_kind = (
             bool(holder) and isinstance(holder[-1], int) and any(tag_of(model, name) for name in model.model_fields)
         )
@@ -154,7 +154,7 @@ class Words:
         message = f"{self._place(path[:-1])} has an unknown {path[-1]}, {quote(kind)}"
         return self._at(self.source.value(path), "S105", message, " ".join(hints))
 
-    # errors of a field's own validator
+    # errors of the validator of a field
 
     def _refused(self, error: FieldError) -> Iterator[Diagnostic]:
         cause, name = error.context["error"], self._name(error.path)

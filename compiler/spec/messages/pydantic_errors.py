@@ -53,7 +53,8 @@ def _located(details: ErrorDetails, data: object) -> FieldError:
 def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
     """Yields the errors that do not follow from other errors.
 
-    For a union, yields only the errors of members whose shape matches the data.
+    For a union, yields only the errors of members whose type matches the data. A Literal never excludes other members,
+    so that the message names all forms.
     """
     errors = list(located)
     for fork in {(error.path[: error.fork]) for error in errors if error.fork is not None}:
@@ -61,7 +62,8 @@ def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
         fitting = {error.member for error in rivals} - {
             error.member for error in rivals if error.path == fork and error.kind in TYPES
         }
-        if fitting:
+        literals = {error.member for error in rivals if error.choices}
+        if fitting - literals:
             errors = [error for error in errors if error not in rivals or error.member in fitting]
     for error in errors:
         short = error.kind == "too_short" and isinstance(error.value, tuple)
@@ -70,7 +72,7 @@ def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
 
 
 def _grouped(errors: Iterable[FieldError]) -> list[list[FieldError]]:
-    """Returns the errors grouped by path. Errors about unknown keys are in groups of their own."""
+    """Returns the errors grouped by path. An error about an unknown key is in a separate group."""
     groups: dict[object, list[FieldError]] = {}
     for error in errors:
         groups.setdefault((error.path, error.kind == "extra_forbidden"), []).append(error)

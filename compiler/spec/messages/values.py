@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from specc.compiler.errors import quote
-from specc.compiler.spec.messages.expected import item_of, joined, nearest, range_of, size_of
+from specc.compiler.spec.messages.expected import alternatives, item_of, joined, list_words, nearest, range_of, size_of
 from specc.compiler.strict import Path
 
 # The kinds of Pydantic error that only state that a value has the wrong type.
@@ -77,7 +77,8 @@ def wrong_type(group: list[FieldError], annotation: Any, beside: tuple[object, .
     """
     words: list[str] = []
     for error in group:
-        words += [quote(choice) for choice in error.choices] or [TYPES[error.kind]]
+        form = list_words(annotation) if error.kind == "tuple_type" else TYPES[error.kind]
+        words += [quote(choice) for choice in error.choices] or [form]
     value, form = group[0].value, joined(dict.fromkeys(words))
     return f"must be {form}, not {_description(value)}", _remedy(value, words, annotation, beside) or f"write {form}"
 
@@ -101,15 +102,18 @@ def _remedy(value: object, words: list[str], annotation: Any, beside: tuple[obje
         return "write a value, or remove the key"
     if "text" in words and not numbers and isinstance(value, bool | int | float):
         return f'put it in quotes: "{_description(value)}"'
-    if "a list" in words and isinstance(value, bool | int | float | str):
-        size, each = size_of(annotation), size_of(item_of(annotation, 0))
+    if any(word.startswith("a list") for word in words) and isinstance(value, bool | int | float | str):
+        item = item_of(annotation, 0)
+        size, each = size_of(annotation), size_of(item)
+        if not isinstance(value, str) and str in alternatives(item):
+            return ""
         if not size and not each:
             return f"put it in brackets: [{_plain(value)}]"
         if isinstance(value, str) or (size and not beside):
             return f"write a list of {size}" if size else f"write a list of lists of {each}"
         if size and size == len(beside) and not any(isinstance(item, tuple | dict) for item in beside):
             return f"put all of it in brackets: [[{', '.join(map(_plain, beside))}]]"
-        point = f"[{', '.join(['0'] * ((size or each) - 1) + [_plain(value)])}]"  # points of a run begin at 0
+        point = f"[{', '.join(['0'] * ((size or each) - 1) + [_plain(value)])}]"  # schedules start at 0
         return f"put it in brackets: {point if size else f'[{point}]'}"
     return ""
 

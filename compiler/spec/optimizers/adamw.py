@@ -22,4 +22,4 @@ class AdamWSpec(OptimizerSpec):
     eps: PositiveFloat = 1e-8
 
     def state_numbers(self, shape: tuple[int, ...]) -> int:
-        return super().state_numbers(shape) + 1  # the count of steps
+        return super().state_numbers(shape) + 1  # the number of steps so far

@@ -12,7 +12,7 @@ from specc.compiler.strict import Problem, later
 
 # The least `steps` of methods whose first steps are not iterations, so that at least one step iterates.
 LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
-LARGEST = 2.0  # of the singular values of an update; those of the published methods are at most 1.21
+LARGEST = 2.0  # the largest allowed singular value of an update; the published methods reach at most 1.21
 Coefficients = tuple[float, float, float]
 
 
@@ -47,8 +47,8 @@ class MuonSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """Returns the numbers that an update allocates per number of the matrices of one shape: the momentum, and the
-        matrix and its next iterate, in bf16 and before that in f32. A second moment rescales the direction twice."""
+        """The f32 numbers that an update allocates for each element of the matrices of one shape: the momentum, and the
+        matrix and its next iterate, first in f32 and then in bf16. A second moment rescales the direction twice."""
         return 2.5 if self.second_moment is None else 4
 
     def refuses(self, shape: tuple[int, ...]) -> str:

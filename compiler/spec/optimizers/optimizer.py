@@ -10,7 +10,7 @@ from pydantic import Field
 from specc.compiler.changing_values import Rate
 from specc.compiler.strict import Pattern, Positive, Problem, StrictModel, later
 
-Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean, which would never change with 1
+Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean; with 1, the mean would never change
 
 
 class OptimizerSpec(StrictModel):
@@ -19,8 +19,9 @@ class OptimizerSpec(StrictModel):
     A subclass has a `kind` Literal as its tag and adds its settings, in a file of this package. The update rule of the
     same name is in `specc.runtime.optim`. `in_norm` is False if only the signs of the gradients count: they are then
     neither in the norm of `train.clip_norm` nor clipped. `slots` is the number of tensors of the shape of a parameter
-    that the rule stores for it. An update allocates at most `temporaries` numbers per number of its parameters, and
-    `of_shape` numbers per number of the parameters of one shape, which are updated together.
+    that the rule stores for it. An update allocates at most `temporaries` f32 numbers for each element of its
+    parameters. Parameters of one shape are updated together: at a time, `of_shape` further numbers exist for each of
+    their elements.
 
     Attributes:
         match: the pattern of the names of the parameters to update. Parameters that an earlier entry matches are
@@ -28,14 +29,14 @@ class OptimizerSpec(StrictModel):
         lr: the learning rate, before the multiplier of `train.schedule`: a number, a formula in `t`, or a schedule. `t`
             is the share of the run that is complete, from 0 to 1.
         weight_decay: the decoupled weight decay: a number, a formula in `t`, or a schedule.
-        cautious_decay: whether only numbers that the update does not move away from zero decay (Chen et al. 2025, arXiv
-            2510.12402).
+        cautious_decay: whether the decay applies only to numbers that the update does not move away from zero (Chen et
+            al. 2025, arXiv 2510.12402).
         every: the steps from one update to the next. An update reads the mean of the gradients of these steps.
     """
 
     in_norm: ClassVar[bool] = True
     slots: ClassVar[int] = 0
-    temporaries: ClassVar[float] = 1  # directions
+    temporaries: ClassVar[float] = 1  # the directions of the update
 
     kind: str
     match: Pattern
@@ -54,11 +55,11 @@ class OptimizerSpec(StrictModel):
 
     @property
     def of_shape(self) -> float:
-        """Returns the numbers that an update allocates per number of the parameters of one shape."""
+        """The f32 numbers that an update allocates for each element of the parameters of one shape."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """Returns how many f32 numbers an update of parameters of these shapes allocates at once, at most."""
+        """Returns the largest number of f32 numbers that an update of parameters of these shapes allocates at once."""
         by_shape: Counter[tuple[int, ...]] = Counter()
         for shape in shapes:
             by_shape[shape] += prod(shape)

@@ -30,8 +30,8 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """Returns the numbers that an update allocates per number of the matrices of one shape: gradient and direction
-        in the bases, their next rotations, and two terms of the denominator."""
+        """The f32 numbers that an update allocates for each element of the matrices of one shape: gradient and
+        direction in the bases, their next rotations, and two terms of the denominator."""
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
@@ -41,4 +41,4 @@ class SoapSpec(OptimizerSpec):
     def state_numbers(self, shape: tuple[int, ...]) -> int:
         *stack, rows, columns = shape
         sides = sum(2 * side * side for side in (rows, columns) if side <= self.largest_side)
-        return super().state_numbers(shape) + prod(stack) * sides + 1  # the count of updates
+        return super().state_numbers(shape) + prod(stack) * sides + 1  # the number of updates so far
