@@ -317,4 +317,4 @@ def _constants(programs: Programs) -> Iterator[str]:
     """Yields the class attributes of the model that the runtime reads when it compiles the model."""
     nodes = (node for graph in programs.graphs for node in graph.nodes)
     if names := sorted({node.op.name for node in nodes if node.op.apart}):
-        yield f"fullgraph = False  # Torch's compiler skips each {' and '.join(names)}, and compiles the parts around it"
+        yield f"fullgraph = False  # Torch's compiler skips {' and '.join(names)}, and compiles the parts around it"

@@ -44,7 +44,7 @@ def causal_attention_grad(
             given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     with torch.cuda.device_of(q):
-        unused = q.new_empty(2, dtype=torch.uint64)  # what dropout would be drawn from
+        unused = q.new_empty(2, dtype=torch.uint64)  # the seed of dropout, which is not applied
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             dy.transpose(1, 2),
             q.transpose(1, 2),

@@ -36,14 +36,14 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def bigram_hash(ids: Tensor, previous: Tensor, buckets: int) -> Tensor:
-    """The bucket, i32[B, T], of each token and the one before it; the last bucket where that is none, below 0."""
+    """Returns the bucket i32[B, T] of each token and its previous token; the last bucket if `previous` is below 0."""
     pairs = (36313 * ids.int() ^ 27191 * previous.int()) % (buckets - 1)
     return torch.where(previous < 0, buckets - 1, pairs)
 
 
 def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
-    """x [B, T, ...] one token later, for tokens that follow `start` others: first `cached`, the value of the last of
-    these, or `fill` where there are none."""
+    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first value is `cached`,
+    that of the last cached token; `fill` if `start` is 0."""
     first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 
@@ -198,7 +198,8 @@ class Model(nn.Module):
         return softmax_nats_tanh(F.linear(self.features(ids), F.pad(self.head.logits, (0, 0, 0, 47))), targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
-        """ids i64[B, T], start i64[] -> f32[B, V], of the last; `cache` holds `start` tokens and takes these."""
+        """ids i64[B, T], start i64[] -> f32[B, V], of the last token. `cache` has `start` tokens; the new tokens are
+        added to it, in place."""
         logits = F.linear(self.features(ids, start=start, cache=cache)[:, -1], self.head.logits)
         return 15.0 * torch.tanh(logits.float() / 15.0)
 

@@ -45,8 +45,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def exclusive(y: Tensor, v: Tensor) -> Tensor:
-    """y [B, T, H, C] without its part along the value v [B, T, G, C] of the same token."""
-    y = y.unflatten(2, (v.shape[2], -1))  # the heads that share a value; the value itself is never repeated
+    """Returns y [B, T, H, C] minus its projection on the value v [B, T, G, C] of the same token."""
+    y = y.unflatten(2, (v.shape[2], -1))  # groups the heads that share a value, so that the value is not repeated
     unit = F.normalize(v, dim=-1).unsqueeze(3)
     return (y - (y * unit).sum(-1, keepdim=True) * unit).flatten(2, 3)
 
@@ -188,7 +188,8 @@ class Model(nn.Module):
         return softmax_nats_tanh(F.linear(self.features(ids), self.embed.token), targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
-        """ids i64[B, T], start i64[] -> f32[B, V], of the last; `cache` holds `start` tokens and takes these."""
+        """ids i64[B, T], start i64[] -> f32[B, V], of the last token. `cache` has `start` tokens; the new tokens are
+        added to it, in place."""
         logits = F.linear(self.features(ids, start=start, cache=cache)[:, -1], self.embed.token)
         return 30.0 * torch.tanh(logits / 30.0)
 

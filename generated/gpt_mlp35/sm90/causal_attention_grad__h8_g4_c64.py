@@ -44,11 +44,11 @@ def causal_attention_grad(
             given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     with torch.cuda.device_of(q):
-        if t == 1:  # which cuDNN refuses; a token alone attends to itself
+        if t == 1:  # cuDNN refuses one token; the token attends to itself
             return q.new_zeros(q.shape), k.new_zeros(k.shape), dy.unflatten(2, (G, H // G)).sum(3)
-        unused = q.new_empty((), dtype=torch.int64)  # what dropout would be drawn from
+        unused = q.new_empty((), dtype=torch.int64)  # the seed of dropout, which is not applied
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            dy.contiguous().transpose(1, 2),  # the plan that is kept for q, k and v knows one layout of dy
+            dy.contiguous().transpose(1, 2),  # cuDNN's cached plan for q, k and v is valid for one layout of dy
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),

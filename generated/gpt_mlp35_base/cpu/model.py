@@ -169,7 +169,8 @@ class Model(nn.Module):
         return softmax_nats_tanh(F.linear(self.features(ids), self.embed.token), targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
-        """ids i64[B, T], start i64[] -> f32[B, V], of the last; `cache` holds `start` tokens and takes these."""
+        """ids i64[B, T], start i64[] -> f32[B, V], of the last token. `cache` has `start` tokens; the new tokens are
+        added to it, in place."""
         logits = F.linear(self.features(ids, start=start, cache=cache)[:, -1], self.embed.token)
         return 30.0 * torch.tanh(logits / 30.0)
 

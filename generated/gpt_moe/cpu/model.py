@@ -44,7 +44,7 @@ def top_experts(scores: Tensor, count: int) -> Tensor:
 
 
 def expert_load(experts: Tensor, count: int) -> Tensor:
-    """The share f32[B, count] of the rows of each sequence that each expert has, for experts i64[B, T, K]."""
+    """Returns the share f32[B, count] of the rows of each sequence that each expert has, for experts i64[B, T, K]."""
     rows = experts.flatten(1)
     counts = torch.zeros(len(rows), count, device=rows.device)
     return counts.scatter_add_(1, rows, counts.new_ones(rows.shape)) / rows.shape[1]
@@ -56,7 +56,7 @@ def sequence_balance_loss(probabilities: Tensor, load: Tensor) -> Tensor:
 
 
 class AttachedLoad(torch.autograd.Function):
-    """Makes the load of each expert, less the mean, the gradient of its bias."""
+    """The gradient of the bias of an expert is its load minus the mean load of all experts."""
 
     @staticmethod
     def forward(ctx, weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ class AttachedLoad(torch.autograd.Function):
 
 
 def attach_load(weights: Tensor, bias: Tensor, load: Tensor) -> Tensor:
-    """The weights [B, T, K]. The backward pass gives the bias f32[E] the gradient load [B, E] less the mean load."""
+    """Returns the weights [B, T, K]. The gradient of bias f32[E] is load [B, E], averaged over B, minus its mean."""
     return AttachedLoad.apply(weights, bias, load)
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of the rows of experts i64[B, T, K], sorted by expert; the place of each; the end of each expert."""
+    """Sorts experts i64[B, T, K]. Returns the order, the position of each row, and the end of each expert."""
     sorted_experts, order = experts.flatten().to(torch.int16).sort(stable=True)  # few bits sort faster
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     each = torch.arange(count, dtype=torch.int16, device=order.device)
@@ -85,7 +85,7 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 class Dispatched(torch.autograd.Function):
-    """Copies tokens to rows. The gradient of a token is the sum over its rows."""
+    """Copies each token to K rows. The gradient of a token is the sum of the gradients of its rows."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -99,12 +99,12 @@ class Dispatched(torch.autograd.Function):
 
 
 def dispatch(x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """The rows [B, T, K, D] of x [B, T, D], sorted by expert: by the order i64[B, T, K], and the place of each row."""
+    """Returns the rows [B, T, K, D] of x [B, T, D] sorted by expert, with the results of `sort_by_expert`."""
     return Dispatched.apply(x, order, place)
 
 
 class Combined(torch.autograd.Function):
-    """Sums the weighted rows of each token. Its gradient reads rows in the order of either side, and adds nothing."""
+    """Sums the weighted rows of each token. The backward pass reads rows by index and needs no sums of rows."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -120,12 +120,12 @@ class Combined(torch.autograd.Function):
 
 
 def combine(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-    """The sum [B, T, D] of each token's rows by weights f32[B, T, K], from rows [B, T, K, D] sorted by expert."""
+    """Returns [B, T, D]: the sum of each token's rows [B, T, K, D], sorted by expert, times weights f32[B, T, K]."""
     return Combined.apply(rows, weights, order, place)
 
 
 class AttachedLoss(torch.autograd.Function):
-    """Adds the gradients of weight * loss to that of the output."""
+    """Adds weight * loss to the loss of the model in the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class AttachedLoss(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor, weight: Tensor) -> Tensor:
-    """x, with the gradient of weight * loss, f32 [] both, added in the backward pass."""
+    """Returns x. The backward pass adds the gradients of weight * loss, both f32[]."""
     return AttachedLoss.apply(x, loss, weight)
 
 
@@ -306,7 +306,8 @@ class Model(nn.Module):
         return softmax_nats(F.linear(self.features(ids), F.pad(self.embed.token, (0, 0, 0, 47))), targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
-        """ids i64[B, T], start i64[] -> f32[B, V], of the last; `cache` holds `start` tokens and takes these."""
+        """ids i64[B, T], start i64[] -> f32[B, V], of the last token. `cache` has `start` tokens; the new tokens are
+        added to it, in place."""
         return F.linear(self.features(ids, start=start, cache=cache)[:, -1], self.embed.token)
 
     def features(self, ids, moe_sequence_balance_weight=None, start=None, cache=None) -> Tensor:

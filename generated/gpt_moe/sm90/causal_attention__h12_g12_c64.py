@@ -35,7 +35,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{NODE}: {name} is {given}; expected {dtype} {list(shape)} on one GPU")
     with torch.cuda.device_of(q):
-        if t == 1:  # which cuDNN refuses; a token alone attends to itself
+        if t == 1:  # cuDNN refuses one token; the token attends to itself
             k, v = k.repeat_interleave(H // G, 2), v.repeat_interleave(H // G, 2)
             return v.clone(), (q.float() * k.float()).sum(-1).transpose(1, 2).contiguous() / C**0.5
         y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(

@@ -47,21 +47,21 @@ def write_ring(cache: Tensor, x: Tensor, positions: Tensor, first: int, window: 
 
 
 def document_starts(ids: Tensor, mark: int) -> Tensor:
-    """Where the document of each token starts, i64[B, T]: at the newest `mark` up to it, or at the first token."""
+    """Returns the start of each token's document, i64[B, T]: the last position of `mark` up to the token, else 0."""
     token = torch.arange(ids.shape[1], device=ids.device)
     return torch.where(ids == mark, token, 0).cummax(dim=1).values
 
 
 def previous_cached(x: Tensor, cached: Tensor, start: Tensor, fill: int) -> Tensor:
-    """x [B, T, ...] one token later, for tokens that follow `start` others: first `cached`, the value of the last of
-    these, or `fill` where there are none."""
+    """Returns x [B, T, ...] shifted by one token, for tokens after `start` cached tokens. The first value is `cached`,
+    that of the last cached token; `fill` if `start` is 0."""
     first = torch.where(start > 0, cached, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
 
 
 def document_starts_cached(ids: Tensor, cached: Tensor, start: Tensor, mark: int) -> Tensor:
-    """As `document_starts` for tokens that follow `start` others, the last of which is of a document that starts at
-    `cached`, i64[B, 1]."""
+    """Returns the same as `document_starts` for tokens after `start` cached tokens. The document of the last cached
+    token starts at `cached`, i64[B, 1]."""
     token = start + torch.arange(ids.shape[1], device=ids.device)
     starts = torch.where(ids == mark, token, 0).cummax(dim=1).values
     return torch.maximum(starts, torch.where(start > 0, cached, 0))
@@ -229,7 +229,8 @@ class Model(nn.Module):
         return softmax_nats_sigmoid_add(F.linear(self.features(ids), self.head.logits), targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
-        """ids i64[B, T], start i64[] -> f32[B, V], of the last; `cache` holds `start` tokens and takes these."""
+        """ids i64[B, T], start i64[] -> f32[B, V], of the last token. `cache` has `start` tokens; the new tokens are
+        added to it, in place."""
         logits = F.linear(self.features(ids, start=start, cache=cache)[:, -1], self.head.logits)
         return 23.0 * torch.sigmoid((logits + 5.0) / 7.5)
 

@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] that are seen, bool[B, S]."""
+    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] at which `seen`, bool[B, S], is True."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=True)
     return attended.transpose(1, 2)
@@ -61,7 +61,7 @@ def lstm_cell_one_bias(
 class Model(nn.Module):
     """The whole model; each program is a method."""
 
-    fullgraph = False  # Torch's compiler takes it in parts: each lstm runs as it is
+    fullgraph = False  # Torch's compiler skips lstm, and compiles the parts around it
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,8 +18,9 @@ def weights(**shapes: tuple[int, ...] | None) -> nn.Module:
 
 
 def attend_additive_relu(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """Means of values [B, S, D] over the positions seen, bool[B, S], weighted by the softmax of relu(query + key):
-    query [B, T, 1], keys [B, S, 1] -> [B, T, D]; 0 where none is seen."""
+    """Returns [B, T, D]: values [B, S, D], averaged over the positions in `seen`, bool[B, S]. The
+    weights are the softmax of relu(query + key), for query [B, T, 1] and keys [B, S, 1]. A row of `seen` without
+    True gives 0."""
     hidden = ~seen[:, None]
     scores = F.relu(query + keys.transpose(1, 2)).masked_fill(hidden, float("-inf"))
     return scores.softmax(-1).masked_fill(hidden, 0.0) @ values
@@ -81,7 +82,7 @@ class DecoderStep(nn.Module):
 class Model(nn.Module):
     """The whole model; each program is a method."""
 
-    fullgraph = False  # Torch's compiler takes it in parts: each lstm and scan runs as it is
+    fullgraph = False  # Torch's compiler skips lstm and scan, and compiles the parts around it
 
     def __init__(self) -> None:
         super().__init__()
