@@ -218,7 +218,9 @@ def _calibrated(
 
 
 def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
-    return Problem(path, "S305", f"{what} matches no parameter", f"parameters are named like {_examples(params)}")
+    return Problem(
+        path, "S305", f"{what} matches no parameter", f"the parameters have names such as {_examples(params)}"
+    )
 
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:

@@ -34,7 +34,7 @@ def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, 
         names = [name for name in shapes if owner[name] == i]
         if not names:
             left = "only parameters of earlier optimizers, or none" if i else "no parameter"
-            hint = f"parameters are named like {', '.join([*shapes][:: max(len(shapes) - 1, 1)])}"
+            hint = f"the parameters have names such as {', '.join([*shapes][:: max(len(shapes) - 1, 1)])}"
             problems.append(Problem(path, "S308", f"optimizer {optimizer.match} matches {left}", hint))
         refusals = ((name, optimizer.refuses(shapes[name])) for name in names)
         if refusal := next(((name, reason) for name, reason in refusals if reason), None):

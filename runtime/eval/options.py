@@ -70,7 +70,7 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
         raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
     window = how.window or context if options.window is None else options.window
     if window < 1 or (spec.model.bounded and window > context):
-        reason = f", where learned {spec.model.bounded} end" if spec.model.bounded else ""
+        reason = f", the length of the learned {spec.model.bounded}" if spec.model.bounded else ""
         message = f"the window {window} is not in 1 .. {context}, the context of the model{reason}"
         raise EvaluateError(message, "change --window")
     stride = how.stride if options.stride is None else options.stride
@@ -80,7 +80,7 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
         what = "context" if window == context else "window"
         raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "change --stride")
     if window <= spec.model.unscored:
-        message = f"a window of {window} tokens is shorter than the prefix of {spec.model.unscored + 1}"
+        message = f"a window of {window} tokens is shorter than the prefix of {spec.model.unscored + 1} tokens"
         raise EvaluateError(message, "use a larger --window")
     return WindowPlan(window, options.batch or how.batch, window if stride is None else stride, spec.model.unscored)
 

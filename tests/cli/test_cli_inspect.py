@@ -28,10 +28,10 @@ def test_tables_and_json(directory: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("options", "code", "line"),
     [
-        (["--only", "ranks", "--bits", "4"], 2, "--bits is for the sensitivity"),
-        (["--only", "ranks", "--kind", "a=b"], 2, "--kind is for experts"),
-        (["--only", "experts", "--kind", "a"], 2, "--kind a: it is NAME=DATA"),
-        (["--only", "experts", "--kind", "a=b", "--kind", "a=c"], 2, "--kind a=c: it is NAME=DATA"),
+        (["--only", "ranks", "--bits", "4"], 2, "--bits applies only to the sensitivity"),
+        (["--only", "ranks", "--kind", "a=b"], 2, "--kind applies only to experts"),
+        (["--only", "experts", "--kind", "a"], 2, "--kind a: write NAME=DATA"),
+        (["--only", "experts", "--kind", "a=b", "--kind", "a=c"], 2, "--kind a=c: write NAME=DATA"),
         (["--only", "rank"], 2, "rank"),
         (["--only", "heads", "--data", "/nowhere"], 2, "/nowhere"),
         (["--only", "heads", "--target", "sm90"], 2, "sm90"),

@@ -26,8 +26,8 @@ def test_it_writes_the_page_and_the_card(directory: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("options", "code", "line"),
     [
-        (["--card", "--prompt", "a"], 2, "--prompt has no effect beside --card"),
-        (["--no-samples", "--max-tokens", "3"], 2, "--max-tokens has no effect beside --no-samples"),
+        (["--card", "--prompt", "a"], 2, "--prompt has no effect together with --card"),
+        (["--no-samples", "--max-tokens", "3"], 2, "--max-tokens has no effect together with --no-samples"),
         (["--no-samples", "--out", "/nowhere/page.html"], 3, "cannot write /nowhere/page.html"),
         (["--no-samples", "--out", "/"], 3, "cannot write /"),
         (["--temperature", "-1"], 2, "temperature"),

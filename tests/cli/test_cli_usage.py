@@ -38,7 +38,7 @@ def test_plan_compares_with_what_is_on_disk(here: Path, specc: Shell) -> None:
     assert specc("build") == 0
     before = stamps(here / "generated")
     assert specc("plan", "specs/tiny.yaml", "--diff") == 0
-    assert specc.out.splitlines()[-1] == "files        as built, in generated/tiny"
+    assert specc.out.splitlines()[-1] == "files        up to date, in generated/tiny"
     (here / "other.yaml").write_text(Path("specs/tiny.yaml").read_text().replace("relu(x) ** 2", "gelu(x)"))
     shutil.copytree("generated", "was")
     assert specc("plan", "specs/tiny.yaml", "--json", "--set", "model.blocks.layers.1.act=gelu(x)") == 0
@@ -65,7 +65,7 @@ def test_build_check_diff_and_hand_edits(here: Path, specc: Shell) -> None:
     assert specc("build") == 0
     assert specc.out == "generated/tiny: up to date\n"
     assert specc("build", "--all", "--check") == 0
-    assert specc.out == "1 spec: as built\n"
+    assert specc.out == "1 spec: up to date\n"
     before = stamps(here / "generated")
     model = Path("generated/tiny/cpu/model.py")
     text = model.read_text()
@@ -80,7 +80,7 @@ def test_build_check_diff_and_hand_edits(here: Path, specc: Shell) -> None:
     assert specc.out.splitlines() == [
         "generated/tiny/PLAN.md: line endings",
         "generated/tiny/cpu/model.py: changed",
-        "generated/tiny/cpu/more.py: extra (no build made it; delete it)",
+        "generated/tiny/cpu/more.py: extra: no build writes it, so delete it",
         "generated/tiny/manifest.json: missing",
         "generated/gone: extra",
     ]
@@ -230,7 +230,7 @@ def test_a_spec_on_standard_input(here: Path, specc: Shell, monkeypatch: pytest.
     for arguments, start in (
         (["validate", "-"], "<stdin>: ok\n"),
         (["plan", "-"], "tiny: "),
-        (["build", "--check", "-"], "1 spec: as built\n"),
+        (["build", "--check", "-"], "1 spec: up to date\n"),
     ):
         give(text)
         assert specc(*arguments) == 0 and specc.out.startswith(start)

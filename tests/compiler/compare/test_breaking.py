@@ -112,7 +112,7 @@ def test_against_a_revision(
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
         subprocess.run(["git", *author, *words], check=True)
     assert run(["breaking", "--against", "HEAD"]) == 0
-    assert capsys.readouterr().out == "2 specs: nothing breaking since HEAD\n"
+    assert capsys.readouterr().out == "2 specs: no breaking change since HEAD\n"
     (tmp_path / "specs/tiny.yaml").write_text(changed(PAIRS["kv heads"][0]))
     (tmp_path / "specs/gone.yaml").rename(tmp_path / "specs/new.yaml")
     assert run(["breaking", "--against", "HEAD", "--format", "json"]) == 1

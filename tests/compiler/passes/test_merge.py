@@ -69,7 +69,7 @@ def test_parts_that_exclude_each_other_are_the_branches_of_one_condition() -> No
 
 
 def test_nothing_that_tells_variants_apart_is_an_error() -> None:
-    with pytest.raises(LookupError, match="nothing tells the variants"):
+    with pytest.raises(LookupError, match="no facts distinguish the variants"):
         spelled([block(), block(skip=True)])
 
 

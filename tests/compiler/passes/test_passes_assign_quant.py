@@ -70,7 +70,7 @@ def test_a_rule_that_matches_nothing() -> None:
     (problem,) = refused({"default": INT8, "rules": [{"match": "*.router", **INT8}]})
     assert (problem.code, problem.path) == ("S305", ("quant", "rules", 0, "match"))
     assert problem.message == "rule *.router matches no parameter"
-    assert problem.hint == "parameters are named like blocks.0.attention.q, blocks.1.attention.q, embed.token"
+    assert problem.hint == "the parameters have names such as blocks.0.attention.q, blocks.1.attention.q, embed.token"
 
 
 def test_two_rules_on_one_parameter_are_told_with_both_places() -> None:

@@ -160,7 +160,7 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
     [
         (["a.txt", "--validation", "a.txt"], 2, "is in both splits"),
         (["a.txt", "--validation", "none.txt"], 2, "no such file"),
-        (["a.txt", "--validation", "v.txt", "--validation-fraction", "0.1"], 2, "name one of them"),
+        (["a.txt", "--validation", "v.txt", "--validation-fraction", "0.1"], 2, "exclude each other"),
         (["a.txt", "--validation-fraction", "1"], 2, "0<x<1"),
         (["a.txt", "--validation-fraction", "0.000001"], 2, "the val split has no documents"),
         (["a.jsonl", "--validation-fraction", "0.5", "--bounds", "blank-line"], 2, "are records and cannot end at"),

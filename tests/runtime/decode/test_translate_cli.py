@@ -71,11 +71,11 @@ def test_a_bad_line_is_an_error_and_gives_nothing(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--temperature", "0.5"], "--temperature has no effect beside --lines"),
-        (["--top-k", "5", "--seed", "0"], "--top-k, --seed have no effect beside --lines"),
-        (["--prompt", "", "--samples", "2"], "--prompt, --samples have no effect beside --lines"),
-        (["--top-p", "1.0"], "--top-p has no effect beside --lines"),
-        (["--max-tokens", "3"], "--max-tokens has no effect beside --lines"),
+        (["--temperature", "0.5"], "--temperature has no effect together with --lines"),
+        (["--top-k", "5", "--seed", "0"], "--top-k, --seed have no effect together with --lines"),
+        (["--prompt", "", "--samples", "2"], "--prompt, --samples have no effect together with --lines"),
+        (["--top-p", "1.0"], "--top-p has no effect together with --lines"),
+        (["--max-tokens", "3"], "--max-tokens has no effect together with --lines"),
     ],
 )
 def test_options_of_texts_are_refused_beside_lines(
@@ -88,7 +88,7 @@ def test_options_of_texts_are_refused_beside_lines(
 
 def test_a_beam_is_refused_beside_a_prompt(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", str(trained[1]), "--prompt", "x", "--beam", "2"]) == 2
-    assert "--beam has no effect beside a prompt" in " ".join(capsys.readouterr().err.split())
+    assert "--beam has no effect together with a prompt" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_of_lines_continues_no_text(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
