@@ -130,8 +130,8 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields the parts of the data whose keys are names and not fields. Each entry is the path, the expected type,
-        and the data with inherited tags."""
+        """Yields the parts of the data that are values of mappings from names to parts. Each entry is the path, the
+        expected type, and the data with inherited tags."""
         yield from ()
 
     def stated(self) -> dict[str, Any]:

@@ -349,7 +349,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A condition over i, j and h, compiled for a search of boxes."""
+    """A condition over i, j and h, compiled so that boxes can be searched for elements that satisfy it."""
 
     some: Callable[..., int]
     every: Callable[..., int]

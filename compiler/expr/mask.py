@@ -291,7 +291,7 @@ class Mask:
 
 @lru_cache(maxsize=256)
 def window_of(text: str, heads: int, context: int) -> tuple[int, int] | None:
-    """Returns numbers (first, window) such that queries attend only to keys j < first and i - j < window.
+    """Returns (first, window). Each query attends only to keys j with j < first or i - j < window.
 
     `first` is as small as possible, and then `window`. Returns None if first + window exceeds three quarters of
     `context`.

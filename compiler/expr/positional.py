@@ -3,8 +3,8 @@
 A new function that returns whole numbers is a `WholeFunction`, and a new function of heads is a `HeadFunction`. Neither
 needs another change.
 
-Two functions have no complete entry. `slope` depends on the number of heads. It therefore has no value, bounds or text
-of its own, and a formula replaces it once the number of heads is known. `document` has only a name here, because the
+Two functions have no complete entry. `slope` depends on the number of heads. It therefore has no entries for value,
+bounds and text. A formula replaces it once the number of heads is known. `document` has only a name here, because the
 number of a document is never computed. A mask may only compare two such numbers for equality; parse.py and mask.py
 treat this comparison as one condition.
 """

@@ -270,8 +270,8 @@ def call(name: str, args: tuple[Expr, ...]) -> Expr:
 
 
 def compare(op: str, a: Expr, b: Expr) -> Compare:
-    """Builds a condition with the constant on the right. If a single term is compared with 0, the coefficient is
-    removed: u > 0."""
+    """Builds a condition with the constant on the right. If a single term is compared with 0, its coefficient is
+    removed: 2 * u > 0 becomes u > 0."""
     if is_number(a) and not is_number(b):
         op, a, b = FLIPPED[op], b, a
     if not is_number(a):

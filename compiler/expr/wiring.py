@@ -30,8 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value as an expression of the layer `layer` reads it. In such an expression, `value(k)` is the
-        value of the layer of the same title in run k."""
+        """Returns the value as it is read in an expression of the layer `layer`. In such an expression, `value(k)` is
+        the value of the layer of the same title in run k."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -43,10 +43,11 @@ class Wiring:
     """A parsed expression.
 
     Attributes:
-        expr: the expression. Its variables have no dots.
-        names: the spec's name of each variable that is a value.
-        earlier: the value of each variable that is a value of an earlier run.
-        text: the text with the variables of `expr`, in the columns of the spec's text.
+        expr: the expression. Its variables are identifiers, which stand for dotted names and for values of earlier
+            runs.
+        names: variable -> the name in the spec that it stands for.
+        earlier: variable -> the value of an earlier run that it stands for.
+        text: the text of the spec with its names replaced by variables. Columns are those of the spec's text.
     """
 
     expr: Expr

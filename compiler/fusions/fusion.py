@@ -8,7 +8,9 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 
-POINTWISE = frozenset({"outputs", "variables", "labels", "dtype", "title"})  # fields of Pointwise that rewrites keep
+POINTWISE = frozenset(
+    {"outputs", "variables", "labels", "dtype", "title"}
+)  # the fields of Pointwise that rewrites preserve
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The cross-entropy of later tokens, by modules after the last block, which only training has."""
+"""The cross-entropy of later tokens, which modules after the last block predict. The modules exist only in training."""
 
 from typing import Annotated, Literal
 

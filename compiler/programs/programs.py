@@ -153,7 +153,7 @@ class Rewriting:
 @dataclass(frozen=True)
 class Programs:
     """All programs of a model. A function has a name such as `block.forward`: a class and a method. A call runs a
-    function at a path, which is the prefix of the names of parameters and nodes.
+    function at a path. The path is the prefix of the names of the function's parameters and nodes.
 
     Attributes:
         name: the name of the model.

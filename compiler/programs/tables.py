@@ -24,7 +24,7 @@ class Tables:
         params: the parameters, by path.
         scored: the paths of the parameters that are read outside of training programs.
         refused: the initializations that a parameter cannot have, each with the first such parameter and the reason.
-        owners: the class of the functions that are called at each path.
+        owners: the class of the functions that run at each path.
         constants: the value and the text of each formula, by the name of the constant in generated code.
         sizes: the sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
     """

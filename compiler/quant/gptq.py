@@ -83,7 +83,8 @@ class Gptq(PerRow):
         return self.mended(arrays_of(*self._solved(weight, factor), shape), weight, factor.hessian)
 
     def _of_groups(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes the rows of each group with the metric of the group. A correction has the mean metric."""
+        """Quantizes the rows of each group with the metric of the group. A low-rank correction uses the mean of the
+        metrics."""
         import torch
 
         solutions: list[Solution] = []

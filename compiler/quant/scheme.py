@@ -98,9 +98,9 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A use of a parameter [N, K] that raises the loss by 1/2 sum_i rows_i d_i columns d_i^T for an error d.
+    """A use of a parameter [N, K]. An error d of the parameter raises the loss by 1/2 sum_i rows_i d_i columns d_i^T.
 
-    A parameter with several uses, such as a tied embedding table, has the sum of their effects.
+    If a parameter has several uses, such as a tied embedding table, the increases of the loss add up.
 
     Attributes:
         rows: the weight of each row, f64 [N], at least 0.

@@ -43,8 +43,8 @@ class Tables:
         taken: the names of other constants.
         texts: the definition of each constant, by name.
         values: the value of each constant as text, by name.
-        layers: the name of the constant for each set of blocks, by module list and set.
-        arguments: the name of the constant for the blocks that receive an optional argument, by module list and
+        layers: the names of constants that are sets of blocks, by module list and set.
+        arguments: the names of constants that are the blocks which receive an optional argument, by module list and
             argument.
     """
 
@@ -117,8 +117,8 @@ class BlockClass:
 class _Uses:
     """The functions that the blocks of a module list run.
 
-    `layers` has the blocks that run each function. `state` has the inputs that are state. `scalars` has the value of
-    each scalar in each block. `formulas` has the formulas of the scalars.
+    `layers` maps the name of each function to the blocks that run it. `state` are the names of inputs that are state.
+    `scalars` maps each scalar to its value in each block. `formulas` maps scalars to their formulas.
     """
 
     place: str
@@ -257,7 +257,7 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
 
 
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Collection[str] = ()) -> list[Fact]:
-    """Returns conditions on attributes of a block. They distinguish the variants that the arguments do not distinguish.
+    """Returns conditions on attributes of a block, which distinguish variants with equal arguments.
 
     Args:
         merged: the variants.

@@ -74,14 +74,14 @@ class Body:
     Attributes:
         merged: the graphs to render, as variants of one function.
         spell: returns the text of a node that calls a kernel, group or block, and None for other nodes.
-        names: the Python names of those inputs whose Python name differs from the name in the graph.
+        names: the Python names of inputs that have another name in the graph.
         facts: the conditions that distinguish the variants, in order of preference.
         reserved: names that locals must not have.
         alive: the inputs that generated code reads after the body, so that their names must not be reassigned.
         scopes: the first words of paths that the names of values omit.
         wanted: preferred names of some values.
-        unpacks: the lines that unpack state: the assigned names, the text and the variants of each line. A line is
-            inserted before the first read of one of its assigned names.
+        unpacks: the assigned names, the text and the variants of each line that unpacks state. A line is inserted
+            before the first read of one of its names.
         constants: the names of constants, by the digits of their values.
         regions: adds the lines of a node that is not an expression. Returns False for other nodes.
         guarded: the lines, each with its variants.
@@ -183,7 +183,7 @@ class Body:
         return text
 
     def _statements(self, groups: Sequence[Group], every: Where) -> Iterator[Iterator[str]]:
-        """Yields each way to write the groups as one statement, as lines."""
+        """Yields the lines of each statement that can contain all of the groups."""
         (where, lines), *others = groups
         if not others:
             yield self._opposite(where, every, lines, ())
@@ -196,7 +196,7 @@ class Body:
                 yield self._nested(groups, every, first)
 
     def _opposite(self, where: Where, every: Where, lines: Sequence[str], others: Sequence[str]) -> Iterator[str]:
-        """Yields a statement with two branches that contain no further `if` statement."""
+        """Yields an `if` statement whose two branches contain no further `if` statement."""
         condition = self.condition(where, every)
         if others and condition.startswith("not ") and " " not in condition.removeprefix("not "):
             condition, where, lines, others = condition.removeprefix("not "), every - where, others, lines
@@ -379,8 +379,8 @@ class Body:
             self.hold(name, ref)
 
     def hold(self, name: str, ref: str) -> None:
-        """Records that the variable `name` holds the value `ref`. Other values that share a variable with `ref` then
-        have the same name."""
+        """Records that the variable `name` holds the value `ref`. All values that share a variable with `ref` then have
+        this name."""
         self.texts[ref] = name
         self.held.setdefault(name, []).append(ref)
         if (root := self.merged.variables.get(ref)) is not None:
@@ -431,7 +431,8 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """If the value is the output of a Move, returns a value of the same variable that no Move computes."""
+        """Returns the value itself. If a Move computes the value, returns another value of the same variable that no
+        Move computes."""
         root = self.merged.variables[slot.name]
         refs = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in refs if self.merged.variables.get(ref) == root), refs[0])
@@ -507,7 +508,7 @@ def mentions(text: str, name: str) -> bool:
 
 
 def _heavy(node: Node) -> bool:
-    """Returns whether a node is a product, a planned node or a call. A line contains at most one such node."""
+    """Returns whether a node is heavy: a product, a planned node or a call. A line contains at most one heavy node."""
     return node.op.matrix or node.op.everywhere or isinstance(node.op, Fused | Call | Scan)
 
 

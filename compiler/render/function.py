@@ -87,8 +87,8 @@ def tuple_text(texts: Sequence[str]) -> str:
 def optional_arguments(
     merged: Merged, inputs: Sequence[tuple[str, TensorType, Where]], flags: Sequence[str], state: Sequence[str]
 ) -> Sequence[str]:
-    """Returns the arguments of a method, for a method that states the types of inputs in its docstring. Inputs that
-    some variants lack are optional.
+    """Returns the text of the arguments of a method. The docstring of the method states the types and shapes of inputs.
+    An input that some variants lack is optional.
 
     Args:
         merged: The variants of the method.
@@ -124,7 +124,7 @@ def typed(type: TensorType) -> str:
 
 
 def applied(group: Group, name: str, args: Sequence[str]) -> str:
-    """Returns the call of a group's function on `args`.
+    """Returns the text of a call of a group's function with `args`.
 
     If the group takes rows, the call flattens the leading dims of an argument to one dim, and unflattens the result.
     """
@@ -184,7 +184,8 @@ class Speller:
     def kernel(self, graph: Graph, node: Node) -> str:
         """Returns the name of the kernel function of a node; empty if the plan has no kernel for the node.
 
-        A program contains the nodes of a group without a backward. The choice of such a node belongs to the group.
+        The nodes of a group without a backward are rendered in the program that runs the group. The plan lists their
+        kernels under the group.
         """
         homes = [graph]
         for group in self.plan.programs.groups:

@@ -116,8 +116,8 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
 
 def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
-    """Returns the backward of a loss without the last step of the gradients `names`. This step is the product with `d`,
-    the incoming gradient."""
+    """Returns the backward of a loss without the products with the incoming gradient `d`, which are the last step of
+    the gradients `names`."""
     last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
     assert all(node.op == SCALED for node in last.values())
     outputs = tuple((name, last[name].inputs[0] if name in last else ref) for name, ref in graph.outputs)

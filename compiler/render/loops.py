@@ -53,8 +53,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns the possible values of each argument of a block. A value is the name of an input of the loop, with the
-    blocks that read it. The last value has None instead, which stands for all other blocks."""
+    """Returns the possible values of each argument of a block. A value is a pair of the name of an input of the loop
+    and the blocks that read it. In the last pair, None stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -68,7 +68,7 @@ def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
-    """Maps each join method other than `forward` to the blocks that follow a join with this method."""
+    """Maps each method of joins other than `forward` to the blocks after a join by this method."""
     methods = dict.fromkeys(method for _, method in loop.join_methods)
     return {name: [layer for layer, method in loop.join_methods if method == name] for name in methods}
 

@@ -24,8 +24,8 @@ FITTING = 72  # characters of a block's state that fit on one line with a compre
 
 
 def keeper_of(programs: Programs) -> str:
-    """Returns the name of the argument that holds the state. It is `cache`. For models of pairs, it is `state`, a dict
-    by spec path."""
+    """Returns the name of the argument that holds the state: `state`, a dict by spec path, for models of pairs, and
+    `cache` for all other models."""
     names = (name for graph in programs.programs for name, _ in (*graph.inputs, *graph.outputs))
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
 
@@ -153,8 +153,7 @@ class Methods:
     def _unpacked(
         self, merged: Merged, state: Mapping[str, Where]
     ) -> tuple[Mapping[str, str], Sequence[tuple[frozenset[str], str, Where]]]:
-        """Returns the names of local variables for the state outside of blocks, and the lines that unpack this
-        state."""
+        """Returns the local names of the state outside of blocks, and the lines that unpack this state."""
         taken = {name for name, _, _ in merged.inputs()}
         words = {name: name.split(".")[1:] for name in state}
         last = [path[-1] for path in words.values()]
@@ -201,7 +200,8 @@ def _new_state(body: Body) -> str:
 
 
 def _wanted(merged: Merged) -> dict[str, str]:
-    """Returns preferred names: `x` for a loop's result, and the blocks' argument name for a loop's initial value.
+    """Returns preferred names: `x` for the result of a loop over blocks, and the name of the blocks' argument for its
+    initial value.
 
     The second name applies if all blocks also receive the initial value as an argument.
     """

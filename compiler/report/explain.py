@@ -19,7 +19,7 @@ class Explained:
 
     `target` is the folder of the generated files, for a target or for a deployed plan. `rejected` are the other
     kernels, each with the reason why it was not chosen. `passes` are the passes that rewrote the node, or refused to,
-    each with the effect or the reason.
+    each with its effect or its reason.
     """
 
     target: str

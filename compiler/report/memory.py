@@ -80,8 +80,8 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
 
 
 def _update_bytes(train: TrainSpec, plan: Plan) -> int:
-    """Returns the most bytes that an update of the parameters allocates at once: those of the optimizer that needs the
-    most, and the f32 values of masters in bf16 with their random bits."""
+    """Returns the most bytes that an update of the parameters allocates at once: those of the most demanding optimizer,
+    and, for masters in bf16, their f32 values and random bits."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for param in plan.programs.params:
         if param.optimizer is not None:

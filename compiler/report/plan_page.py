@@ -99,7 +99,8 @@ def rewritten(programs: Programs) -> Iterator[str]:
 
 
 def products_of_8_bits(plan: Plan) -> Iterator[str]:
-    """Yields the layers of training that multiply floats of 8 bits, in words, for each form of their scales."""
+    """Yields a phrase for each form of scales: the linear layers that multiply 8-bit floats in training with such
+    scales."""
     forms: dict[str, dict[str, None]] = {}
     for graph in plan.programs.graphs:
         for node in graph.nodes:
@@ -144,7 +145,7 @@ def _kernel_cells(choice: Choice) -> tuple[str, ...]:
 
 
 def kernel_words(choice: Choice) -> str:
-    """Returns a node's kernel with its tile. The suffix `by rule` marks a kernel that was not measured."""
+    """Returns the name of a node's kernel and its tile. The suffix `by rule` marks a kernel that was not measured."""
     file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
     if not file:
         return choice.kernel.name
@@ -155,7 +156,7 @@ def kernel_words(choice: Choice) -> str:
 
 
 def _saved(plan: Plan) -> Iterator[str]:
-    """Yields the values that each group saves for its backward, and the reason."""
+    """Yields one line per group: the values that the group saves for its backward, and the reason for this choice."""
     if plan.save_choices:
         yield from ("", "Saved for the backward:", "")
         yield from map(_save_line, plan.save_choices)
@@ -171,7 +172,8 @@ def _save_line(choices: SaveChoices) -> str:
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
-    """Yields the kernels that were measured as slower, and the kernels that an action of the user would enable."""
+    """Yields lines about kernels that were not chosen: those that were measured as slower, and those of packages that
+    are not installed."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
         yield from ("", "Kernels that were not chosen, where they were measured or could be installed:", "", *shown)
@@ -213,7 +215,7 @@ def _refused(programs: Programs) -> Iterator[str]:
 
 
 def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
-    """Yields the differences of a further target from the main one."""
+    """Yields lines about the differences between a further target and the main target."""
     if all(choice.kernel.language == "torch" for choice in plan.choices):
         yield f"The same nodes, all by Torch: `specc explain {plan.source} NODE --target {plan.target.name}`."
         return

@@ -59,7 +59,7 @@ class SavedByGroup:
 
     Attributes:
         read: the values of the graph that the backward reads: inputs and results of the group.
-        needed: the values that the backward reads, as the group names them.
+        needed: the values that the backward reads, by their names in the group.
         inside: the bytes of the values that the group computes for its backward, without its results.
         computed: the bytes of all values that the group computes for its backward, results included.
     """
@@ -104,7 +104,7 @@ class Pass:
 
     @cached_property
     def saved(self) -> Mapping[str, int]:
-        """The bytes of the values that the forward saves for the backward, by value, as in `_read`.
+        """The bytes of each value that the forward saves for the backward. The keys are those of `_read`.
 
         For a region that the backward computes again, only the inputs of the region and some of its results are saved.
         """
@@ -183,8 +183,8 @@ class Pass:
         }
 
     def _saved_by(self, node: Node) -> SavedByGroup:
-        """Returns the values that a group saves. If the compiler moves nodes of the backward to the forward, they are
-        the results of these nodes."""
+        """Returns the values that a group saves. If the compiler moves nodes of the backward to the forward, the
+        results of these nodes are saved instead of their inputs."""
         assert isinstance(node.op, Fused)
         group, sizes = self.programs.group(node.op.group), self.sizes
         outside = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
@@ -225,8 +225,8 @@ class Pass:
         return saved
 
     def _sources(self, ref: str, saved: Collection[str], final: Collection[str]) -> set[str]:
-        """Returns the values to save so that the backward can read `ref`: the value itself, or the values that it is
-        computed from, if these are smaller."""
+        """Returns the values to save so that the backward can read `ref`: the value itself, or the values from which it
+        is computed if these are smaller."""
         waiting, visited, new = [ref], set[str](), set[str]()
         while waiting:
             if (value := waiting.pop()) in visited or value in saved or value[0] in "@$":
@@ -266,8 +266,8 @@ class Pass:
     # Code that is not compiled
 
     def _saved_by_autograd(self) -> tuple[set[str], Counter[str]]:
-        """Returns the values that Torch saves if code is not compiled, and the bytes of values without a name, by the
-        value that they are computed for."""
+        """Returns the values that Torch saves if code is not compiled. Also returns the bytes of saved values without a
+        name, by the named value that is computed from them."""
         saved: set[str] = set()
         inside: Counter[str] = Counter()
         for node in self.graph.nodes:
@@ -333,7 +333,7 @@ def _derivative_reads(node: Node) -> frozenset[str]:
 
 
 def _read_by_autograd(expr: Expr, learned: Iterable[str]) -> frozenset[Expr]:
-    """Returns the parts of an expression that its derivatives read, if each operation is one of Torch.
+    """Returns the parts of an expression that its derivatives read, if Torch runs each operation separately.
 
     `learned` are the variables that need a gradient.
     """

@@ -1,4 +1,5 @@
-"""A training step as rows: each kind of node, how often it runs, its floor, and its time if it was measured.
+"""A training step as a table. Each row is one kind of node: how often it runs, its floor, and its time if it was
+measured.
 
 A floor is the minimum time of the operations and bytes of a node at the peak rates of the target. The step runs on one
 GPU.
@@ -170,8 +171,8 @@ def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str
 
 
 def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> Iterator[StepRow]:
-    """Yields the rows of one node of the flattened training program, for one pass. The forward of a node that the
-    backward computes again has two calls."""
+    """Yields the rows of one node of the flattened training program, for one micro-batch. If the backward computes the
+    node again, its forward has two calls."""
     programs, again = plan.programs, 2 if node.region else 1
     if isinstance(node.op, Fused):
         group = programs.group(node.op.group)
@@ -255,7 +256,7 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
 
 
 def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int, op: Op | type[Op] = Op) -> StepRow:
-    """Returns a row without a kernel. `op` determines the category of its work, and its speed."""
+    """Returns the row of work without a kernel. `op` determines the peak rate of the target that applies."""
     floor = plan.target.floor_ms(flops // op.speed, moved)
     return StepRow(node, LIBRARY if work == "products" else work, what, TORCH, 1, flops, moved, floor, None)
 

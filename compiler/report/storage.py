@@ -109,7 +109,8 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """Returns a description of the promotion or allocation that follows the rules; empty if there is none."""
+    """Returns a description of the promotion or allocation, which changes the bits of the rules; empty if there is
+    none."""
     if quant is None:
         return ""
     if quant.allocate is not None:

@@ -90,7 +90,8 @@ class Summary:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The terms of the loss, if there are several, and the values that change during the run, in words."""
+        """Sentences about the terms of the loss, if there are several, and about the values that change during the
+        run."""
         terms = [
             f"{term.weight.words if isinstance(term.weight, Schedule) else term.weight} x {term.states or term.kind}"
             for term in self.spec.train.losses
@@ -126,7 +127,8 @@ class Summary:
 
     @property
     def gap(self) -> str:
-        """The class of work with the largest measured time above its floor, in words; empty if nothing was measured."""
+        """A phrase about the class of work whose measured time exceeds its floor most; empty if nothing was
+        measured."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
         return f"{largest[1]}, {milliseconds(largest[0])} ms above the floor" if largest is not None else ""
@@ -145,7 +147,8 @@ class Summary:
 
     @property
     def choice(self) -> str:
-        """A description of the promotion, allocation or correction that follows the rules; empty if there is none."""
+        """A description of the promotion, allocation or correction, which changes the bits of the rules; empty if there
+        is none."""
         if not self.storage.chosen:
             return ""
         quant = self.spec.quant

@@ -39,7 +39,7 @@ class ScheduleSpec(StrictModel):
 
     @property
     def falls(self) -> bool:
-        """True if the warm-down is all of the run after the warm-up."""
+        """Whether the warm-down begins at the end of the warm-up."""
         return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
 
     def of(self, steps: int) -> tuple[int, int]:
@@ -52,7 +52,7 @@ class ScheduleSpec(StrictModel):
         return up, max(steps - up, 0) if self.falls else down
 
     def down(self, left: float) -> float:
-        """Returns the multiplier in the warm-down when the share `left` of it remains."""
+        """Returns the multiplier in the warm-down if the share `left` of the warm-down remains."""
         if self.shape == "linear":
             return max(left, self.floor)
         return max(formula_at(SHAPES.get(self.shape, self.shape), 1 - max(left, 0.0)), self.floor)

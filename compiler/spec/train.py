@@ -207,7 +207,7 @@ class TrainSpec(StrictModel):
         return size if self.batch is not None else size // window
 
     def at_once(self, world: int = 1) -> int:
-        """Returns the rows of a backward pass on one of `world` processes."""
+        """Returns the number of rows of a backward pass on each of `world` processes."""
         if self.micro_batch is not None:
             return self.micro_batch
         smallest = min(size for _, size in points_of(self.batch or 8))
@@ -345,7 +345,7 @@ class BitsSpec(StrictModel):
 
     @property
     def halves(self) -> bool:
-        """True if the model needs the program `score` in two halves."""
+        """Whether the model needs the two halves of the program `score`, `features` and `nats`."""
         return self.adapt is not None
 
     @property

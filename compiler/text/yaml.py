@@ -50,7 +50,12 @@ _UNCLOSED = ("a quoted text is not closed", "add the closing quote")
 _SYNTAX = (
     ("mapping values are not allowed", "unexpected `:`", "quote the text, or check the indentation", False),
     ("could not find expected ':'", "a key has no `:`", "write `key: value`, with a space after the colon", True),
-    ("expected <block end>", "the indentation does not match the lines above", "align it with its siblings", False),
+    (
+        "expected <block end>",
+        "the indentation does not match the lines above",
+        "align it with the items or keys of its block",
+        False,
+    ),
     ("cannot start any token", "a value cannot begin with this character", 'quote the value: "..."', False),
     ("expected ',' or ']'", "a list `[...]` is not closed", "add a `,` between its items, or the `]`", True),
     ("expected ',' or '}'", "a mapping `{...}` is not closed", "add a `,` between its keys, or the `}`", True),

@@ -114,11 +114,8 @@ class TestTimeTraining(Adaptation):
         """Yields a problem if no parameter is trained."""
         covered = [shape for name, shape in shapes.items() if matches(self.match, name)]
         if not covered:
-            message, hint = (
-                f"ttt {self.match} matches no parameter",
-                f"the parameters have names such as {next(iter(shapes))}",
-            )
-            yield Problem(("match",), "S305", message, f"{hint}; use a pattern such as `blocks.*` or `*`")
+            hint = f"the parameters have names such as {next(iter(shapes))}; use a pattern such as `blocks.*` or `*`"
+            yield Problem(("match",), "S305", f"ttt {self.match} matches no parameter", hint)
         elif self.lora is not None and not any(len(shape) == 2 for shape in covered):
             message = f"ttt {self.match} matches no matrix; lora needs a parameter with two dimensions"
             yield Problem(("match",), "S305", message, "widen the pattern, or remove lora")

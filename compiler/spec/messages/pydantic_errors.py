@@ -60,15 +60,20 @@ def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
     for fork in {(error.path[: error.fork]) for error in errors if error.fork is not None}:
         rivals = [error for error in errors if error.fork == len(fork) and error.path[: len(fork)] == fork]
         fitting = {error.member for error in rivals} - {
-            error.member for error in rivals if error.path == fork and error.kind in TYPES
+            error.member for error in rivals if error.path == fork and _has_wrong_type(error)
         }
-        literals = {error.member for error in rivals if error.choices}
+        literals = {error.member for error in rivals if error.path == fork and error.choices}
         if fitting - literals:
             errors = [error for error in errors if error not in rivals or error.member in fitting]
     for error in errors:
         short = error.kind == "too_short" and isinstance(error.value, tuple)
         if not (short and len(error.value) >= error.context["min_length"]):  # type: ignore[arg-type]
             yield error
+
+
+def _has_wrong_type(error: FieldError) -> bool:
+    """Returns whether the value has the wrong type. A Literal whose choices are texts accepts only texts."""
+    return error.kind in TYPES or (bool(error.choices) and not isinstance(error.value, str))
 
 
 def _grouped(errors: Iterable[FieldError]) -> list[list[FieldError]]:

@@ -77,8 +77,10 @@ def wrong_type(group: list[FieldError], annotation: Any, beside: tuple[object, .
     """
     words: list[str] = []
     for error in group:
-        form = list_words(annotation) if error.kind == "tuple_type" else TYPES[error.kind]
-        words += [quote(choice) for choice in error.choices] or [form]
+        of_list = error.kind == "tuple_type"
+        words += [quote(choice) for choice in error.choices] or [
+            list_words(annotation) if of_list else TYPES[error.kind]
+        ]
     value, form = group[0].value, joined(dict.fromkeys(words))
     return f"must be {form}, not {_description(value)}", _remedy(value, words, annotation, beside) or f"write {form}"
 

@@ -101,8 +101,8 @@ def quantize_rows(x: Tensor, inverse: Tensor) -> Tensor:
 
 def quantize_rows_second(x: Tensor, inverse: Tensor, columns: int) -> Tensor:
     """Returns the second codes i8 [..., columns] of x [..., K]: the rounding error of the first codes of
-    x * inverse [K], in steps of 1 / 254, rounded half to even. They
-    are 0 for NaN, beyond the largest code, and from column K on."""
+    x * inverse [K], in steps of 1 / 254, rounded half to even. They are 0 for NaN, beyond the largest code,
+    and from column K on."""
     steps = (x.float() * inverse).clamp(-127, 127)
     codes = ((steps - steps.round()) * 254).round().nan_to_num(0.0).to(torch.int8).contiguous()
     return F.pad(codes, (0, columns - codes.shape[-1]))
