@@ -99,8 +99,8 @@ def _finding(source: Source, subject: str, change: str, places: list[tuple[str, 
 
 
 def _changes(old: Interface, new: Interface) -> Iterator[tuple[str, Path, str]]:
-    """Yields each breaking change as (subject, path in the new spec, change): the subject is a parameter or `the
-    tokenizer`."""
+    """Yields each breaking change as (subject, path in the new spec, change): the subject is the name of a
+    parameter or of a field."""
     before, after = old.parameters, new.parameters
     for name in sorted(before.keys() - after.keys()):
         yield name, old.programs.place(name), "is removed"
