@@ -142,7 +142,8 @@ def numbers_of(heads: int, context: int, prefix: int, sizes: Sizes) -> Mapping[s
 
 
 def with_numbers(expr: Expr, numbers: Mapping[str, Const]) -> Expr:
-    """Returns the expression with the values of its numbers. Raises ExprError if one has no value."""
+    """Returns the expression with the names in NUMBERS replaced by their values. Raises ExprError if a name has no
+    value."""
     bound = substitute(expr, numbers)
     if unknown := [name for name in variables(bound) if name in NUMBERS]:
         raise ExprError(f"{unknown[0]} has no value in this layer", hint=f"choose from {', '.join(sorted(numbers))}")

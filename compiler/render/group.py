@@ -150,7 +150,7 @@ def _bound(pairs: Iterable[tuple[str, str]]) -> list[str]:
 def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
     """Returns the context of a group with a backward.
 
-    If the group has products, its function accepts inputs with any leading dims, flattened to one dim.
+    If the group has products, its function takes rows: a call flattens the leading dims of the inputs to one dim.
     """
     forward = _body(plan, group.forward, frozenset(group.saved))
     (_, result), *_ = group.forward.outputs
