@@ -19,7 +19,6 @@ SMALL = ("train.micro_batch=16", "model.context=256")
         ("gpt_mini", ()),
         ("gpt_mini", ("fuse=[]",)),
         ("gpt_mlp35", ()),
-        ("gpt_mlp35", ("fuse=[]",)),
         ("gpt2_124m", ("model.vocab=4096", "model.blocks.count=4")),
         ("gpt2_124m", ("model.vocab=4096", "model.blocks.count=4", "fuse=[]")),
         ("nanochat_d12", ("model.vocab=4096", "model.blocks.count=4")),
