@@ -17,7 +17,9 @@ from specc.runtime.model.protocols import paged_model
 from specc.runtime.open_model import OpenedModel, Say
 
 REPLACEMENT = "\ufffd".encode()
-HELD_TOKENS = 8  # more than the tokens of one character: a character has at most 4 bytes, and a token at least 1
+HELD_TOKENS = (
+    8  # tokens; a character has at most 4 bytes and a token at least 1, so this covers more than one character
+)
 
 
 class Detokenizer:
@@ -163,10 +165,10 @@ def generate_many(
     say: Say | None = None,
     compiled: bool = False,
 ) -> Iterator[tuple[int, bytes]]:
-    """Generates one text per prompt, of a model whose cache is in pages. Texts of different lengths are decoded
-    together: when one ends, the next prompt takes its place.
+    """Generates one text per prompt with a model whose cache is in pages. Texts of different lengths are decoded
+    together: when a text ends, the next prompt takes its place.
 
-    As of `generate_several`, a sampled token may differ from that of `generate` if two tokens are almost equally
+    As with `generate_several`, a sampled token may differ from that of `generate` if two tokens are almost equally
     probable.
 
     Args:
@@ -251,7 +253,7 @@ def _prompt_tokens(opened: OpenedModel, prompt: str | bytes, max_tokens: int, sa
     if not tokens:
         raise RunFailure(f"{tokenizer.name} has no BOS token, and the prompt is empty", "give a prompt")
     if len(tokens) <= (unscored := opened.spec.model.unscored):
-        message = f"the prompt has {len(tokens)} tokens, but the prefix of the model has {unscored + 1}"
+        message = f"the prompt has {len(tokens)} tokens; the prefix of the model needs at least {unscored + 1}"
         raise SamplingError(message, "give a longer prompt")
     if len(tokens) > window and say is not None:
         say(f"the prompt has {len(encoded):,} tokens and the context {window:,}: only its end is read")

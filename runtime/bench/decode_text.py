@@ -306,7 +306,7 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
         result: Tensor = model(ids).logits[:, -1]
         return result.float()
 
-    def one_pass(prompts: Tensor, count: int) -> float:
+    def timed_pass(prompts: Tensor, count: int) -> float:
         clock = Clock()
         texts = generate(prompts, count + 1, stopping_criteria=[clock])
         wait(device)
@@ -316,7 +316,7 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
     def passes(rows: int, context: int) -> Pass:
         model._cache = None  # of another size
         torch.compiler.reset()
-        return one_pass
+        return timed_pass
 
     return _Decoder(logits, passes)
 

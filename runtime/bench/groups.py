@@ -24,7 +24,7 @@ from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
 from specc.runtime.errors import RunFailure
-from specc.runtime.model.load import group_function, replace_fuse
+from specc.runtime.model.load import group_function
 from specc.runtime.verify.judge import Composed, composed, poisoned, upcast
 from specc.runtime.verify.random_inputs import Operands, sizes_of
 
@@ -55,7 +55,7 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
         target: the target.
         group: a group of `programs`.
     """
-    plain = pipeline.run(replace_fuse(spec), target)
+    plain = pipeline.run(spec.plain, target)
     host = programs.callers[group.name][0]
     graph = next(graph for graph in plain.graphs if graph.name == host)
     nodes = tuple(node for node in graph.nodes if node.name in group.members)

@@ -105,7 +105,7 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
     groups = tuple(group for group in (_complete(group, notes) for group in groups) if group.members)
     if not groups:
         raise CompareError(f"no run is complete: {notes[0]}", UNFINISHED)
-    _require_one_metric(groups)
+    _require_equal_metric(groups)
     members = [member for group in groups for member in group.members]
     metric = metric_of(members[0].run.spec.eval.metric, [member.history.final for member in members])
     metric, in_nats = _comparable(members, metric, notes)
@@ -140,7 +140,7 @@ def _why_unfinished(member: Member) -> str:
     )
 
 
-def _require_one_metric(groups: Sequence[Group]) -> None:
+def _require_equal_metric(groups: Sequence[Group]) -> None:
     """Raises CompareError if the specs have different metrics."""
     first = groups[0].first
     for group in groups:

@@ -72,14 +72,14 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
     Returns:
         The evaluations, by file, task and model.
     """
-    found: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
+    measures_by_key: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
     for group in groups:
         for member in group.members:
             for facts in _of_last_step(member, notes):
                 key = (str(facts["file"]), str(facts["task"]), str(facts["model"]), str(facts["sha256"]))
-                found.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
+                measures_by_key.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
     results = []
-    for (file, task, model, digest), values in sorted(found.items()):
+    for (file, task, model, digest), values in sorted(measures_by_key.items()):
         measured = {name: _measures(results_of) for name, results_of in values.items()}
         result = EvaluationResult(file, task, digest, model, measured)
         results.append(result)

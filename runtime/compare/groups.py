@@ -85,22 +85,22 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
         CompareError: if a word names no runs, a name is used twice, or a run is named twice.
         IntegrityError: if a run is damaged.
     """
-    found: dict[str, Group] = {}  # by kind of its runs, or by the position of the word that names it
+    groups: dict[str, Group] = {}  # by kind of its runs, or by the position of the word that names it
     for word in words:
         match = None if Path(word).exists() else NAMED.fullmatch(word)
         if match is None:
             for path, label in _runs(word):
                 member = Member(Run.open(path))
-                group = found.get(member.kind)
+                group = groups.get(member.kind)
                 if group is None:
-                    name = label if all(label != other.name for other in found.values()) else member.name
+                    name = label if all(label != other.name for other in groups.values()) else member.name
                     group = Group(name, ())
-                found[member.kind] = replace(group, members=(*group.members, member))
+                groups[member.kind] = replace(group, members=(*group.members, member))
         else:
             members = tuple(Member(Run.open(path)) for path, _ in _runs(match[2]))
-            found[f"{len(found)}"] = Group(match[1], members, named=True)
-    _require_different(tuple(found.values()))
-    return tuple(found.values())
+            groups[f"{len(groups)}"] = Group(match[1], members, named=True)
+    _require_different(tuple(groups.values()))
+    return tuple(groups.values())
 
 
 def _runs(word: str) -> Iterator[tuple[Path, str]]:

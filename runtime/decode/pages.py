@@ -13,7 +13,6 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.decode.sampling import Sampling, generator_of
 from specc.runtime.decode.text import PAGE, SHORTEST, STRIDES, Decoder, Step, StepFunction
 from specc.runtime.errors import RunFailure
-from specc.runtime.model.load import replace_fuse
 from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, paged_model, text_model
 
 
@@ -27,7 +26,7 @@ def in_pages(spec: Spec) -> Spec:
         return spec
     paged = with_cache(spec, page=64)
     try:
-        lower(replace_fuse(paged), "cpu")
+        lower(paged.plain, "cpu")
     except LoweringError as error:
         raise RunFailure(f"{spec.name} cannot decode texts of different lengths: {error}", "give one prompt") from None
     return paged

@@ -68,7 +68,7 @@ def evaluate_tasks(
                 task.greedy,
                 share,
                 score,
-                one_length=options.compiled and opened.device.type == "cuda",
+                fixed_length=options.compiled and opened.device.type == "cuda",
                 progress=progress,
             )
             loads = loads_of(opened, rows)

@@ -100,8 +100,8 @@ class HeadPatterns:
         sums.add("previous", weights.diagonal(offset=-1, dim1=-2, dim2=-1)[..., FROM - 1 :])
         sums.add("first", weights[..., FROM:, 0])
         if pairs := len(weights) // 2:
-            one, other = weights[: 2 * pairs : 2, :, FROM:], weights[1 : 2 * pairs : 2, :, FROM:]
-            sums.add("content", (one - other).abs().sum(-1) / 2)
+            even, odd = weights[: 2 * pairs : 2, :, FROM:], weights[1 : 2 * pairs : 2, :, FROM:]
+            sums.add("content", (even - odd).abs().sum(-1) / 2)
 
     def observe_repeated(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Adds the attention of a node over rows that are a random sequence and its repetition."""

@@ -251,10 +251,10 @@ class _Work:
                 for ids, targets in self._windows(path, cache):
                     loads.append(expert_loads(model, score, ids.to(device), targets.to(device)))
                     self.progress(f"experts, {kind}", 2 * len(loads), self.options.sequences)
-        found = tuple(expert_loads_by_kind(measured))
-        if self.options.kinds and not found:
+        loads_by_kind = tuple(expert_loads_by_kind(measured))
+        if self.options.kinds and not loads_by_kind:
             self.notes["experts"] = "the model has no mixture of experts"
-        return found
+        return loads_by_kind
 
     def _repeated(self, heads: HeadPatterns) -> None:
         """Measures induction on random tokens and their repetition."""

@@ -89,12 +89,12 @@ class ResidualNorms:
             if before:
                 self._before[block] = before
             previous = ends[-1].name
-        self._kept = frozenset(self._before.values())
+        self._inputs = frozenset(self._before.values())
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Adds the stream after a block."""
         value = outputs[0].detach()
-        if node.name in self._kept:
+        if node.name in self._inputs:
             self._values[node.name] = value
         block = self._stream.get(node.name)
         if block is None:

@@ -28,7 +28,7 @@ from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.model.load import initial_values, replace_fuse
+from specc.runtime.model.load import initial_values
 from specc.runtime.optim.optimizers import rule_of
 from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
@@ -153,7 +153,7 @@ def quoted(data: bytes) -> str:
     Escaped are what a Python source in Latin-1 cannot contain, NUL and CR, and what has another meaning in the literal.
     """
     text = data.decode("latin-1")
-    text = re.sub(r"\\|'(?=''|\Z)", lambda found: "\\" + found[0], text)
+    text = re.sub(r"\\|'(?=''|\Z)", lambda match: "\\" + match[0], text)
     text = re.sub(r"\0(?=[0-7])", r"\\x00", text).replace("\0", r"\0")
     return text.replace("\r", r"\r")
 
@@ -232,7 +232,7 @@ def _plan(
     """Returns the source of the module `plan`, the generated files by path, and the storages of the model's buffers."""
     spec, quant, base = facts.spec, facts.quant, facts.base
     assert isinstance(spec.eval, BitsSpec)
-    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, replace_fuse(spec)))
+    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, spec.plain))
     programs = {target: plan.programs for target, plan in built.plans.items()}
     params = {
         target: [dataclasses.replace(p, init=None, storage="") for p in program.params]  # type: ignore[arg-type]

@@ -45,17 +45,17 @@ def _shorten_function(function: _Function, fixed: Collection[str], parameters: b
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
     arguments = [node for node in nodes if isinstance(node, ast.arg)]
-    kept = {*fixed, "self", "cls"}
-    (bound if parameters else kept).update(argument.arg for argument in arguments)
+    reserved = {*fixed, "self", "cls"}
+    (bound if parameters else reserved).update(argument.arg for argument in arguments)
     for node in nodes:
         if isinstance(node, ast.Global | ast.Nonlocal):
-            kept.update(node.names)
+            reserved.update(node.names)
         elif isinstance(node, _Function) and node is not function:
-            kept.add(node.name)
+            reserved.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            kept.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    local = [*(name for name in names if name in bound - kept), *sorted(bound - kept - names.keys())]
-    taken = {*names, *kept} - set(local)
+            reserved.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    local = [*(name for name in names if name in bound - reserved), *sorted(bound - reserved - names.keys())]
+    taken = {*names, *reserved} - set(local)
     short = dict(zip(local, (name for name in _short_names() if name not in taken), strict=False))
     for node in nodes:
         if isinstance(node, ast.Name):

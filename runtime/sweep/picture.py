@@ -86,8 +86,8 @@ def _others(row: SettingResult, path: str) -> str:
     """Returns the name of a setting without the value of one path of the grid."""
     number = list(row.grid).index(path)
     parts = row.setting.split(", ")
-    own = len(parts) - len(row.grid) + number
-    return ", ".join(part for i, part in enumerate(parts) if i != own)
+    index = len(parts) - len(row.grid) + number
+    return ", ".join(part for i, part in enumerate(parts) if i != index)
 
 
 def _rows(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult]) -> None:

@@ -38,7 +38,7 @@ from specc.compiler.render.program import METHODS
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.dtypes import DTYPES
-from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, unavailable
+from specc.runtime.model.load import Loaded, device_of, instantiate, unavailable
 from specc.runtime.model.parameters import place
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
@@ -247,7 +247,7 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
-    programs = pipeline.run(replace_fuse(spec), fused.target.name, "fp8_products")  # as they compute: dropout, 8 bits
+    programs = pipeline.run(spec.plain, fused.target.name, "fp8_products")  # as they compute: dropout, 8 bits
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
     for name, type in programs.buffers:
         buffer = plain.model.get_buffer(name)
@@ -439,7 +439,7 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     begins = [0, *(tokens * k // 4 + k for k in (1, 2, 3)), tokens]
     ids[:, begins[:-1]] = mark
     exact = {name: parameter.detach().double() for name, parameter in loaded.model.named_parameters()}
-    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+    programs = pipeline.lower(spec.plain, loaded.target.name)
 
     def scores(score: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         parts = [score(ids[:, a:b], targets[:, a:b]) for a, b in itertools.pairwise(begins)]
@@ -483,7 +483,7 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     The largest error against f64 may be three times the error of scoring the whole sequence in the compute dtype. With
     a cache of codes, it may in addition be twice the error that rounding to these codes causes in f64.
     """
-    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+    programs = pipeline.lower(spec.plain, loaded.target.name)
     ops = (node.op for graph in programs.graphs for node in graph.nodes)
     rings = [sum(op.ring) for op in ops if isinstance(op, SdpaCached | SdpaPooledCached) and op.ring is not None]
     tokens = sample_tokens(spec, max((64, *(2 * rows + 9 for rows in rings))))  # past the end of each window

@@ -201,7 +201,7 @@ def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> No
         "model.blocks.layers.0.mask=j <= i and document(i) == document(j)",
     )
     model = open_model(make_run(tmp_path / "marked", marked, "stdlib").directory, search=[tmp_path])
-    with pytest.raises(DataError, match=r"layers\.0\.bos is 0, but before each document letters.tiktoken writes 256"):
+    with pytest.raises(DataError, match=r"layers\.0\.bos is 0, but letters.tiktoken writes 256 before each document"):
         _ = model.tokenizer
     elsewhere = small_spec("train.data={tokenizer: some.model}")
     other = make_run(tmp_path / "other", elsewhere, str(write_text(tmp_path / "data")))

@@ -94,5 +94,5 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _file_hint(path: Path) -> str:
-    hint = "for a model of lines, --data takes a file of lines `source=target`, or the name of its task"
+    hint = "for a model of lines, --data is a file of lines `source=target`, or the name of the task of the spec"
     return f"{near} {hint}" if (near := nearest_paths(path)) else hint

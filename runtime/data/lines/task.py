@@ -27,13 +27,13 @@ class LineSet(TextPairs, Protocol):
 
 
 class LineStream(Protocol):
-    """An endless stream of training lines. `identity` is a text of all values that determine the lines."""
+    """An endless stream of training lines. `identity` is a text that contains all values that determine the lines."""
 
     @property
     def identity(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[LineSet, int]:
-        """Returns `count` lines from a position on, and the position after them. The stream begins at position 0."""
+        """Returns `count` lines that start at a position, and the position after them. The stream begins at 0."""
 
 
 @dataclass(frozen=True, slots=True)

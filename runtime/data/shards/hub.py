@@ -1,4 +1,4 @@
-"""Files on the Hugging Face hub: their sizes and digests, and downloads that are compared with them."""
+"""Files on the Hugging Face hub: their sizes and digests, and verified downloads."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ class Repository:
 class RemoteFile:
     """A file in the repository.
 
-    `size` is in bytes. `sha256` is None if the hub stores the file in git and not in LFS; `blob` is then its git id.
+    `size` is in bytes. If the hub stores the file in git and not in LFS, `sha256` is None, and `blob` is its git id.
     """
 
     path: str
@@ -71,14 +71,15 @@ def client() -> Any:
 
 @contextmanager
 def requests(repository: str) -> Iterator[None]:
-    """Converts all exceptions to EnvironmentFailure, because the hub's client passes on any error of its transport."""
+    """A context manager that converts all exceptions to EnvironmentFailure. The hub's client raises exceptions of many
+    libraries."""
     try:
         yield
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise EnvironmentFailure(
             f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
-            "check the network, the repository and your access to it, then run it again: completed files are kept",
+            "check the network, the repository and your access to it, then run it again: complete files remain",
         ) from error
 
 
@@ -96,7 +97,7 @@ def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -
     fault = file.fault(path)
     if fault is not None:
         path.unlink()
-        raise DataIntegrityError(f"{file.name}: the download is damaged: {fault}", "run it again")
+        raise DataIntegrityError(f"{file.name}: the download is damaged: {fault}", "run the command again")
     with open(path, "rb") as handle:
         os.fsync(handle.fileno())
     say(f"{file.name}: {file.size:,} bytes")

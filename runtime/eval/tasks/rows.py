@@ -114,7 +114,7 @@ def score_rows(
     greedy: bool,
     share: Share,
     score: Callable[[Tensor, Tensor], Tensor],
-    one_length: bool = False,
+    fixed_length: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RowScore]:
     """Scores rows in batches of similar length.
@@ -129,7 +129,7 @@ def score_rows(
         greedy: whether to compute `RowScore.greedy`.
         share: the share of this process.
         score: maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
-        one_length: whether all batches have one length, so that `score` is compiled once.
+        fixed_length: whether all batches have one length, so that `score` is compiled once.
         progress: called with the number of scored rows and the total, on this process.
 
     Returns:
@@ -145,9 +145,9 @@ def score_rows(
     sums, done = np.zeros((len(rows), 2)), 0
     unsure: dict[int, list[int]] = {}  # by row, the positions of targets that may not be the most probable token
     for chosen in local:
-        width = -(-longest // MULTIPLE) * MULTIPLE if one_length else len(rows[chosen[0]].tokens) - 1
+        width = -(-longest // MULTIPLE) * MULTIPLE if fixed_length else len(rows[chosen[0]].tokens) - 1
         width = max(min(width, opened.spec.model.window), opened.spec.model.unscored + 1)
-        table = np.zeros((batch if one_length else len(chosen), width + 1), np.int64)
+        table = np.zeros((batch if fixed_length else len(chosen), width + 1), np.int64)
         for place, i in enumerate(chosen):
             table[place, : len(rows[i].tokens)] = rows[i].tokens
         ids = torch.from_numpy(table).to(opened.device)

@@ -44,7 +44,7 @@ def odd(place: tuple[int, int], token: int) -> torch.Tensor:
         (ROWS[0], r"source has the shape \[3\]; it must be torch.int64 \[B, S\]"),
         (ROWS[:, :0], r"source is empty: its shape is \[2, 0\]"),
         (ROWS[:0], "source is empty"),
-        (ROWS.repeat(1, 11), "source has 33 tokens a row; the model's context is 30"),
+        (ROWS.repeat(1, 11), "source has 33 tokens per row; the model's context is 30"),
         ([[5, 2]], "source is list; it must be a tensor"),
         (ROWS.to("meta"), "source is on meta, and the model on cpu"),
     ],
