@@ -46,8 +46,8 @@ def evaluate(
         target, device, quantized, search, say: as for `open_model`.
         progress: called with the number of scored tokens or lines and the total.
         world: the processes that share the work. Each of them calls this function, on its own device.
-        gpus: the requested number of processes; None if not specified. The processes run on GPUs unless `target`, or by
-            default the result of `cpu_target`, is the CPU.
+        gpus: the requested number of processes; None if not specified. The processes run on GPUs unless `target` is
+            the CPU. If `target` is None, `cpu_target` determines whether it is.
         tasks: files of examples, which are scored instead of data.
 
     Returns:
@@ -83,7 +83,7 @@ def evaluate(
     if world.rank == 0:
         try:
             record_score(opened, options, result.measures())
-        except EnvironmentFailure as error:  # the score itself does not need to be written
+        except EnvironmentFailure as error:  # the score is returned even if it cannot be written
             (say or print)(f"not recorded in the run: {error.message}")
     return result
 

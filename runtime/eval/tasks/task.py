@@ -37,7 +37,7 @@ class Measure:
 
 
 def mean(values: Sequence[float]) -> Measure:
-    """Returns the mean, and its standard error: the sample deviation divided by the root of the count."""
+    """Returns the mean, and its standard error: the sample deviation divided by the square root of the count."""
     count = len(values)
     return Measure(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else None)
 
@@ -68,7 +68,7 @@ class TaskResult:
         examples: the number of examples.
         tokens: the number of scored targets.
         size: the bytes of text that the scored targets represent.
-        truncated: the number of rows whose text was cut to the context of the model.
+        truncated: the number of rows whose tokens were cut to the context of the model.
         measures: the measures by name.
         loads: the load of each expert by layer; empty without experts.
     """
@@ -115,7 +115,7 @@ class TaskResults:
 
 
 class Task(ABC):
-    """Examples of one kind, from the lines of a file. A subclass is one kind, in a file of this package.
+    """Examples of one kind, from the lines of a file. Each kind is a subclass, in a file of this package.
 
     Args:
         records: the (place, object) of each line.
@@ -142,14 +142,14 @@ class Task(ABC):
 
     @abstractmethod
     def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
-        """Returns the measures, given the scores of the rows of each example."""
+        """Returns the measures for the scores of the rows of each example."""
 
 
 def read_task(path: Path) -> Task:
     """Reads the examples of a file.
 
-    The lines of a .jsonl file are all of one kind, which their keys state. The documents of any other file that
-    `specc train` reads are texts.
+    All lines of a .jsonl file are of one kind, which their keys determine. Any other file that `specc train` reads is
+    an example of the task `text` per document.
 
     Raises DataError, with the line, if the file or an example cannot be read, and DataIntegrityError if a compressed
     file is damaged.
@@ -182,7 +182,7 @@ def read_task(path: Path) -> Task:
             message = f"{where}: the line has {' and '.join(keys) or 'none'} of the keys {', '.join(known)}"
             raise DataError(message, HINT)
         if key and keys[0] != key:
-            message = f"{where}: the line has the key {keys[0]}, and the lines before it {key}"
+            message = f"{where}: the line has the key {keys[0]}, but the lines before it have {key}"
             raise DataError(message, "put examples of different kinds into different files")
         key = keys[0]
     task: Task = known[key](records)

@@ -64,7 +64,7 @@ def test_steps_that_are_none(pairs: Any) -> None:
         (torch.tensor([[1, 1], [1, 1]]), zero, r"ids has the shape \[2, 2\]; it must be torch.int64 \[B, 1\]"),
         (torch.tensor([1, 1]), zero, r"ids has the shape \[2\]; it must be torch.int64 \[B, 1\]"),
         (torch.tensor([[1]]), zero, "the state has 2 rows, and ids has 1"),
-        (torch.tensor([[1], [1]]), torch.tensor(30), "start is 30; the model's context is 30 tokens"),
+        (torch.tensor([[1], [1]]), torch.tensor(30), "start is 30; the positions of the model are 0 to 29"),
         (torch.tensor([[1], [1]]), torch.tensor([0]), "start has the shape"),
         (torch.tensor([[1], [1]]), 0, "start is int"),
     ):
