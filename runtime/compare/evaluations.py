@@ -16,8 +16,7 @@ class MeasureResult:
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the standard error over the examples of the task, as the root mean square over the runs; None if a
-            result lacks it.
+        error: the root mean square over the runs of the standard error over examples; None if a result lacks this.
     """
 
     summary: Summary
@@ -62,12 +61,12 @@ Key = tuple[str, str, str, str]
 def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[EvaluationResult, ...]:
     """Collects the evaluations that the runs of groups record.
 
-    Two results are of one evaluation if file, task, digest and model are equal. A result of an earlier step than the
-    last of its run is left out, because it describes other weights.
+    Two results belong to the same evaluation if file, task, digest and model are equal. A result is left out if it is
+    from an earlier step than the last step of its run, because it describes other weights.
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: receives what is left out, and the evaluations that only a part of the runs has.
+        notes: receives texts about results that are left out, and about evaluations that some runs lack.
 
     Returns:
         The evaluations, by file, task and model.

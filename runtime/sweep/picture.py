@@ -15,8 +15,8 @@ GRAY = "#6b7280"
 def sweep_picture(results: SweepResults, title: str) -> bytes:
     """Draws the results of a sweep.
 
-    The settings of a grid whose first path has numbers are lines over these numbers, one line per combination of the
-    other paths. All other settings are rows, in the order of the file.
+    If the first path of the grid has numbers, the settings of the grid are lines over these numbers. There is one line
+    per combination of the other paths. All other settings are rows, in the order of the file.
 
     Args:
         results: the results, with at least one finished run.

@@ -195,6 +195,6 @@ def test_a_bad_place_or_run_is_refused_before_any_work(run: Run, tmp_path: Path)
         (tmp_path / f"there.{format}").write_bytes(b"mine")
         with pytest.raises(ExportError, match="exists"):
             export(run, format, tmp_path / f"there.{format}")
-        with pytest.raises(ExportError, match="not a path of a file"):
+        with pytest.raises(ExportError, match="not the path of a file"):
             export(run, format, tmp_path / "none" / "x")
         assert (tmp_path / f"there.{format}").read_bytes() == b"mine"

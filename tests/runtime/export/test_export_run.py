@@ -74,7 +74,7 @@ def test_it_goes_into_the_run_unless_told_and_is_the_same_again(run: Run, format
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_place_that_is_none_is_a_usage_error(run: Run, tmp_path: Path, format: str) -> None:
     for out in (tmp_path, tmp_path / "none" / "x"):
-        with pytest.raises(ExportError, match="is not a path of a file"):
+        with pytest.raises(ExportError, match="is not the path of a file"):
             export(run.directory, format, out, force=True)
 
 

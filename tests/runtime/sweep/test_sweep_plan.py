@@ -165,7 +165,7 @@ def test_the_target_and_the_spec_must_exist(tmp_path: Path) -> None:
 
 
 def test_a_spec_is_no_sweep_file() -> None:
-    with pytest.raises(SpeccError, match="is a spec, and not a sweep file"):
+    with pytest.raises(SpeccError, match="is a spec, not a sweep file"):
         read_sweep(SPEC)
 
 
