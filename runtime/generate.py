@@ -25,9 +25,9 @@ HELD_TOKENS = (
 class Detokenizer:
     """Converts a stream of tokens incrementally into the bytes that they append to a text.
 
-    With a lossy tokenizer, the bytes of a token depend on its neighbors: a leading space is dropped, and a character
-    that is spelled in byte tokens decodes to U+FFFD until it is complete. Therefore each new token is decoded together
-    with a few earlier tokens, and bytes are held back while the text ends in U+FFFD.
+    With a lossy tokenizer, the bytes of a token depend on its neighbors. For example, a leading space is dropped, and a
+    character that consists of byte tokens decodes to U+FFFD until it is complete. Therefore each new token is decoded
+    together with a few earlier tokens, and bytes are not returned while the text ends in U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
@@ -41,7 +41,7 @@ class Detokenizer:
         return self._new(last=False)
 
     def finish(self) -> bytes:
-        """Returns the bytes that are still held back."""
+        """Returns all bytes that have not been returned yet."""
         return self._new(last=True)
 
     def _new(self, last: bool) -> bytes:

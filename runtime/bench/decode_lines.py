@@ -109,7 +109,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
     """Measures every row that the spec and the target allow.
 
     Args:
-        setup: the setup of the benchmark. Its spec is of a model of pairs.
+        setup: the setup of the benchmark. Its spec describes a model of pairs.
         weights: a run or an artifact. None for the initial weights of training.
 
     Returns:

@@ -139,7 +139,7 @@ def measure(
     """Measures each decoder that this machine has, with each batch and each context.
 
     Args:
-        setup: the setup of the benchmark. Its spec is of a text model.
+        setup: the setup of the benchmark. Its spec describes a text model.
         ceilings: the peak rates that determine floors.
         weights: a run or an artifact. None for the initial weights of training.
         batches: the numbers of texts; empty for BATCHES.

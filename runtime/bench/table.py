@@ -132,7 +132,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
     others wait.
 
     Args:
-        setup: the setup of the benchmark. Its spec is of a model of pairs.
+        setup: the setup of the benchmark. Its spec describes a model of pairs.
         steps: the number of training steps.
         world: the processes.
 

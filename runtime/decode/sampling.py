@@ -40,9 +40,11 @@ class Sampling:
             message = f"the temperature is {self.temperature}; it must be a number of at least 0"
             raise SamplingError(message, "0 selects the most probable token")
         if self.top_k is not None and self.top_k < 1:
-            raise SamplingError(f"top-k is {self.top_k}; it must be at least 1", "leave it out to keep all tokens")
+            raise SamplingError(
+                f"top-k is {self.top_k}; it must be at least 1", "to sample from all tokens, do not set it"
+            )
         if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "1 keeps all tokens")
+            raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "with 1, all tokens remain")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].

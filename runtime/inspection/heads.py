@@ -14,7 +14,7 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.attention import Attention
 
 PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
-THRESHOLD = 0.4  # share of the mean attention from which on a head is of a type
+THRESHOLD = 0.4  # minimum mean attention of a head to the tokens of its type
 FROM = 2  # the first query that is measured; for earlier queries, the previous and the first token hardly differ
 
 

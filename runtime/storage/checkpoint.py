@@ -100,7 +100,7 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     EnvironmentFailure if the checkpoint cannot be written, and ValueError if `keep` is below 2.
     """
     if keep < 2:
-        raise ValueError("the newest checkpoint may get damaged: keep at least 2")
+        raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")
     path = path_of(folder, snapshot.step)
     try:
         if path.exists():

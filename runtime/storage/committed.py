@@ -90,7 +90,7 @@ class Committed:
 def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
     """Creates the directory `path`, which must not exist. `files` are pairs of a name and the parts of the content.
 
-    Raises OSError if the operating system refuses; then nothing remains.
+    Raises OSError if an operation fails. Nothing remains then.
     """
     temporary = _aside(path)
     try:
@@ -118,7 +118,7 @@ def replace(path: Path, new: Path) -> None:
     disk.
 
     The previous directory moves next to `new` as `before`, for the caller to remove. A kill between the two renames
-    leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if the operating system refuses.
+    leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if an operation fails.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))
@@ -129,7 +129,7 @@ def replace(path: Path, new: Path) -> None:
 
 def settle(path: Path, new: Path) -> None:
     """Finishes an interrupted `replace`: if nothing is at `path` and `new` is committed, renames `new` to `path`. Any
-    process may call this at any time. Raises OSError if the operating system refuses."""
+    process may call this at any time. Raises OSError if an operation fails."""
     if path.exists() or not new.is_dir():
         return
     with suppress(IntegrityError, FileNotFoundError):  # incomplete, or another process renamed it first

@@ -95,7 +95,7 @@ def _options(arguments: Sequence[str] | None) -> Any:
     parser.add_argument(
         "--budget", type=_count, help="the limit of code and weights in bytes; by default, that of the spec"
     )
-    parser.add_argument("--max-tokens", type=_count, help="score so many only")
+    parser.add_argument("--max-tokens", type=_count, help="score only this number of tokens")
     return parser.parse_args(arguments)
 
 

@@ -105,4 +105,4 @@ def _set_seeds(path: Path, overrides: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _seed_twice(path: Path) -> Problem:
-    return Problem(path, "S502", f"`{SEED}` is set here and by `seeds`", "keep one of them")
+    return Problem(path, "S502", f"`{SEED}` is set here and by `seeds`", "remove one of the two")

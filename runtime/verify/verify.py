@@ -77,8 +77,8 @@ class Check:
 def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
     """Runs all checks of a spec's targets and yields their results.
 
-    A spec of more than 200 million parameters is built and loaded, and the other checks are of a small version of it
-    (see `specc.runtime.verify.reduced.reduced`).
+    A spec of more than 200 million parameters is only built and loaded. All other checks use a small version of the
+    spec (see `specc.runtime.verify.reduced.reduced`).
 
     Checks that need another machine have `ok` None. If generated code imports a package that is not installed, the
     checks of this code fail on a machine that could run the target, and have `ok` None on other machines.
@@ -142,7 +142,7 @@ def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
     different = sorted(name for name in planned.keys() | held.keys() if planned.get(name) != held.get(name))
     count = f"{sum(param.count for param in loaded.programs.params):,} parameters in {len(planned)} tensors"
     detail = f"{different[0]} differs from the plan" if different else f"builds and loads, {count} as planned"
-    return Check(target, name, not different, f"{detail}; the other checks are of a reduced spec")
+    return Check(target, name, not different, f"{detail}; the other checks use a reduced spec")
 
 
 def traces(loaded: Loaded, name: str) -> Iterator[Check]:

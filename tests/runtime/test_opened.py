@@ -77,7 +77,8 @@ def test_an_artifact_of_older_weights_says_so(run: Run, artifact: Path, tmp_path
     assert asked() == []
     add_checkpoint(Run.open(folder), seed=5, step=8)
     newest = folder / "checkpoints" / "step_00000008"
-    assert asked() == [f"the artifact is of step 3, but {newest} is newer; to quantize it: specc quantize {folder}"] * 2
+    warning = f"the artifact has the weights of step 3, but {newest} is newer; to quantize it: specc quantize {folder}"
+    assert asked() == [warning] * 2
     shutil.rmtree(folder / "checkpoints")
     assert asked() == []
     (folder / "quantized/report.json").write_text("{}")

@@ -181,8 +181,8 @@ def _staged(out: Path) -> Iterator[Path]:
 def _require_replaceable(out: Path) -> None:
     """Raises DataError if the empty folder `out` cannot be renamed, such as a mount point.
 
-    The check runs before packing. It renames the folder twice, to another name and back. No list of mounts shows every
-    folder that the kernel refuses to rename.
+    The check runs before packing. It renames the folder and renames it back, because there is no other reliable test
+    for all kinds of mounts.
     """
     aside = out.with_name(f".{out.name}.aside")
     try:

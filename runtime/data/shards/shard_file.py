@@ -225,7 +225,7 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     chosen = [path for path in files if split_of(path.name) == split]
     if not chosen:
         raise DataError(
-            f"{source}: none of {len(files)} shard{'s' * (len(files) != 1)} is of the {split} split",
+            f"{source}: none of {len(files)} shard{'s' * (len(files) != 1)} belongs to the {split} split",
             f"name shards like corpus_{split}_000000.bin; give their folder or a pattern for both splits",
         )
     return chosen

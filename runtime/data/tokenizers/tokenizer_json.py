@@ -172,7 +172,7 @@ def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[
 
 
 def _is_lossless(content: Mapping[str, Any], words: Mapping[str, int]) -> bool:
-    """Returns whether the steps of the file keep every character, and every byte has an id."""
+    """Returns whether the steps of the file preserve every character, and every byte has an id."""
     cuts = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
     levels = [step for step in cuts if step["type"] == "ByteLevel"]
     whole = all(

@@ -154,11 +154,11 @@ def test_shards_are_found_by_folder_pattern_and_file(tmp_path: Path) -> None:
     assert find_shards(f"{tmp_path}/fineweb_*.bin", "train") == train
     assert find_shards(f"{tmp_path}/fineweb_*.bin", "val") == [tmp_path / "fineweb_val_000000.bin"]
     assert find_shards(tmp_path / "fineweb_val_000000.bin", "val") == [tmp_path / "fineweb_val_000000.bin"]
-    with pytest.raises(DataError, match="none of 2 shards is of the val split"):
+    with pytest.raises(DataError, match="none of 2 shards belongs to the val split"):
         find_shards(f"{tmp_path}/*_train_*.bin", "val")
     with pytest.raises(DataError, match="no such file or folder"):
         find_shards(tmp_path / "absent.bin", "train")
-    with pytest.raises(DataError, match="none of 1 shard is of the train split"):
+    with pytest.raises(DataError, match="none of 1 shard belongs to the train split"):
         find_shards(tmp_path / "x.bin", "train")
     with pytest.raises(DataError, match="no such file or folder"):
         find_shards(f"{tmp_path}/none*.bin", "train")

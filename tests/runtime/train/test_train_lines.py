@@ -132,7 +132,7 @@ def test_a_file_of_lines_is_trained_on_but_for_a_tenth(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the data is a file"):
         go(tmp_path / "fresh", small("train.data.fresh=true"), str(path))
     path.write_text("x**2=x**2\n")
-    with pytest.raises(DataError, match="too few lines to hold some out"):
+    with pytest.raises(DataError, match="too few lines for a validation split"):
         go(tmp_path / "few", small(), str(path))
 
 
