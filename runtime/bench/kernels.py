@@ -119,7 +119,7 @@ def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
 
 
 def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:
-    """Returns the judge's errors for a sample of one call. Raises RunFailure if the values are wrong."""
+    """Returns the errors of one call on a sample of its rows. Raises RunFailure if they exceed the tolerance."""
     judge = Judge.of(choice.site, inputs, sample=True)
     errors = judge.errors(judge.call(generated))
     for i, error in enumerate(errors):

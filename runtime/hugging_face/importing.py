@@ -154,7 +154,7 @@ def _require_writable(place: Path, text: str) -> None:
 def matched_rows(
     family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]], blocks: int, folder: Folder
 ) -> list[Row]:
-    """Returns the rows of all parameters, with tensors that the folder has.
+    """Returns the rows of all parameters. Their tensors are in the folder.
 
     Args:
         family: the family.

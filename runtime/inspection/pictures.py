@@ -130,7 +130,7 @@ def _ranks(result: Inspection) -> "Figure":
 
 
 def _heads(result: Inspection) -> "Figure":
-    """Draws a map of layers and heads for each score."""
+    """Draws one map per score, with layers as rows and heads as columns."""
     scores = ("previous", "first", "induction", "content")
     titles = ("previous token", "first token", "induction", "content")
     layers = list(dict.fromkeys(head.layer for head in result.heads))

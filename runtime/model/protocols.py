@@ -63,7 +63,7 @@ class GeneratedLines(Protocol):
 
 
 def text_model(module: Any) -> GeneratedText:
-    """Casts a module that was generated from a text spec."""
+    """Casts a module that was generated from a text spec to its type."""
     return cast(GeneratedText, module)
 
 
@@ -73,5 +73,5 @@ def paged_model(module: Any) -> GeneratedPages:
 
 
 def line_model(module: Any) -> GeneratedLines:
-    """Casts a module that was generated from a spec of lines."""
+    """Casts a module that was generated from a spec of lines to its type."""
     return cast(GeneratedLines, module)

@@ -148,7 +148,7 @@ class _Axis:
 
     @property
     def step(self) -> float:
-        """The distance between two ticks of a linear axis: 1, 2 or 5 times a power of ten."""
+        """The distance between two adjacent ticks of a linear axis: 1, 2 or 5 times a power of ten."""
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))

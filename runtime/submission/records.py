@@ -60,7 +60,7 @@ class BaseModel:
 
     @classmethod
     def model_construct(cls) -> Self:
-        """Returns the model with its default values."""
+        """Returns a record with the default values of its class."""
         return cls()
 
     def __init__(self, **values: Any) -> None:

@@ -316,7 +316,7 @@ class _Plan:
         try:
             other, source = load(readable(spec), tuple(override.text for override in overrides))
             if other.model_copy(update={"quant": spec.quant}) != spec:
-                message = f"{quote(name)} changes more than `quant` of a trained run"
+                message = f"{quote(name)} may change only `quant`, because the run is already trained"
                 self._problems[Diagnostic("S503", message, "add a setting instead", *place)] = []
                 return False
             plan_loaded(other.at_rest, source, (self._target,) if self._target is not None else ())

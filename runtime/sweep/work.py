@@ -196,7 +196,7 @@ def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
 
 
 def last_error(output: Path) -> str:
-    """Returns the first line of the last error in the output of a command, or else its last line."""
+    """Returns the first line of the last error in the output of a command. Without an error, returns the last line."""
     try:
         lines = output.read_text(encoding="utf-8", errors="replace").rpartition("$ specc ")[2].splitlines()[1:]
     except OSError:

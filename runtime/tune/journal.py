@@ -64,7 +64,7 @@ class Journal:
                     continue
 
     def add(self, candidate: str, result: float | str) -> None:
-        """Stores a time in ms, or a reason for rejection."""
+        """Stores the result of a candidate: its time in ms, or the reason for its rejection."""
         self.results[candidate] = result
         with self._path.open(
             "a", encoding="utf-8"

@@ -183,7 +183,7 @@ class TokenShard:
             if not part:
                 size = os.fstat(self._descriptor).st_size
                 raise self._damage(
-                    f"cut while in use: {size:,} of {self.form.file_bytes(self.tokens):,} bytes are left"
+                    f"truncated while in use: {size:,} of {self.form.file_bytes(self.tokens):,} bytes are left"
                 )
             parts.append(part)
             wanted -= len(part)

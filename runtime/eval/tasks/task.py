@@ -196,7 +196,7 @@ def digest_of(path: Path) -> str:
 
 
 def text_of(record: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    """Returns a string of a record. Raises DataError if it is missing, without a default, or not a string."""
+    """Returns a string of a record. Raises DataError if it is not a string, or if it is missing and has no default."""
     value = record.get(key, default)
     if not isinstance(value, str):
         what = f'"{key}" of type {type(value).__name__}' if key in record else f'no "{key}"'

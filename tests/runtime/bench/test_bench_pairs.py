@@ -193,7 +193,7 @@ def test_tables_say_what_they_show(
     assert run(["bench", str(spec_file), "--target", "cpu", "--steps", "1", *parts, "--at", "head.logits"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines[2:])) <= 120  # the command and the names of the machine have any length
-    assert "torch._int_mm refuses M = 16: self.size(0) needs to be greater than 16" in lines
+    assert "torch._int_mm does not accept M = 16: self.size(0) needs to be greater than 16" in lines
     ratio = next(line for line in lines if line.startswith("  ratio")).split()
     assert ratio[1] == "-" and float(ratio[2]) > 0
     assert sum("int8_linear" in line for line in lines) == 1  # --at

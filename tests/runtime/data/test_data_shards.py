@@ -122,9 +122,9 @@ def test_a_shard_cut_while_open_is_an_error_and_not_a_signal(tmp_path: Path) -> 
         os.truncate(path, size)
         left = max(0, (size - 1024) // 2)
         np.testing.assert_array_equal(shard.read(0, left), tokens[:left])
-        with pytest.raises(DataIntegrityError, match=f"cut while in use: {size:,} of 401,024 bytes"):
+        with pytest.raises(DataIntegrityError, match=f"truncated while in use: {size:,} of 401,024 bytes"):
             shard.read(left, 1)
-        with pytest.raises(DataIntegrityError, match="cut while in use"):
+        with pytest.raises(DataIntegrityError, match="truncated while in use"):
             shard.read(0, 200_000)
         shard.close()
 

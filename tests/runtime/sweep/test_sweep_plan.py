@@ -139,7 +139,7 @@ def test_a_problem_of_the_whole_spec_names_the_settings(tmp_path: Path) -> None:
             "sweep.yaml:3:24: S501 the settings `dim=64` and `dim=64` have the same spec",
         ),
         ("quantize: [{name: x, of: y}]\n", "sweep.yaml:3:26: S503 `x` is of `y`, which is not a setting"),
-        ("quantize: [{name: x, set: [model.dim=64]}]\n", "S503 `x` changes more than `quant` of a trained run"),
+        ("quantize: [{name: x, set: [model.dim=64]}]\n", "S503 `x` may change only `quant`"),
         (
             "quantize: [{name: x, set: [quant.defalt=1]}]\n",
             "sweep.yaml:3:34: S101 `defalt` is not a valid key of `quant`",
