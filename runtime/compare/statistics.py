@@ -102,6 +102,16 @@ def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
     """Returns the regularized incomplete beta function I_x(a, b), 0 <= x <= 1, where y = 1 - x.
 
     Both x and y are arguments, because 1 - x would lose all precision for x close to 1.
+
+    Args:
+        a, b: the parameters, above 0.
+        x, y: the limit of the integral, and 1 - x.
+
+    Returns:
+        The value, 0 to 1.
+
+    Raises:
+        ArithmeticError: the continued fraction does not converge.
     """
     if x <= 0:
         return 0.0

@@ -288,7 +288,22 @@ def sample_blocks(
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """Yields the tokens of `sample_blocks` one by one, i64 [rows], each as soon as it is sampled."""
+    """Samples as `sample_blocks`, with the same arguments, but in blocks of one token.
+
+    Args:
+        decoder: the decoder of the model.
+        tokens: the start of each text, i64 [rows, T].
+        vocab: number of logits to use, from id 0.
+        sampling: the sampling settings.
+        seeds: a seed per row.
+        count: the number of tokens of each row.
+
+    Yields:
+        The next token of each row, i64 [rows].
+
+    Raises:
+        SamplingError: a seed has more than 64 bits.
+    """
     for block in sample_blocks(decoder, tokens, vocab, sampling, seeds, count, 1):
         yield block[:, 0]
 

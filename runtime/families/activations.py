@@ -25,7 +25,20 @@ NEEDED = "an activation needs its formula in runtime/families/activations.py"
 
 
 def activation(config: Config, key: str, default: str, gated: bool) -> str:
-    """Returns the expression of the activation that a field names. It is act(x), or act(gate) * x if `gated`."""
+    """Returns the expression of the activation that a field names.
+
+    Args:
+        config: the config.
+        key: the field.
+        default: the name of the activation if the field is missing.
+        gated: whether the layer has a gate.
+
+    Returns:
+        The expression act(x), or act(gate) * x if `gated`.
+
+    Raises:
+        ConfigError: the activation is unknown.
+    """
     return _text(config.choice(key, default, ACTIVATIONS, NEEDED), gated)
 
 

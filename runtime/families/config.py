@@ -80,7 +80,20 @@ class Config:
         return self.value(key) is not None
 
     def whole(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Returns a whole number in a range. An absent field, or null, is the default."""
+        """Returns a whole number in a range.
+
+        Args:
+            key: the field.
+            default: the value of a field that is absent or null; None if the field is required.
+            least: the smallest allowed value.
+            most: the largest allowed value.
+
+        Returns:
+            The number.
+
+        Raises:
+            ConfigError: the field is missing, or is not a whole number in the range.
+        """
         value = self.value(key)
         value = default if value is None else value
         if value is None:
@@ -109,7 +122,20 @@ class Config:
         return value
 
     def choice(self, key: str, default: str, choices: Mapping[str, T], needed: str) -> T:
-        """Returns the entry of `choices` that a field names. `needed` is the hint of the error for another value."""
+        """Returns the entry of `choices` that a field names.
+
+        Args:
+            key: the field.
+            default: the name if the field is absent or null.
+            choices: the entries by name.
+            needed: the hint of the error for another name.
+
+        Returns:
+            The entry.
+
+        Raises:
+            ConfigError: the field has another value.
+        """
         value = self.value(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:

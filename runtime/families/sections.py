@@ -61,7 +61,21 @@ def require_divisor(config: Config) -> None:
 
 
 def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool = True, **more: Any) -> Data:
-    """Returns a dense feed-forward layer. `act` is the activation of the family, and `key` the field that names it."""
+    """Returns a dense feed-forward layer.
+
+    Args:
+        config: the config.
+        act: the default of the family for the activation.
+        key: the field that names the activation.
+        gated: whether the layer has a gate.
+        more: further fields of the layer.
+
+    Returns:
+        The layer as data of a spec.
+
+    Raises:
+        ConfigError: a field is not valid, or the activation is unknown.
+    """
     hidden = config.whole("intermediate_size")
     return {"kind": "mlp", "hidden": hidden, "act": activation(config, key, act, gated), **more}
 
@@ -154,7 +168,20 @@ def heads(model: Decoder) -> Data:
 
 
 def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidden_act", gated: bool = True) -> Data:
-    """Returns the fields of the width and the activation of the first layer of a kind."""
+    """Returns the fields of the width and the activation of the first layer of a kind.
+
+    Args:
+        model: the model.
+        kind: the kind of the layer.
+        key: the field that names the activation.
+        gated: whether the layers of the family have a gate.
+
+    Returns:
+        The fields of a config.
+
+    Raises:
+        NotOfFamily: the model has no layer of this kind, or configs have no name for its activation.
+    """
     layers = [layer for _, _, layer in model.blocks.all_layers if isinstance(layer, kind)]
     if not layers:
         raise NotOfFamily(f"the model has no layer of kind {kind.__name__.lower()}")
@@ -165,7 +192,21 @@ def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidd
 
 
 def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) -> Data:
-    """Returns a layer of experts with the name `mlp`."""
+    """Returns a layer of experts with the name `mlp`.
+
+    Args:
+        config: the config.
+        experts: the number of experts.
+        hidden: the inner features of an expert.
+        router: the fields of the router; may be empty.
+        more: further fields of the layer.
+
+    Returns:
+        The layer as data of a spec.
+
+    Raises:
+        ConfigError: a field is not valid, or the router could not learn.
+    """
     chosen = {"experts": experts, "top_k": config.whole("num_experts_per_tok", most=experts)}
     if chosen["top_k"] == 1 and "normalize" in router:
         message = "the weight of a single expert, divided by itself, is always 1, so its router would not learn"

@@ -82,8 +82,17 @@ def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> 
 
 
 def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Sequence[int]) -> Row:
-    """Returns the row of matrices, or biases, whose outputs are ordered by head in the file. For each head, the file
-    has `sizes[i]` rows of matrix i, for all i in order."""
+    """Returns the row of matrices, or biases, whose outputs are ordered by head in the file.
+
+    Args:
+        parameters: the names of the matrices.
+        tensor: the name of the joint tensor. For each head, it has `sizes[i]` rows of matrix i, for all i in order.
+        heads: the number of heads.
+        sizes: the rows per head of each matrix.
+
+    Returns:
+        The row.
+    """
 
     def split(tensors: Tensors) -> Tensors:
         of_heads = tensors[0].reshape(heads, sum(sizes), *tensors[0].shape[1:])

@@ -142,6 +142,15 @@ def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> T
 
     All tokens of a row are different if the vocabulary is large enough. The last id is not used, because it often
     separates documents.
+
+    Args:
+        rows: the number of rows.
+        length: the number of random tokens of a row.
+        vocabulary: the number of ids.
+        seed: the seed of the random numbers.
+
+    Returns:
+        The tokens. The second half of each row equals the first.
     """
     generator = torch.Generator().manual_seed(seed)
     count = max(vocabulary - 1, 1)

@@ -35,6 +35,12 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least:
     A wrapped program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id.
     Checking ids synchronizes with a GPU once per call. Programs that accept a single token run once per decoding step,
     and therefore do not check ids on a GPU.
+
+    Args:
+        model: the module whose methods are wrapped, in place.
+        programs: the programs, with the types of their inputs.
+        vocabulary: the number of ids.
+        least: the minimum length of a new sequence, in tokens.
     """
     for graph in programs.programs:
         trains = {"train", *(phase.train for phase in programs.phases)}

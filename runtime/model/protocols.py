@@ -40,7 +40,17 @@ class GeneratedPages(Protocol):
     """A generated text model whose cache is in pages. Row r of `table`, i64 [R, N], lists the pages of text r."""
 
     def step(self, ids: Tensor, starts: Tensor, table: Tensor, cache: Cache) -> Tensor:
-        """Appends ids i64 [R, K] to texts of `starts` (i64 [R]) tokens, and returns the logits after the last ids."""
+        """Appends tokens to texts.
+
+        Args:
+            ids: the tokens, i64 [R, K].
+            starts: the number of tokens in the cache of each text, i64 [R].
+            table: the pages of each text, i64 [R, N].
+            cache: the pages, which are updated in place.
+
+        Returns:
+            The logits after the last token of each text, [R, vocabulary].
+        """
 
     def new_cache(self, pages: int) -> Cache:
         """Returns empty pages."""

@@ -84,9 +84,20 @@ def requests(repository: str) -> Iterator[None]:
 
 
 def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -> Path:
-    """Downloads a file below `folder` and returns its path there.
+    """Downloads a file of a repository.
 
-    Raises DataIntegrityError if the file does not match the size or digest that the hub states.
+    Args:
+        repository: the repository, at a commit.
+        file: the file, with the size and digest that the hub states.
+        folder: the folder to write below.
+        say: called with a message about the file.
+
+    Returns:
+        The path of the file below `folder`.
+
+    Raises:
+        DataIntegrityError: the file does not match the size or digest.
+        EnvironmentFailure: the download fails.
     """
     with requests(repository.name):
         path = Path(

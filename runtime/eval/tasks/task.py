@@ -196,7 +196,20 @@ def digest_of(path: Path) -> str:
 
 
 def text_of(record: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    """Returns a string of a record. Raises DataError if it is not a string, or if it is missing and has no default."""
+    """Returns a string of a record.
+
+    Args:
+        record: the JSON object of a line.
+        key: the key of the string.
+        where: the file and line, for messages.
+        default: the value of a missing key; None if the key is required.
+
+    Returns:
+        The string.
+
+    Raises:
+        DataError: the value is not a string, or the key is missing and has no default.
+    """
     value = record.get(key, default)
     if not isinstance(value, str):
         what = f'"{key}" of type {type(value).__name__}' if key in record else f'no "{key}"'
