@@ -101,9 +101,7 @@ def evaluate_lines(
         raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in its spec")
     if options.stride is not None or options.window is not None:
         option = "stride" if options.stride is not None else "window"
-        raise EvaluateError(
-            f"--{option} does not apply to a model of lines, which scores each line alone", f"leave --{option} out"
-        )
+        raise EvaluateError(f"--{option} does not apply to a model of lines", f"leave --{option} out")
     if world is not None and world.size > 1:
         raise EvaluateError("lines are scored by one process", "leave --gpus out")
     compiled = options.compiled and opened.device.type == "cuda"

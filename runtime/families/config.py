@@ -177,7 +177,7 @@ def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> l
         ignored: fields that the user tells specc to ignore.
 
     Raises:
-        ConfigError: if a field is neither read nor known to be harmless, and is neither null, false nor empty.
+        ConfigError: if an unknown field has a value. Fields that are null, false or empty have none.
     """
     for key in config.unread():
         value = config.fields[key]

@@ -140,7 +140,7 @@ def eps_of(norm: Norm | None) -> float:
 
 
 def sizes(model: Decoder) -> Data:
-    """Returns the fields of the sizes of a model."""
+    """Returns the fields of a config that state the sizes of a model."""
     return {
         "vocab_size": model.vocab,
         "hidden_size": model.dim,
@@ -168,7 +168,7 @@ def heads(model: Decoder) -> Data:
 
 
 def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidden_act", gated: bool = True) -> Data:
-    """Returns the fields of the width and the activation of the first layer of a kind.
+    """Returns the fields of a config that state the width and the activation of the first layer of a kind.
 
     Args:
         model: the model.

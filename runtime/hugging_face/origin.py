@@ -1,4 +1,4 @@
-"""The record, in an imported run, of the dtypes of the folder that the run was imported from."""
+"""Records, in an imported run, the dtypes of the tensors in the original folder."""
 
 from collections import Counter
 from collections.abc import Mapping

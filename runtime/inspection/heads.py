@@ -54,7 +54,7 @@ class Head:
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over batches for one attention node: f64 [heads] and counts, by score."""
+    """Accumulates the scores of one attention node over batches. Each score has a sum, f64 [heads], and a count."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)

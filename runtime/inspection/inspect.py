@@ -208,7 +208,7 @@ class _Work:
             if not result.units:
                 self.notes["units"] = "the model has no pointwise activation between two products"
             for layer in (row.layer for row in result.units if not row.tokens):
-                self.notes[layer] = "no token chose this expert"
+                self.notes[layer] = "no token was routed to this expert"
         if "norms" in self.options.parts:
             result = replace(result, norms=tuple(norms.blocks()))
             self.notes |= {block: f"no norms: {reason}" for block, reason in norms.refused.items()}

@@ -67,7 +67,7 @@ class RunHistory:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has reached the end of its schedule, or the loss to stop at."""
+        """Whether the run has reached the end of its schedule, or `train.stop_at_loss`."""
         return self.end is not None and bool(self.end.get("complete"))
 
     @property

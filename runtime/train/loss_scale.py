@@ -35,7 +35,7 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The factor on the host."""
+        """The current factor, as a number of the host."""
         return float(self._value)
 
     @property
@@ -45,7 +45,7 @@ class LossScale:
 
     @property
     def skipped(self) -> int:
-        """The steps of the run whose update was skipped."""
+        """The number of steps of the run whose update was skipped."""
         return int(self._skipped)
 
     @torch.no_grad()

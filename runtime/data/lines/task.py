@@ -52,7 +52,7 @@ class Overlap:
 
     def __str__(self) -> str:
         lines, structures = 100 * self.lines, 100 * self.structures
-        return f"{lines:.1f} % of the lines are in the training set, {structures:.1f} % by {self.structure}"
+        return f"{lines:.1f} % of lines are training lines, {structures:.1f} % have {self.structure} of one"
 
 
 Set = TypeVar("Set", bound=LineSet)

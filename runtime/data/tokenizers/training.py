@@ -56,7 +56,7 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
     writers = {".json": _byte_level, ".tiktoken": _byte_level, ".model": _sentencepiece}
     train = writers.get(options.out.suffix)
     if train is None:
-        raise DataError(f"{options.out}: unknown kind of tokenizer", f"name a file *{', *'.join(writers)}")
+        raise DataError(f"{options.out}: unknown kind of tokenizer", f"name a file that ends in {' or '.join(writers)}")
     if options.out.exists():
         raise DataError(f"{options.out} already exists", "name another --out, or remove it")
     corpus = split_corpus(options.sources, bounds=options.bounds)["train"]

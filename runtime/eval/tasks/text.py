@@ -32,7 +32,7 @@ class Text(Task):
         bos = [] if encoder.tokenizer.bos is None else [encoder.tokenizer.bos]
         tokens = [*bos, *encoder.encoded(text, where)]
         if len(tokens) < 2:
-            raise DataError(f"{where}: the text has nothing to score", "remove the document")
+            raise DataError(f"{where}: the text has no tokens to score", "remove the document")
         windows = Windows(len(tokens) - 1, encoder.window, encoder.stride)
         size = len(text.encode())
         rows = []
