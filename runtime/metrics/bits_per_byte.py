@@ -95,7 +95,7 @@ class BitsPerByte:
         gap = self.piece_bytes - self.document_bytes
         kind = "the counts must agree: this is a bug" if self.lossless else "the tokenizer is lossy"
         share = 100 * gap / self.document_bytes
-        return f"{pieces} != document bytes {self.document_bytes:,} (difference {gap:+,}, {share:+.2f} %; {kind})"
+        return f"{pieces} != document bytes {self.document_bytes:,} (gap {gap:+,}, {share:+.2f} %; {kind})"
 
 
 @dataclass(frozen=True, slots=True)

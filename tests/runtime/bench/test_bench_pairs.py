@@ -127,7 +127,7 @@ def test_validation_steps_are_those_of_an_epoch() -> None:
     assert validation_steps(1042, 768, epoch(800_000, 100_000)) == 130  # what the published table has
     assert validation_steps(3, 768, epoch(800_000, 100_000)) == 1
     assert validation_steps(9_000, 10, epoch(80, 25)) == 2  # no line is scored twice
-    with pytest.raises(RunFailure, match="a validation step has 26 lines, and 25 are held out"):
+    with pytest.raises(RunFailure, match="a validation step has 26 lines, but only 25 are held out"):
         validation_steps(1, 26, epoch(80, 25))
 
 
