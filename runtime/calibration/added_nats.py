@@ -25,8 +25,8 @@ def added_nats(
     A backward pass over one row of text computes s = sum_n +-(d . g_n) with random signs. The mean of s^2 estimates
     sum_n (d . g_n)^2.
 
-    The first-order term E[d . g] is omitted, because it is 0 at a minimum. A measurement would need as many tokens as
-    that of the loss, because the standard deviation of d . g is sqrt(2 rise) per token.
+    The first-order term E[d . g] is omitted, because it is 0 at a minimum. Measuring it would need as many tokens
+    as measuring the loss, because the standard deviation of d . g is sqrt(2 rise) per token.
 
     Args:
         model: the model, generated without fusions, on `device`.

@@ -288,7 +288,7 @@ def sample_blocks(
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """Samples as `sample_blocks`, with the same arguments, but in blocks of one token.
+    """Does the same as `sample_blocks` with blocks of one token.
 
     Args:
         decoder: the decoder of the model.
