@@ -159,8 +159,8 @@ class Race:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address, "PYTHONUNBUFFERED": "1"}
-        output = _run([sys.executable, script.name, *settings["options"]], folder, one)
+        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address, "PYTHONUNBUFFERED": "1"}
+        output = _run([sys.executable, script.name, *settings["options"]], folder, environment)
         shutil.rmtree(folder / "logs", ignore_errors=True)  # the weights
         return read_original(output.splitlines())
 

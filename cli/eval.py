@@ -77,12 +77,12 @@ def command(
     A model of text is scored in bits per byte, and a model of lines by exact match. Results of tasks are recorded in
     the run.
     """
-    from specc.runtime.distributed.launch import is_launched, own_cpu
+    from specc.runtime.distributed.launch import cpu_target, is_launched
     from specc.runtime.open_model import spec_at
 
     if gpus is not None and not is_launched():
         spec = spec_at(model)
-        if (code := launched(gpus, spec, target or own_cpu(model, spec))) is not None:
+        if (code := launched(gpus, spec, target or cpu_target(model, spec))) is not None:
             return code
     from specc.runtime.eval.evaluate import evaluate as score
     from specc.runtime.eval.options import EvaluateOptions

@@ -45,8 +45,8 @@ class Check:
     Attributes:
         name: what was checked.
         state: `ok`; `note` if something optional is missing; `failed` if commands that this machine should run cannot.
-        detail: what was found.
-        fix: what to do; empty if the state is `ok`.
+        detail: the result in words.
+        fix: the remedy; empty if the state is `ok`.
     """
 
     name: str
@@ -59,8 +59,8 @@ def checks(import_torch: bool = False) -> Iterator[Check]:
     """Yields the checks of this machine, in order.
 
     Args:
-        import_torch: whether to import torch and ask it for its GPUs, which takes seconds. Otherwise versions are read
-            from the installed packages, and GPUs from the driver.
+        import_torch: whether to import torch and list the GPUs that it can use, which takes seconds. Otherwise versions
+            are read from the installed packages, and GPUs from the driver.
     """
     yield _python()
     torch = _package("torch", TORCH, "failed", "pip install 'specc[train]'")
@@ -119,7 +119,7 @@ def _cuda_of_torch() -> Check:
     match = re.search(r"^cuda[^=]*= *'([\d.]+)'", text, re.MULTILINE)
     if match:
         return Check("cuda", "ok", f"torch is built for CUDA {match[1]}")
-    return Check("cuda", "note", "torch is built for the CPU", "install a torch of CUDA to use a GPU")
+    return Check("cuda", "note", "torch is built for the CPU", "to use a GPU, install a torch build with CUDA")
 
 
 def _gpus() -> Iterator[Check]:
@@ -185,11 +185,11 @@ def _optional(name: str, purpose: str, extra: str) -> Check:
 def _caches() -> Iterator[Check]:
     """The folders from which code is loaded: only their owner may write there."""
     root, size = cache_root(), sum(entry.size for entry in entries())
-    found = cache_check("cache specc", root, "SPECC_CACHE_DIR")
-    if found.state == "ok" and root.exists():
+    cache = cache_check("cache specc", root, "SPECC_CACHE_DIR")
+    if cache.state == "ok" and root.exists():
         bound = f"{size / 1e9:,.2f} GB of at most {size_limit() / 1e9:g} GB"
-        found = replace(found, detail=f"{found.detail}, {bound}, cleared by: rm -r {shlex.quote(str(root))}")
-    yield found
+        cache = replace(cache, detail=f"{cache.detail}, {bound}, cleared by: rm -r {shlex.quote(str(root))}")
+    yield cache
     for variable, name in CACHES.items():
         yield cache_check(f"cache {name}", Path(os.environ.get(variable) or root / name), variable)
 
@@ -245,5 +245,5 @@ def _torch_itself(missing: State) -> Check:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return Check("torch.cuda", "ok", f"{len(names)} GPUs: {', '.join(names)}")
-    fix = "install a torch of the CUDA version that the driver supports, and check CUDA_VISIBLE_DEVICES"
+    fix = "install a torch build for the CUDA version that the driver supports, and check CUDA_VISIBLE_DEVICES"
     return Check("torch.cuda", missing, "torch finds no GPU", fix)

@@ -36,7 +36,7 @@ class RunFailure(RuntimeFailure):
 
 
 class ExportError(RuntimeFailure):
-    """The place for an exported file is not free or not usable, or the run cannot be exported in this format."""
+    """The path of an exported file exists already or cannot be used, or the run cannot be exported in this format."""
 
     code = "U012"
     exit_code = 2

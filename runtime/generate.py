@@ -17,15 +17,17 @@ from specc.runtime.model.protocols import paged_model
 from specc.runtime.open_model import OpenedModel, Say
 
 REPLACEMENT = "\ufffd".encode()
-HELD_TOKENS = 8  # more than the tokens of one character: a character has at most 4 bytes, and a token at least 1
+HELD_TOKENS = (
+    8  # tokens; a character has at most 4 bytes and a token at least 1, so this covers more than one character
+)
 
 
 class Detokenizer:
     """Converts a stream of tokens incrementally into the bytes that they append to a text.
 
-    With a lossy tokenizer, the bytes of a token depend on its neighbors: a leading space is dropped, and a character
-    that is spelled in byte tokens decodes to U+FFFD until it is complete. Therefore each new token is decoded together
-    with a few earlier tokens, and bytes are held back while the text ends in U+FFFD.
+    With a lossy tokenizer, the bytes of a token depend on its neighbors. For example, a leading space is dropped, and a
+    character that consists of byte tokens decodes to U+FFFD until it is complete. Therefore each new token is decoded
+    together with a few earlier tokens, and bytes are not returned while the text ends in U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
@@ -39,7 +41,7 @@ class Detokenizer:
         return self._new(last=False)
 
     def finish(self) -> bytes:
-        """Returns the bytes that are still held back."""
+        """Returns all bytes that have not been returned yet."""
         return self._new(last=True)
 
     def _new(self, last: bool) -> bytes:
@@ -163,10 +165,10 @@ def generate_many(
     say: Say | None = None,
     compiled: bool = False,
 ) -> Iterator[tuple[int, bytes]]:
-    """Generates one text per prompt, of a model whose cache is in pages. Texts of different lengths are decoded
-    together: when one ends, the next prompt takes its place.
+    """Generates one text per prompt with a model whose cache is in pages. Texts of different lengths are decoded
+    together: when a text ends, the next prompt takes its place.
 
-    As of `generate_several`, a sampled token may differ from that of `generate` if two tokens are almost equally
+    As with `generate_several`, a sampled token may differ from that of `generate` if two tokens are almost equally
     probable.
 
     Args:
@@ -251,7 +253,7 @@ def _prompt_tokens(opened: OpenedModel, prompt: str | bytes, max_tokens: int, sa
     if not tokens:
         raise RunFailure(f"{tokenizer.name} has no BOS token, and the prompt is empty", "give a prompt")
     if len(tokens) <= (unscored := opened.spec.model.unscored):
-        message = f"the prompt has {len(tokens)} tokens, but the prefix of the model has {unscored + 1}"
+        message = f"the prompt has {len(tokens)} tokens; the prefix of the model needs at least {unscored + 1}"
         raise SamplingError(message, "give a longer prompt")
     if len(tokens) > window and say is not None:
         say(f"the prompt has {len(encoded):,} tokens and the context {window:,}: only its end is read")

@@ -53,7 +53,7 @@ Progress = Callable[[Step, float], None]  # shows a step, and the completed frac
 
 
 class Follower(Protocol):
-    """A receiver of the records of a log. It raises nothing."""
+    """A receiver of the records of a log. It must not raise."""
 
     def write(self, event: str, values: Mapping[str, Value]) -> None: ...
 
@@ -66,7 +66,7 @@ class RunLog:
 
     Args:
         path: the file, which is continued if it exists.
-        memory: returns the most bytes that the process has used so far, for the records of steps; None leaves them out.
+        memory: returns the peak memory of the process in bytes, for the records of steps. None omits the field.
         followers: called with the event and the values of each record, after it is written.
     """
 
@@ -166,7 +166,7 @@ def open_progress(say: Say) -> Iterator[Progress]:
 
 
 def unfailing(say: Say) -> Say:
-    """Wraps `say` such that lines that cannot be written are dropped, and the run continues."""
+    """Wraps `say`. If a line cannot be written, the wrapper drops it, and the run continues."""
 
     def report(line: str) -> None:
         try:

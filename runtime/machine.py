@@ -23,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the most bytes that this process has used so far: of tensors on a GPU, or of memory on the CPU."""
+    """Returns the peak memory of this process in bytes: of its tensors on a GPU, or of the process on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -117,7 +117,7 @@ def open_model(
         search: additional folders to search for the tokenizer.
         say: called with a message if a damaged checkpoint is skipped, if the artifact was written with other generated
             code, or if the run has newer weights than its quantized artifact.
-        prepared: maps the stored spec to the spec that the code is generated from. It must not change the parameters.
+        prepared: maps the stored spec to the spec from which the code is generated. It must not change the parameters.
 
     Returns:
         The opened model.
@@ -220,7 +220,7 @@ def realize(
 
 
 def _at_rest(spec: Spec, target: str, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Returns the weights without those of parameters that training alone has, such as modules of a loss."""
+    """Returns the weights without those of parameters that exist only in training, such as modules of a loss."""
     if spec.at_rest.train.losses == spec.train.losses:
         return weights
     trained, deployed = ({param.name for param in lower(form, target).params} for form in (spec, spec.at_rest))
@@ -274,9 +274,9 @@ def _newest(run: Run, say: Say) -> Path:
 def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
     """Returns the run with the model of its current phase, the weights that this model reads, and their step.
 
-    The current phase is the phase of the newest valid checkpoint. If the run ended before a later phase, the returned
-    run's spec has the model of the current phase. Weights are f32, by parameter name. Raises RunFailure if there is no
-    valid checkpoint.
+    The current phase is the phase of the newest valid checkpoint. It may be earlier than the last phase of the spec.
+    The spec of the returned run then has the model of the current phase. Weights are f32, by parameter name. Raises
+    RunFailure if there is no valid checkpoint.
     """
     newest = _newest(run, say)
     weights, state = checkpoint.weights(newest), checkpoint.read_state(newest)
@@ -285,7 +285,7 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
         return run, weights, state.step
     spec = run.spec.model_copy(update={"model": model})
     read = {param.name for param in lower(spec, run.target).params}
-    say(f"the run ended before a later phase of its spec: the model is the one that it trained, {model.title}")
+    say(f"the run ended before the last phase of its spec: the model is that of the trained phase, {model.title}")
     return replace(run, spec=spec), {name: weights[name] for name in weights if name in read}, state.step
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Style(NamedTuple):
-    """How one of several lines is drawn. Lines differ in their dashes and markers, and not only in color."""
+    """The style of a line of a plot. Lines differ in their dashes and markers, and not only in color."""
 
     color: str
     dashes: str
@@ -25,12 +25,12 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
 
 
 def style_of(index: int) -> Style:
-    """Returns the style of line `index`. The first 20 lines differ in dashes or marker, whatever their colors."""
+    """Returns the style of line `index`. The first 20 lines differ in dashes or marker, even if colors repeat."""
     return Style(_COLORS[index % 7], _DASHES[index % 4], _MARKERS[index % 10])
 
 
 def require_matplotlib(what: str) -> None:
-    """Raises EnvironmentFailure if matplotlib, which draws `what`, is missing."""
+    """Raises EnvironmentFailure if matplotlib is missing. `what` is the picture that needs it, for the message."""
     if find_spec("matplotlib") is None:
         raise EnvironmentFailure(f"{what} needs matplotlib", "pip install 'specc[bench]'")
 

@@ -37,7 +37,7 @@ class Score:
         metric: the name of the metric.
         value: the value of the metric.
         error: the standard error of the value; None if it is not recorded.
-        over: the number of items that the value is a mean over, in words.
+        over: the number and kind of the averaged items, in words.
     """
 
     model: str
@@ -73,7 +73,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, path: Path) -> "RunFacts":
-        """Reads the files of a run. Raises RunDirectoryError if it is not a run, IntegrityError if its spec.json or
+        """Reads the files of a run. Raises RunDirectoryError if it is not a run, and IntegrityError if its spec.json or
         run.json is damaged."""
         run = Run.open(path)
         problems: list[str] = []
@@ -121,7 +121,7 @@ class RunFacts:
         return f"{processes} x {name}" if is_number(processes) and processes > 1 else name
 
     def training(self) -> Iterator[tuple[str, str]]:
-        """Yields what was trained and how, as labels and values."""
+        """Yields (label, value) pairs about the model and its training."""
         run, train = self.run, self.run.spec.train
         start, end = self.start, self.records.last("end")
         yield "model", run.spec.model.title
@@ -155,7 +155,7 @@ class RunFacts:
         return f"{Path(start.path).name}" if isinstance(start, StartSpec) else "initial values"
 
     def final_validation(self) -> tuple[str, Record]:
-        """Returns the last validation of the final weights, and which weights they are; an empty record without one."""
+        """Returns the last validation of the final weights, or an empty record, and the name of these weights."""
         end = self.records.last("end")
         which = end.get("weights") or ("average" if self.records.last("validation", weights="average") else "raw")
         record = self.records.last("validation", weights=which)

@@ -87,7 +87,7 @@ def write_artifact(
 ) -> ArtifactSize:
     """Writes an artifact to `path` atomically: the temporary file is read back and verified before it is renamed.
 
-    The bytes of the file depend on `contents`, `quality`, `codec` and the release of the codec's library alone.
+    The bytes of the file depend only on `contents`, `quality`, `codec` and the release of the codec's library.
 
     Args:
         path: the file to write or to replace.

@@ -54,7 +54,7 @@ def require_product(source: Source, table: Table, extent: tuple[int, int]) -> No
 
 
 def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
-    """Yields the differences between the arrays of a product and its extent, the most basic first."""
+    """Yields the differences between the arrays of a product and its extent, in a fixed order."""
     arrays = [(source.weight, suffix) for suffix in ("codes", "scale", "input_scale")]
     arrays += [(source.bias, suffix) for suffix in ("codes", "scale") if source.bias]
     yield from (f"{', '.join(array)} is not in the file" for array in arrays if array not in table)
@@ -70,18 +70,18 @@ def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
     if codes.order != ROWS:
         yield f"the weight [{n}, {k}] is stored by {codes.order}, and read by {ROWS}"
     if scale.shape != (n,):
-        yield f"N is {n} in the weight, and its scales are {list(scale.shape)}"
+        yield f"N is {n} in the weight, but its scales have the shape {list(scale.shape)}"
     if input_scale.shape not in ((1,), (k,)):
-        yield f"its input has {k} features ({source.maker}), and the scales of it are {list(input_scale.shape)}"
+        yield f"its input has {k} features ({source.maker}), but input scales of shape {list(input_scale.shape)}"
     if not bias:
         return
     if bias[0].dtype != "i32":
-        yield f"the bias is stored as {bias[0].dtype}, and its sums are i32"
+        yield f"the bias is stored as {bias[0].dtype}, but is added to i32 sums"
     if bias[0].shape != (n,):
         size = f"{bias[0].shape[0]} numbers" if len(bias[0].shape) == 1 else f"the shape {list(bias[0].shape)}"
         yield f"N is {n} in the weight but its bias has {size}"
     if bias[1].shape != (n,):
-        yield f"N is {n} in the weight, and the scales of its bias are {list(bias[1].shape)}"
+        yield f"N is {n} in the weight, but the scales of its bias have the shape {list(bias[1].shape)}"
 
 
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:

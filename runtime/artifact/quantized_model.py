@@ -36,13 +36,13 @@ def quantize_tensors(
         params: the parameters to quantize, by name.
         schemes: the scheme of each parameter, by the same names.
         hessians: X^T X [columns, columns] of the parameters whose scheme needs it.
-        seen: the calibration statistics of a parameter. It replaces the entry of `hessians` for that parameter.
+        seen: calibration statistics by parameter name. They replace the Hessian of the same parameter.
 
     Returns:
         The stored arrays, with their schemes and shapes.
 
     Raises:
-        QuantizeError: the names of `params` and `schemes` differ, a Hessian is missing, or a scheme refuses its
+        QuantizeError: the names of `params` and `schemes` differ, a Hessian is missing, or a scheme cannot store its
             parameter. The message names the parameter.
     """
     if unpaired := sorted(params.keys() ^ schemes.keys()):

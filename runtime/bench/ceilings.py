@@ -9,7 +9,9 @@ import torch
 from specc.runtime.bench.timing import Measured, alternate
 
 SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}  # N of an N x N x N GEMM, bytes of a tensor to copy
-NEXT_TO_NOTHING = 1 / 16  # of the bytes: memory is faster if it need not switch between reading and writing
+NEXT_TO_NOTHING = (
+    1 / 16
+)  # share of written bytes; below it, memory is faster because it seldom switches between reading and writing
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from specc.runtime.support.native import compile_only
 
 class Compiler:
     """Compiles all CUDA C++ of a generated folder in the background, so that nvcc and torch.compile run in parallel.
-    `seconds` is the total time of all files, compiled in parallel."""
+    `seconds` is the time from the start until all files are compiled."""
 
     def __init__(self, directory: Path) -> None:
         self._pool = ThreadPoolExecutor(os.cpu_count())

@@ -1,8 +1,8 @@
 """Greedy decoding of held-out lines by a model of pairs: with a cache and without, in each dtype, and in int8.
 
-lines/s is the number of lines divided by the seconds from text to text in this process, with `eval.batch` lines at
-once. An untimed pass, which captures CUDA graphs, precedes two timed passes. Weights that are stored as int8 run in the
-deployed programs, and only with the cache. If the spec scores by beam search, beam search is timed too.
+lines/s is the number of lines divided by the seconds from source text to target text in this process. A batch has
+`eval.batch` lines. An untimed pass, which captures CUDA graphs, precedes two timed passes. Weights that are stored as
+int8 run in the deployed programs, and only with the cache. If the spec scores by beam search, it is timed too.
 """
 
 import time
@@ -48,10 +48,10 @@ class DecodeRow:
         cache: whether the decoder has a cache.
         beam: the beam size; 1 for greedy decoding.
         lines: the number of lines.
-        batch: lines at once.
+        batch: the number of lines per batch.
         ms: the time of a pass over all lines.
-        spread: the difference between two passes, as a share of the smaller.
-        building: seconds from the spec to the module on its device, including kernel compilation.
+        spread: the difference between the times of two passes, divided by the smaller time.
+        building: the seconds from the spec to the module on its device, including kernel compilation.
         first: the seconds by which the first pass is longer than the others.
         exact: the number of lines that equal their target.
         agreeing: the share of lines equal to those of the decoder with a cache. None for that decoder.
@@ -109,15 +109,16 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
     """Measures every row that the spec and the target allow.
 
     Args:
-        setup: the setup of the benchmark. Its spec is of a model of pairs.
+        setup: the setup of the benchmark. Its spec describes a model of pairs.
         weights: a run or an artifact. None for the initial weights of training.
 
     Returns:
         The rows.
 
     Raises:
-        IntegrityError: if `weights` are of another model; otherwise as reading `weights`.
+        IntegrityError: if `weights` belong to another model.
         QuantizeError: if the weights cannot be stored in int8.
+        Others: the errors of reading `weights`.
     """
     spec, device = setup.spec, setup.device
     rows: list[DecodeRow] = []
@@ -138,7 +139,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
                     rows.append(replace(row, building=row.building + building))
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # an error of a dtype other than the spec's own only omits its rows
+            except RuntimeError as error:  # if the dtype is not that of the spec, an error only omits its rows
                 if i == 0:
                     raise
                 missing[dtype] = f"{dtype}: {error}".splitlines()[0]
@@ -167,13 +168,13 @@ def _weights(setup: Setup, path: Path | None) -> _Weights:
 def _builds(
     setup: Setup, weights: _Weights, opened: OpenData, missing: dict[str, str]
 ) -> Iterator[tuple[str, Callable[[], Loaded]]]:
-    """Yields the model in each dtype in which it can compute on the target, first in that of the spec, last in int8."""
+    """Yields the model in each dtype in which it can compute on the target: first in that of the spec, last in int8."""
     spec, target, device = setup.spec, setup.target, str(setup.device)
     for dtype, other in spec_in_dtypes(spec, target).items():
         yield dtype, partial(realize, other, target, device, weights.floats, lock=setup.lock)
     programs = lower(spec, target)
     if not integer_products(programs, base_schemes(spec.quant, programs.params)):
-        missing[INT8] = "int8: the spec stores no product in it"
+        missing[INT8] = "int8: the spec stores no product in int8"
         return
     stored, final = weights.stored, weights.spec
     if stored is None or not integer_products(programs, stored.schemes):

@@ -1,14 +1,14 @@
 """Greedy decoding of texts of equal length: with a contiguous cache, with a cache in pages, and by Transformers.
 
-On a GPU, a step of up to 64 texts has kernels for few rows. It is measured beside a step with the products of the
-library, and both are measured under torch.compile.
+On a GPU, a step of up to 64 texts has kernels for few rows. A step with library products is measured for comparison.
+Both are measured under torch.compile.
 
-A text ends with `context` tokens. Its last tokens are decoded one at a time, and timed; all tokens before them are
-random and read at once. Each decoder has one untimed pass, which compiles and captures, and two timed passes. Before a
+A text has `context` tokens at its end. Its first tokens are random, and are prefilled. Its last tokens are decoded one
+at a time, and timed. Each decoder has one untimed pass, which compiles and captures, and two timed passes. Before a
 decoder is timed, its logits after the same tokens are compared with those of the contiguous cache.
 
-Transformers has the same weights in the same dtype, in a folder that `specc export --format hf` would write. Its
-`generate` decodes with a dynamic cache, and with a static cache, which it compiles.
+Transformers loads the same weights in the same dtype, from a folder in the form of `specc export --format hf`. Its
+`generate` decodes with a dynamic cache, and with a compiled static cache.
 """
 
 import time
@@ -47,12 +47,16 @@ OWN = (CONTIGUOUS, PAGED, COMPILED, LIBRARY, LIBRARY_COMPILED)
 DYNAMIC, STATIC = "transformers, dynamic", "transformers, static, compiled"
 BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
 CONTEXTS = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512)}
-LEAST = 4  # tokens of a text: two are read, and two are timed
-TIMED = 64  # tokens of each text, at most half of it, by default
-TOLERANCE = {"f32": 1e-3, "bf16": 0.1, "f16": 0.02}  # of logits, relative to the largest
+LEAST = 4  # the minimum tokens of a text: two are prefilled, and two are timed
+TIMED = 64  # default number of timed tokens of a text, at most half of the text
+TOLERANCE = {
+    "f32": 1e-3,
+    "bf16": 0.1,
+    "f16": 0.02,
+}  # largest allowed difference of logits, relative to the largest logit
 GREEDY = Sampling(temperature=0)
 
-Pass = Callable[[Tensor, int], float]  # reads the prompts and decodes tokens; returns ms per token
+Pass = Callable[[Tensor, int], float]  # prefills prompts, decodes a number of tokens, and returns ms per token
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class TextRow:
         tokens: the timed tokens of each text.
         token: the time of a step, which decodes one token of each text.
         first: the seconds of the untimed pass beyond those of a timed pass.
-        floor_ms: the least time of a step at the ceilings.
+        floor_ms: the minimum time of a step at the peak rates.
         error: the largest difference of its logits from those of the contiguous cache, relative to the largest logit.
             None for the contiguous cache.
     """
@@ -101,7 +105,7 @@ class TextDecoding:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The sizes, the floor of a step in ms, and the tolerance of the rows of one batch and one context."""
+    """The properties that all rows of one batch and context share: sizes, floor of a step in ms, and tolerance."""
 
     batch: int
     context: int
@@ -115,9 +119,9 @@ class _Decoder:
     """A decoder, whose objects are created for each batch and context.
 
     Attributes:
-        logits: returns the logits after the given tokens, i64 [rows, T]: all but the last are read at once, and the
-            last is decoded.
-        passes: returns the function to time, of the number of texts and the tokens of a text at its end.
+        logits: returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are prefilled, and
+            the last is decoded.
+        passes: returns the function to time, for a number of texts and a number of tokens of a text at its end.
     """
 
     logits: Callable[[Tensor], Tensor]
@@ -135,12 +139,12 @@ def measure(
     """Measures each decoder that this machine has, with each batch and each context.
 
     Args:
-        setup: the setup of the benchmark. Its spec is of a text model.
-        ceilings: the peak rates that floors follow from.
+        setup: the setup of the benchmark. Its spec describes a text model.
+        ceilings: the peak rates that determine floors.
         weights: a run or an artifact. None for the initial weights of training.
-        batches: the numbers of texts; empty for those of BATCHES.
-        contexts: the tokens of a text at its end; empty for those of CONTEXTS that the model allows.
-        timed: the timed tokens of each text; None for TIMED, at most half of the text.
+        batches: the numbers of texts; empty for BATCHES.
+        contexts: the numbers of tokens of a text at its end; empty for the entries of CONTEXTS that the model allows.
+        timed: the number of timed tokens of each text; None for TIMED, at most half of the text.
 
     Returns:
         The rows.
@@ -157,7 +161,7 @@ def measure(
         message = f"a context of {wrong[0]} tokens is not in the range of {spec.name}, {LEAST} to {window}"
         raise RunFailure(message, "name others with --context")
     if timed is not None and timed > min(contexts) - 2:
-        message = f"a context of {min(contexts)} tokens has no {timed} tokens to time after two that are read"
+        message = f"a context of {min(contexts)} tokens is too short for {timed} timed tokens after two prompt tokens"
         raise RunFailure(message, f"set --tokens to at most {min(contexts) - 2}")
     floats, trained = _weights(setup, weights)
     programs = lower(_contiguous(spec), setup.target)
@@ -183,7 +187,7 @@ def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], boo
         torch.manual_seed(setup.spec.train.seed)
         floats = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
         for tensor in floats.values():
-            if tensor.ndim > 1 and not tensor.any():  # blocks that add nothing would hide wrong values
+            if tensor.ndim > 1 and not tensor.any():  # blocks whose output is zero would hide wrong values
                 tensor.normal_(std=0.02)
         return floats, False
     if path.is_dir():
@@ -199,8 +203,8 @@ def _contiguous(spec: Spec) -> Spec:
 def _decoders(
     setup: Setup, weights: Mapping[str, Tensor], dtype: str, missing: dict[str, str]
 ) -> Iterator[tuple[str, _Decoder]]:
-    """Yields the decoders that the spec and this machine have, by name, first that with a contiguous cache. The others
-    are entered into `missing`."""
+    """Yields the decoders that this machine can run for the spec, by name, first the one with a contiguous cache. The
+    reasons for all other decoders are added to `missing`."""
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")
         try:
@@ -227,7 +231,7 @@ def _decoders(
 
 
 def _ours(loaded: Loaded, device: torch.device, step_of_rows: Callable[[int], StepFunction]) -> _Decoder:
-    """Returns a decoder of this package. `step_of_rows` returns the step of so many texts."""
+    """Returns a decoder of this package. `step_of_rows` returns the step for a number of texts."""
     model: Any = loaded.model
 
     def decoder(rows: int, context: int) -> Decoder:
@@ -245,8 +249,10 @@ def _ours(loaded: Loaded, device: torch.device, step_of_rows: Callable[[int], St
 
 
 def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> float:
-    """Decodes `count` tokens after the first, as `specc generate` does. Returns ms per token."""
-    unread = torch.zeros(count + 1, len(prompts), dtype=torch.float64, device=prompts.device)  # greedy: not random
+    """Decodes `count` tokens after the first in the same way as `specc generate`. Returns ms per token."""
+    unread = torch.zeros(
+        count + 1, len(prompts), dtype=torch.float64, device=prompts.device
+    )  # greedy decoding reads none
     decoder.prefill(prompts)
     decoder.write(GREEDY, vocabulary, unread[:1])
     wait(prompts.device)
@@ -298,7 +304,7 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
         )
         if cache == "static":
             settings.compile_config = untyped.CompileConfig()
-            settings.compile_config._compile_all_devices = True  # else a CPU does not compile
+            settings.compile_config._compile_all_devices = True  # otherwise, a CPU does not compile
         return model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=settings, **more)
 
     @torch.no_grad()
@@ -306,7 +312,7 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
         result: Tensor = model(ids).logits[:, -1]
         return result.float()
 
-    def one_pass(prompts: Tensor, count: int) -> float:
+    def timed_pass(prompts: Tensor, count: int) -> float:
         clock = Clock()
         texts = generate(prompts, count + 1, stopping_criteria=[clock])
         wait(device)
@@ -314,15 +320,15 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
         return 1e3 * (time.perf_counter() - clock.began) / count
 
     def passes(rows: int, context: int) -> Pass:
-        model._cache = None  # of another size
+        model._cache = None  # removes a cache of another size
         torch.compiler.reset()
-        return one_pass
+        return timed_pass
 
     return _Decoder(logits, passes)
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
-    """Yields the row of each decoder. Those that cannot run, or compute another function, are entered into `missing`.
+    """Yields the row of each decoder. If a decoder cannot run, or computes another function, `missing` gets the reason.
 
     Raises RunFailure if the two caches of this package differ.
     """
@@ -339,7 +345,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
             if error is not None and not error <= cell.tolerance:
                 message = f"{place}: logits differ from those of the {CONTIGUOUS} by {error:.1%} of the largest"
                 if name in OWN:
-                    raise RunFailure(message, "report the spec")
+                    raise RunFailure(message, "this is a bug in specc: report it with the spec")
                 missing[place] = message
                 continue
             first, *samples = _timed(decoder, ids, cell)
@@ -366,7 +372,7 @@ def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
 
 
 def _difference(logits: Tensor, others: Tensor) -> float:
-    """Returns the largest difference, relative to the largest of the other logits."""
+    """Returns the largest difference from the other logits, relative to the largest of these."""
     width = min(logits.shape[-1], others.shape[-1])
     exact = others[:, :width].double()
     return float((logits[:, :width].double() - exact).abs().max() / exact.abs().max())

@@ -1,4 +1,4 @@
-"""`specc train --dry-run`: everything that a run needs is checked without a GPU, and one step runs on the CPU."""
+"""`specc train --dry-run`: checks all inputs of a run without a GPU, and runs one step on the CPU."""
 
 import json
 import tempfile
@@ -28,8 +28,8 @@ from specc.runtime.train.sources.source import source_of
 from specc.runtime.verify.reduced import reduced
 
 CPU = "cpu"
-MOST = 10**12  # floating-point operations of a step that runs in its full size
-STEPS = 2  # the second has the optimizer state of the first
+MOST = 10**12  # largest number of floating-point operations of a step that runs in its full size
+STEPS = 2  # number of steps; the second step has the optimizer state of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class DryRun:
     Attributes:
         summary: the lines of `specc plan` for the target.
         parts: the forecast bytes of a step on the target, by name.
-        measured: whether the lock has the memory of a measured step, which is then the number of `bytes`.
-        bytes: the forecast or measured peak of a step, of tensors alone.
-        data: the amount of data that was opened, in words; empty if none was given.
+        measured: whether `bytes` was measured. It is then from the lock, and otherwise a forecast.
+        bytes: the peak memory of the tensors of a step on the target.
+        data: a description of the data that was opened; empty if no data was given.
         full: whether the step on the CPU had its full size.
         size: the step that ran, in words.
         loss: the loss of the step on the CPU.
         seconds: the seconds of that step.
-        peak: the most bytes that tensors had at once on the CPU, from the creation of the model to the end of the step.
-            Python, the libraries of Torch and mapped files are not included.
+        peak: the peak bytes of tensors on the CPU, from the creation of the model to the end of the step. Python, the
+            libraries of Torch and mapped files are not included.
         estimate: the estimate of `peak`.
     """
 
@@ -68,7 +68,7 @@ class DryRun:
         how = "measured, from the lock" if self.measured else "forecast:"
         rows = [*self.summary, f"memory       {how} {self.bytes / 1e6:,.1f} MB on the target"]
         rows += [f"  {name:<24} {bytes / 1e6:>12,.1f} MB" for name, bytes in self.parts.items()]
-        rows += [f"data         {self.data}"] if self.data else ["data         not checked: name them with --data"]
+        rows += [f"data         {self.data}"] if self.data else ["data         not checked: name it with --data"]
         rows.append(f"step         ran on the CPU, {self.size}: loss {self.loss:.4f}, {self.seconds:.2f} s")
         ratio = f"{self.estimate / self.peak:.2f} times that"
         rows.append(f"  its tensors had at most {self.peak / 1e6:,.1f} MB; the estimate is {ratio}")
@@ -131,8 +131,8 @@ def dry_run(
 
 
 def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
-    """Returns whether a step of a spec is small enough for the CPU, and the spec for it: the spec itself, or a smaller
-    one with the same kinds of blocks and one row in a step."""
+    """Returns whether a step of a spec is small enough for the CPU, and the spec whose step runs. If the step is too
+    large, this is a smaller spec with the same kinds of blocks and one row per step."""
     data = json.loads(canonical(spec))
     data["targets"] = [CPU]
     local = load(json.dumps(data))[0]
@@ -148,7 +148,7 @@ def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
 
 
 def _peak(trace: Path) -> int:
-    """Returns the most bytes that the allocator of the CPU gave to tensors in a trace with memory events."""
+    """Returns the peak of the bytes that the CPU allocator gave to tensors, from a trace with memory events."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     changes = sorted((event["ts"], int(event["args"]["Bytes"])) for event in events if event["name"] == "[memory]")
     return max(accumulate(size for _, size in changes))

@@ -50,8 +50,8 @@ def device_for(target: str) -> torch.device:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Returns the machine as locks and reports record it. For a CPU, the GPU field holds the name of the CPU and the
-    number of threads."""
+    """Returns the machine in the form of locks and reports. For a CPU, the GPU field contains the name of the CPU and
+    the number of threads."""
     gpu, threads = device.type == "cuda", torch.get_num_threads()
     nvcc = cutlass = None
     if gpu:

@@ -1,5 +1,6 @@
-"""Measures every fused group as a whole, and the same function in plain Torch. Times the forward as in training, and
-the forward with the backward."""
+"""Measures every fused group as a whole, and the same function in plain Torch.
+
+Times the forward pass as in training, and the forward pass with the backward pass."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
 from specc.runtime.errors import RunFailure
-from specc.runtime.model.load import group_function, replace_fuse
+from specc.runtime.model.load import group_function
 from specc.runtime.verify.judge import Composed, composed, poisoned, upcast
 from specc.runtime.verify.random_inputs import Operands, sizes_of
 
@@ -34,7 +35,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The nodes that a group replaced, in the original graph, and the inputs of these nodes from outside, in order."""
+    """The nodes of the original graph that a group replaces, and their inputs from other nodes, in order."""
 
     graph: Graph
     nodes: tuple[Node, ...]
@@ -42,7 +43,7 @@ class Members:
 
     @property
     def output(self) -> str:
-        """The output of the group, which is the value of the last node. No other value is read from outside."""
+        """The output of the group: the value of the last node. Nodes outside of the group read no other value."""
         return self.nodes[-1].name
 
 
@@ -55,7 +56,7 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
         target: the target.
         group: a group of `programs`.
     """
-    plain = pipeline.run(replace_fuse(spec), target)
+    plain = pipeline.run(spec.plain, target)
     host = programs.callers[group.name][0]
     graph = next(graph for graph in plain.graphs if graph.name == host)
     nodes = tuple(node for node in graph.nodes if node.name in group.members)
@@ -73,8 +74,8 @@ def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Raises RunFailure if `parts` are only kernels or groups and no path of these contains `at`. The check precedes
-    all measurements."""
+    """Checks `at` before all measurements. Raises RunFailure if `parts` are only kernels or groups, and none of their
+    paths contains `at`."""
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
         "groups": {place for _, place in labelled(plan.programs)},
@@ -91,7 +92,7 @@ def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
 def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, at: str) -> Iterator[Row]:
     """Yields the rows of each group whose path contains `at`: forward, and forward and backward.
 
-    A group without gradients has no rows: it is measured as a kernel.
+    A group without gradients has no rows, because it is measured as a kernel.
 
     Args:
         setup: the setup of the benchmark.
@@ -170,10 +171,10 @@ class Pass:
 
 
 def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
-    """Compares value and gradients of the generated group with the references of the members under autograd. Compares
-    `run`, uncompiled and on poisoned memory, and then the timed form.
+    """Compares value and gradients of the generated group with the references of the members under autograd.
 
-    The references are in float64, or in float32 if the device's memory is too small. Returns the worst error. Raises
+    First compares `run`, which is not compiled, with allocated memory filled with NaN. Then compares the timed form.
+    The references are in float64, or in float32 if the device's memory is too small. Returns the largest error. Raises
     RunFailure if a result is wrong.
     """
     eager = passes[EAGER]

@@ -1,5 +1,5 @@
-"""Measures every kernel of a plan, and the same node in eager Torch, in torch.compile and as a bare product of the
-library."""
+"""Measures every kernel of a plan, and the same node in eager Torch, in torch.compile and as a library product without
+epilogue."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def time(self) -> Measured:
-        """The time of the code that the plan runs: the generated code, or the library."""
+        """The time of the code that the plan selects: the generated code, or the library."""
         return self.times.get(GENERATED) or self.times[LIBRARY]
 
     def ratio(self, variant: str) -> float | None:
@@ -66,7 +66,7 @@ def kernel_rows(
         setup: the setup of the benchmark.
         plan: the plan.
         module: the generated model.py.
-        ready: waits until the kernel of a choice can be called. Is called after torch.compile has finished.
+        ready: waits until the kernel of a choice can be called. It is called after torch.compile has finished.
         at: the text that paths must contain.
 
     Raises:
@@ -119,7 +119,7 @@ def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
 
 
 def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:
-    """Returns the judge's errors for a sample of one call. Raises RunFailure if the values are wrong."""
+    """Returns the errors of one call on a sample of its rows. Raises RunFailure if they exceed the tolerance."""
     judge = Judge.of(choice.site, inputs, sample=True)
     errors = judge.errors(judge.call(generated))
     for i, error in enumerate(errors):
@@ -129,5 +129,5 @@ def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) 
 
 
 def wrong(name: str, problem: str) -> RunFailure:
-    """Returns the error for a kernel or a group with wrong values, which is not timed."""
+    """Returns the error for a kernel or a group with wrong values."""
     return RunFailure(f"{name}: {problem}", "wrong code is not timed; `specc verify` reports more")

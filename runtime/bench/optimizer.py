@@ -1,8 +1,8 @@
-"""The update of a step: by the optimizers of the spec, as the trainer runs it and each alone, and by Torch's AdamW.
+"""Measures the update of a step: that of the trainer, that of each optimizer of the spec alone, and Torch's AdamW.
 
-A time is that of consecutive updates, divided by their number, so work that is due in some steps only counts by its
-share. Torch's AdamW updates all parameters of the model in f32: fused, in multi-tensor kernels, and in a loop over the
-parameters. Its time is also a scale for optimizers of other kinds.
+A time is the time of consecutive updates, divided by their number. Work that only some updates do is thus averaged.
+Torch's AdamW updates all parameters of the model in f32, in three forms: fused, in multi-tensor kernels, and in a loop
+over the parameters. Its time is also a reference for other kinds of optimizers.
 """
 
 import time
@@ -31,9 +31,9 @@ TORCH = {  # whether it is `fused`, and whether it is `foreach`
     "torch AdamW, foreach": (False, True),
     "torch AdamW, a loop": (False, False),
 }
-UPDATES = 20  # consecutive updates of a sample; optimizers with rarer work, such as a new basis, repeat it in them
-SECONDS = 0.5  # of the samples of a pass
-MOST = 20  # samples of a pass
+UPDATES = 20  # consecutive updates of a sample; rare work, such as a new basis, occurs several times in a sample
+SECONDS = 0.5  # seconds of the samples of a pass
+MOST = 20  # maximum samples of a pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class UpdateRow:
         tensors: the number of parameters.
         numbers: the number of their elements.
         update: the time of an update.
-        floor_ms: the least time of the bytes: weights, gradients and state read once, weights and state written once.
+        floor_ms: the minimum time to read weights, gradients and state once, and to write weights and state once.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Updates:
     step: Measured
 
     def of_step(self, row: UpdateRow) -> float:
-        """Returns the time of an update as a share of the step, which contains that of `TRAINED`."""
+        """Returns the time of an update as a share of the step. The step includes the update of the row `TRAINED`."""
         return row.update.ms / self.step.ms
 
     def over_fused(self, row: UpdateRow) -> float:
@@ -81,7 +81,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
     Args:
         setup: the setup of the benchmark.
-        ceilings: the peak rates that floors follow from.
+        ceilings: the peak rates that determine floors.
         steps: the training steps to time.
 
     Returns:
@@ -107,10 +107,11 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
 
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
-    """Returns the row of the trainer's own update, which also writes the copies in the compute dtype and the average.
+    """Returns the row of the update of the trainer, which also writes the copies in the compute dtype and the average.
     The gradients are those of the last step."""
     masters, average = trainer.masters, trainer.average
-    read = sum(weight.nbytes for weight in masters.model_parameters.values())  # bf16, if that is all there is
+    # These are the f32 masters, or the bf16 parameters if they are themselves the masters.
+    read = sum(weight.nbytes for weight in masters.model_parameters.values())
     copies = 0
     if trainer.train.precision.masters == "f32":
         copies = sum(p.nbytes for name, p in masters.model_parameters.items() if p is not masters.tensors[name])
@@ -127,7 +128,7 @@ def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
 
 
 def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> Iterator[UpdateRow]:
-    """Yields the row of each entry of `train.optimizers` alone, if there are several, and those of Torch."""
+    """Yields one row per entry of `train.optimizers`, if there are several, and the rows of Torch."""
     specs = setup.spec.train.optimizers
     owner = owners(specs, {name: tuple(value.shape) for name, value in values.items()})
     for i, spec in enumerate(specs if len(specs) > 1 else ()):
@@ -166,7 +167,7 @@ def _masters(setup: Setup, values: Mapping[str, Tensor]) -> dict[str, nn.Paramet
 
 
 def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None]:
-    """Returns the update of one entry: as CUDA graphs on a GPU, as in the trainer."""
+    """Returns the update of one entry. On a GPU, it runs as CUDA graphs, as in the trainer."""
     functions: dict[tuple[str, ...], Callable[[], None]] = {}
 
     def update(step: int) -> None:
@@ -182,8 +183,8 @@ def _entry(optimizers: Optimizers, device: torch.device) -> Callable[[int], None
 
 
 def _work(masters: Mapping[str, nn.Parameter], state: Iterable[Tensor]) -> Work:
-    """Returns the least work of an update of f32 masters: weights, gradients and state are read, and weights and state
-    are written."""
+    """Returns the minimum work of an update of f32 masters: weights, gradients and state are read once, and weights and
+    state are written once."""
     weights, stored = (sum(tensor.nbytes for tensor in tensors) for tensors in (masters.values(), state))
     return Work(0, 3 * weights + 2 * stored, weights + stored)
 
@@ -203,8 +204,8 @@ def _row(
         ceilings: the peak rates.
         name: the name of the row.
         parameters: the parameters.
-        work: the least work of an update.
-        update: performs an update, given the number of the step.
+        work: the minimum work of an update.
+        update: performs the update of a step, whose number is its argument.
     """
     numbers = sum(parameter.numel() for parameter in parameters.values())
     measured = Measured.of(*_passes(setup.device, update))
@@ -212,7 +213,7 @@ def _row(
 
 
 def _passes(device: torch.device, update: Callable[[int], None]) -> tuple[list[float], list[float]]:
-    """Returns the ms per update in the samples of two passes, after a warm-up that captures."""
+    """Returns the ms per update in the samples of two passes. A warm-up captures CUDA graphs before."""
     step = 0
 
     def sample() -> float:

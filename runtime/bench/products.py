@@ -1,7 +1,7 @@
 """Measures the int8 products of deployed programs, and `torch._int_mm` with the compiled epilogue, for several numbers
 of rows.
 
-On a GPU, calls are replayed as one CUDA graph, so that launches do not count. Operands stay in the cache, as in a
+On a GPU, calls are replayed as one CUDA graph, so that launches are not timed. Operands stay in the cache, as in a
 decoder.
 """
 
@@ -26,9 +26,17 @@ from specc.runtime.bench.variants import as_trained
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.verify.random_inputs import int8_operands
 
-ROWS = (1, 16, 32, 128, 768, 4096, 23040)  # M: one line, steps of decoders, whole batches of 768 lines of 30 tokens
-CALLS = 20  # in one graph
-IN_CACHE = 1 << 62  # bytes: so many that the clocks leave the operands in the cache
+ROWS = (
+    1,
+    16,
+    32,
+    128,
+    768,
+    4096,
+    23040,
+)  # values of M: one line, steps of decoders, and a whole batch of 768 lines of 30 tokens
+CALLS = 20  # number of calls in one CUDA graph
+IN_CACHE = 1 << 62  # bytes moved, stated so large that the cache is not cleared and the operands stay in it
 OURS, THEIRS = "generated", "int_mm"
 
 
@@ -116,7 +124,7 @@ def _row(name: str, choice: Choice, generated: Callable[..., Tensor], device: to
 
 
 def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
-    """Returns the epilogue in plain Torch: a function of the sums, i32 [M, N], the offset and the operands."""
+    """Returns the epilogue in plain Torch. Its arguments are the sums, i32 [M, N], the offset and the operands."""
     names = [value.name for value in epilogue.operands]
     lines = [f"def epilogue({', '.join(('sums', 'offset', *names))}):", "    p = (sums + offset).float()"]
     lines += [f"    {value.name} = {value.name}.float()" for value in epilogue.operands if value.type.dtype != "f32"]
@@ -134,7 +142,7 @@ def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
         tolerance = (1e-4 if expected.dtype == torch.float32 else 1e-2) * max(1.0, float(expected.abs().max()))
     error = float((output.double() - expected.double()).abs().max())
     if not error <= tolerance:
-        raise wrong(name, f"off by up to {error:.3g}; rounding explains at most {tolerance:g}")
+        raise wrong(name, f"the largest error is {error:.3g}, but rounding explains at most {tolerance:g}")
 
 
 def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:

@@ -1,4 +1,4 @@
-"""The profile of a step: the kernels of a profiler's trace classified by name, and the idle time."""
+"""The profile of a step: classifies the kernels in a profiler's trace by name, and computes the idle time."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ from specc.compiler.plan.plan import Plan
 # The first pattern that matches a kernel's name determines its class. Inductor names its kernels after the ops that
 # they compute, including attention and products, so its patterns come first. The plan's Triton kernels are matched
 # by their exact names before these patterns.
-# recurrent: the library's LSTM without its products.
+# The class `recurrent` is the library's LSTM without its products.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"^triton_tem_.*attention"),
     ("GEMM", r"^triton_(tem|mm)_"),
@@ -31,10 +31,10 @@ CLASSES: tuple[tuple[str, str], ...] = (
 )
 OTHER = "other"
 ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "communication", "copy", OTHER)
-# Kernels launched within these ranges belong to the optimizer, whatever their name: the first is the range of
-# torch.optim, the second of runtime/optim. So the products of Newton-Schulz count as the optimizer's.
+# Kernels launched within these ranges belong to the optimizer, regardless of their names. The first is the range of
+# torch.optim, the second of runtime/optim. The class therefore includes the products of Newton-Schulz iterations.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
-# The name of a CUDA C++ kernel in the templates' form.
+# The name of a CUDA C++ kernel, in the form of the templates.
 CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
 # A CUDA C++ kernel of the plan; those of Torch begin with at::.
 _GENERATED = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
@@ -43,8 +43,8 @@ LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """Returns the class of a kernel by its name. `generated` are the names of the kernels of the plan, except
-    CUTLASS's."""
+    """Returns the class of a kernel by its name. `generated` contains the names of the kernels of the plan, except
+    those of CUTLASS."""
     match = _GENERATED.match(name)
     if (match.group(1) if match else name) in generated:
         return "fused"
@@ -84,8 +84,8 @@ class Kernel:
 class Profile:
     """A step by class of kernel, averaged over `steps` steps.
 
-    `wall_ms` is the time from the start of the first kernel to the end of the last, and `idle_ms` the part of it in
-    which no kernel ran, both per step. Each of several concurrent kernels counts in full.
+    `wall_ms` is the time per step from the start of the first kernel to the end of the last. `idle_ms` is the part of
+    this time in which no kernel ran. Concurrent kernels are all counted in full.
     """
 
     steps: int
@@ -120,8 +120,10 @@ def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]
 
 
 def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[str]) -> Profile:
-    """Computes the profile from the events of a Chrome trace of torch.profiler. Times in the trace are in microseconds;
-    a correlation number links a kernel to the launch. Raises RuntimeError if the trace contains no kernel."""
+    """Computes the profile from the events of a Chrome trace of torch.profiler.
+
+    Times in the trace are in microseconds. A correlation number links a kernel to its launch. Raises RuntimeError if
+    the trace contains no kernel."""
     device: list[Mapping[str, Any]] = []
     launched: dict[object, float] = {}
     ranges: list[tuple[float, float]] = []

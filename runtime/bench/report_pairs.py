@@ -87,7 +87,7 @@ def product_lines(rows: Sequence[ProductRow]) -> list[str]:
             f"  {'ratio':<48}" + "".join(f"{NONE if r is None else f'{r:.3f}':>10}" for r in row.ratio.values())
         )
     refused = {m: reason for row in rows for m, reason in row.refused.items()}
-    lines += [f"torch._int_mm refuses M = {m:,}: {reason}" for m, reason in sorted(refused.items())]
+    lines += [f"torch._int_mm does not accept M = {m:,}: {reason}" for m, reason in sorted(refused.items())]
     lines.append(
         "Medians of calls replayed as one CUDA graph on a GPU, operands in the cache. Values were compared first."
     )

@@ -25,7 +25,7 @@ def update_lines(updates: Updates) -> list[str]:
         lines.append(f"{name:<36}" + "".join(f"{cell:>10}" for cell in cells))
     return [
         *lines,
-        f"Consecutive updates, by the clock. of step: of a training step of {updates.step.ms:.4g} ms, which has the",
+        f"Consecutive updates, wall time. of step: share of a training step of {updates.step.ms:.4g} ms, with the",
         "update as trained: with the copies in the compute dtype, and the average of the weights. of fused: divided by",
         "the time of Torch's fused AdamW. floor: weights, gradients and state read once, weights and state written",
         "once. Small models stay in the cache, and can be faster.",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KERNEL_COLOR, GROUP_COLOR, LIBRARY_COLOR, COMPILE_COLOR, LINE = "#0b5cad", "#0f766e", "#6b7280", "#d97706", "#374151"
 SPACING = 30.0  # points between the centers of adjacent labels, if there is room
-SHARE = 0.62  # the share of the width for the marks; the rest is for their labels
+SHARE = 0.62  # the share of the width for the marks; labels use the rest
 TERA = 1e12
 Row = Mapping[str, Any]  # a kernel or a group of the data of a report
 
@@ -57,14 +57,14 @@ def roofline(data: Mapping[str, Any]) -> bytes:
 
 
 def _time(row: Row) -> float:
-    """Returns the time of the code that the plan runs, in ms."""
+    """Returns the time of the code that the plan selects, in ms."""
     times = row["times"]
     return float((times.get(GENERATED) or times[LIBRARY])["ms"])
 
 
 def _position(row: Row, variant: str | None = None) -> tuple[float, float]:
-    """Returns the position of a row: operations per byte, and tera-operations per second of one variant (by default of
-    the code that the plan runs)."""
+    """Returns the position of a row: operations per byte, and tera-operations per second of one variant. The default
+    variant is the code that the plan selects."""
     ms = _time(row) if variant is None else row["times"][variant]["ms"]
     return row["flops"] / row["bytes"], row["flops"] / (1e-3 * ms) / TERA
 
@@ -115,8 +115,8 @@ def _points(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Mapping[str, Any]) -> None:
-    """Draws a column of labels next to the marks, in their order from top to bottom, moved apart if they would
-    overlap."""
+    """Draws a column of labels next to the marks, in the order of the marks from top to bottom. Labels that would
+    overlap are moved apart."""
     to_pixels, box = axes.transData, axes.bbox
     column, top = (
         box.x0 + (SHARE + 0.02) * box.width,

@@ -22,10 +22,10 @@ from specc.runtime.train.sources.source import source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
-WARM_UP = 4  # steps: the first compiles, and the GPU's clocks settle in the rest
+WARM_UP = 4  # warm-up steps: the first compiles, and the GPU's clock rates settle in the others
 ROUNDS = 5  # the number of groups in which the steps of a build are timed
 PROFILED = 2  # steps
-BATCHES = 8  # created before the clock starts, and used in turn
+BATCHES = 8  # batches, created before the clock starts and used in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Build:
 
 
 def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool = True) -> dict[str, Build]:
-    """Measures both builds, at least `steps` steps of each. They run one after the other, because together they might
-    not fit in memory.
+    """Measures at least `steps` steps of both builds. The builds run one after the other, because the memory may be too
+    small for both.
 
     A spec without fusion points has only one build.
 
@@ -88,7 +88,7 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
         torch.compiler.reset()
         with cold_caches(setup.device), ExitStack() as stack:
             build = builds[name] = _measure(setup, fuse, steps, generated if fuse else frozenset(), stack)
-            setup.say(f"  {build.step.ms:.4g} ms a step, {build.tokens_per_second:,.0f} tokens/s")
+            setup.say(f"  {build.step.ms:.4g} ms per step, {build.tokens_per_second:,.0f} tokens/s")
         release(setup.device)
     return builds
 
@@ -148,8 +148,8 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
 
 
 def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
-    """Returns a trainer of a loaded spec with initial weights and random data, without schedules of sizes: full
-    windows, and the last size of a step. On a GPU, it compiles."""
+    """Returns a trainer of a loaded spec with initial weights and random data. Sizes are not scheduled: windows are
+    full, and a step has its last size. On a GPU, the trainer compiles."""
     spec = loaded.spec
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
     torch.manual_seed(spec.train.seed)
@@ -162,7 +162,7 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
 
 
 def advance(trainer: Trainer, steps: int) -> tuple[float, float, int]:
-    """Trains `steps` steps. Returns the ms per step, the last loss in nats, and the number of tokens, without pads."""
+    """Trains `steps` steps. Returns the ms per step, the last loss in nats, and the number of tokens without pads."""
     wait(trainer.device)
     _, before = trainer.feed.counted()
     began = time.perf_counter()

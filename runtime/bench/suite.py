@@ -48,10 +48,10 @@ class BenchOptions:
         steps: the number of training steps.
         command: the command that a report states.
         at: measures only the kernels, groups and int8 products whose path contains this text.
-        weights: a run or an artifact to decode with.
-        batches: the numbers of texts to decode at once; empty for the usual ones.
-        contexts: the tokens of a decoded text at its end; empty for the usual ones.
-        tokens: the timed tokens of a decoded text; None for the usual number.
+        weights: a run or an artifact whose weights decode.
+        batches: the numbers of texts in a decoding batch; empty for the default numbers.
+        contexts: the numbers of tokens of a decoded text at its end; empty for the default numbers.
+        tokens: the number of timed tokens of a decoded text; None for the default number.
     """
 
     spec: Spec
@@ -71,8 +71,8 @@ class BenchOptions:
 class Report:
     """All measurements of one benchmark. Parts that were not requested are empty.
 
-    `left_out` are the parts that this machine does not support, with reasons. `nvcc_seconds` is the total time of
-    compiling CUDA C++, all files in parallel.
+    `left_out` contains the parts that this machine does not support, with reasons. `nvcc_seconds` is the time in which
+    all CUDA C++ files are compiled in parallel.
     """
 
     options: BenchOptions
@@ -115,8 +115,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs the benchmark on a process other than the first: this process's share of the table, if the table is
-    measured. Raises the same errors as `bench`."""
+    """Runs the benchmark on a process other than the first. It measures the share of this process in the table, if the
+    table is measured. Raises the same errors as `bench`."""
     built = compile_loaded(options.spec, None, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
@@ -168,14 +168,14 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
     if {"kernels", "groups"} & set(parts):
         report.left_out = dict(left_out(device))
     if "step" in parts and device.type == "cpu":
-        reason = "the CPU runs no kernels that a profiler could put in classes: no profile of the step"
+        reason = "no profile of the step, because the CPU has no kernels to classify"
         report.left_out = {**report.left_out, "profile": reason}
     report.seconds = time.perf_counter() - began
     return report
 
 
 def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, world: World) -> None:
-    """Measures the parts, in order, and enters them into the report."""
+    """Measures the parts in order, and adds them to the report."""
     options, plan, folder = report.options, built.plans[setup.target], setup.folder
     if {"kernels", "groups", "step"} & set(parts):
         fused = instantiate(setup.spec, setup.target, folder / "fused", lock=setup.lock)

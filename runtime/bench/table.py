@@ -1,16 +1,16 @@
-"""The training table of a model of pairs: one GPU or several, decoding with a cache or without.
+"""The training table of a model of pairs: on one GPU or several, and decoding with a cache or without.
 
 A rate is total work divided by total time. Terms of the table:
 
-- A training step is one update on `train.batch` samples of all processes together, as in `specc train`: teacher
-  forcing by the spec, compiled and captured on a GPU, batches transferred while the previous batch computes.
+- A training step is one update on `train.batch` samples of all processes together, as in `specc train`. The spec sets
+  teacher forcing. On a GPU, the step is compiled and captured, and batches are transferred during computation.
 - A validation step decodes `train.batch` lines of the held-out split greedily and compares each with its target, from
 text to text. Several processes share the lines. The ratio of validation steps to training steps is the ratio of
 `eval.lines` to the lines of an epoch. There is at least one validation step.
 - tokens: the tokens of sources and targets, including stops, without pads. overall: all steps divided by all seconds,
 of training and validation.
-- compile: the seconds before the clock starts, in which code is rendered and compiled, graphs are captured, and the
-validation lines are decoded once.
+- compile: the seconds before the clock starts. Code is rendered and compiled, graphs are captured, and the validation
+lines are decoded once.
 - With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, it runs again over
 all previous tokens for each token. The encoder runs once per line in both cases.
 """
@@ -115,14 +115,14 @@ class Table:
 
 
 def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
-    """Returns the number of validation steps for a number of training steps: in the ratio of held-out lines to samples
-    per epoch.
+    """Returns the number of validation steps for a number of training steps. The ratio of both is that of held-out
+    lines to samples per epoch.
 
     Each step has `rows` lines. Raises RunFailure if there are fewer than `rows` held-out lines.
     """
     lines = len(epoch.held_out)
     if lines < rows:
-        message = f"a validation step has {rows:,} lines, and {lines:,} are held out"
+        message = f"a validation step has {rows:,} lines, but only {lines:,} are held out"
         raise RunFailure(message, f"set eval.lines to at least {rows}")
     return max(1, min(round(steps * lines / epoch.samples), lines // rows))
 
@@ -132,7 +132,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
     others wait.
 
     Args:
-        setup: the setup of the benchmark. Its spec is of a model of pairs.
+        setup: the setup of the benchmark. Its spec describes a model of pairs.
         steps: the number of training steps.
         world: the processes.
 
@@ -160,9 +160,9 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
 def _why_alone(device: torch.device) -> str:
     """Returns the reason why there are no rows of several processes."""
     if device.type != "cuda":
-        return "the target is the CPU, and one process ran: --gpus 2 measures two on the CPU"
+        return "one process ran on the CPU: --gpus 2 measures two"
     count = torch.cuda.device_count()
-    return f"one process ran: --gpus {count} measures it" if count > 1 else "it needs more GPUs than this machine's one"
+    return f"one process ran: --gpus {count} measures it" if count > 1 else "this machine has only one GPU"
 
 
 def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
@@ -234,7 +234,7 @@ def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """This process's part of the validation lines, and the totals over all processes, before they are timed."""
+    """The part of the validation lines for this process, and the totals over all processes."""
 
     sources: list[str]
     targets: list[str]

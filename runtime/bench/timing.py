@@ -8,11 +8,11 @@ from statistics import median
 import torch
 
 Call = Callable[[], object]
-SECONDS = 0.1  # the target time of one pass over one call, unless the least number of samples takes longer
-SAMPLES = {"cuda": (10, 200), "cpu": (3, 30)}  # the least and the most samples of a pass
+SECONDS = 0.1  # seconds; the target time of one pass over one call, unless the minimum number of samples takes longer
+SAMPLES = {"cuda": (10, 200), "cpu": (3, 30)}  # the minimum and the maximum number of samples of a pass
 CHUNK = 20  # calls that are enqueued before the device starts to run them
 LONGEST_HEAD_START = 0.1  # seconds
-CYCLES = 2e9  # cycles per second of the device's clock, about; only used for the head start
+CYCLES = 2e9  # approximate cycles per second of the device; only used for the head start
 HOST_CACHE = 32 << 20  # bytes; Torch does not report the size of a CPU's cache
 
 
@@ -37,8 +37,8 @@ class Measured:
 def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> dict[str, Measured]:
     """Times every call in two passes over all calls, with CUDA events on a GPU and with `perf_counter` on the CPU.
 
-    If a call moves less than four times the last-level cache, the cache is filled with other data before each call.
-    This data is only read, because written cache lines would have to be written back during the call.
+    If a call moves fewer bytes than four times the last-level cache, the cache is filled with other data before each
+    call. This data is only read: written cache lines would be written back during the call.
 
     Args:
         calls: the calls, by name.
@@ -59,8 +59,7 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
 
 
 def _prepare(call: Call, device: torch.device) -> tuple[int, float]:
-    """Warms a call up. Returns the number of samples per pass, and the seconds that the host needs to enqueue a
-    call."""
+    """Warms up a call. Returns the number of samples per pass, and the seconds in which the host enqueues a call."""
     fewest, most = SAMPLES[device.type]
     began = time.perf_counter()
     call()
@@ -83,11 +82,11 @@ def wait(device: torch.device) -> None:
 
 
 def _device_samples(call: Call, evict: Call, count: int, enqueue: float) -> list[float]:
-    """Returns the ms of each of `count` calls. The host runs ahead of the device, so that host time does not count."""
+    """Returns the ms of each of `count` calls. The host runs ahead of the device, so that host time is not measured."""
     times: list[float] = []
     while len(times) < count:
         events = [(_event(), _event()) for _ in range(min(CHUNK, count - len(times)))]
-        # the device spins until the host has enqueued all of them
+        # the device spins until the host has enqueued all calls
         cycles = int(min(len(events) * enqueue, LONGEST_HEAD_START) * CYCLES)
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         for start, end in events:

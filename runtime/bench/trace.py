@@ -1,4 +1,4 @@
-"""A trace of training steps for a viewer such as Perfetto, and the kernels or operators that take the time."""
+"""A trace of training steps for a viewer such as Perfetto, and the times of its kernels or operators."""
 
 import gzip
 import json
@@ -24,9 +24,11 @@ from specc.runtime.log import Say
 from specc.runtime.model.load import choose_target, device_of, instantiate
 from specc.runtime.storage.atomic import write_atomically
 
-LIMIT = 50_000_000  # bytes of a trace: viewers load larger ones slowly or not at all
+LIMIT = 50_000_000  # maximum bytes of a trace; viewers load larger traces slowly or not at all
 WARM_UP = 4  # steps before the trace: the first compiles and captures
-HOST = frozenset({"cpu_op", "python_function", "ac2g", "fwdbwd"})  # events that a trace over the limit omits
+HOST = frozenset(
+    {"cpu_op", "python_function", "ac2g", "fwdbwd"}
+)  # categories of events that are omitted if a trace exceeds the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,12 @@ class Trace:
     Attributes:
         path: the file.
         bytes: the size of the file.
-        whole: whether it has all events. Otherwise, it has no operators of the host.
+        whole: whether it contains all events. Otherwise, operators of the host are omitted.
         steps: the recorded steps.
         target: the target.
         ms: the sum of the entries, in ms per step. Concurrent kernels count in full.
-        entries: kernels on a GPU, or operators on a CPU without the operators that they call; the longest first.
+        entries: kernels on a GPU, or operators on a CPU; the longest first. The time of an operator does not include
+            the operators that it calls.
     """
 
     path: Path
@@ -53,7 +56,7 @@ class Trace:
 
     def lines(self, top: int) -> list[str]:
         """Returns the first `top` entries as a table, and a line about the file."""
-        rows = [f"{'ms a step':>10} {'share':>6} {'calls':>8}  {'class':<13}  name"]
+        rows = [f"{'ms/step':>10} {'share':>6} {'calls':>8}  {'class':<13}  name"]
         for entry in self.entries[:top]:
             share = f"{entry.ms / self.ms:.1%}" if self.ms else "-"
             rows.append(f"{entry.ms:>10.4g} {share:>6} {entry.calls:>8.4g}  {entry.kind:<13}  {entry.name[:90]}")
@@ -100,7 +103,7 @@ def record_trace(
         EnvironmentFailure: the file cannot be written.
     """
     if not out.parent.is_dir():
-        raise ExportError(f"{out} is not a path of a file", "name a file in a folder that exists")
+        raise ExportError(f"{out} is not the path of a file", "name a file in a folder that exists")
     if out.exists() and not force:
         raise ExportError(f"{out} exists", "name another file with --out, or replace it with --force")
     chosen = choose_target(spec, target)

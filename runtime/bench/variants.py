@@ -8,10 +8,10 @@ from torch._inductor import config as inductor
 
 Function = Callable[..., Any]
 GENERATED, EAGER, COMPILE, MAX_AUTOTUNE, LIBRARY = "generated", "eager", "compile", "max_autotune", "library"
-# Without CUDA graphs: their copies of the inputs would count, and a training step does not need them here.
+# The modes are without CUDA graphs, whose copies of the inputs would be timed. A training step does not need them.
 MODES: Mapping[str, str | None] = {COMPILE: None, MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
 AGAINST = (MAX_AUTOTUNE, COMPILE, EAGER)  # the variants that ratios refer to, the fastest first
-LEFT_OUT = {"cpu": {MAX_AUTOTUNE: "max-autotune searches GEMM templates of GPUs; on the CPU it is left out"}}
+LEFT_OUT = {"cpu": {MAX_AUTOTUNE: "max-autotune searches GEMM templates for GPUs, so it is not measured on the CPU"}}
 
 
 def left_out(device: torch.device) -> Mapping[str, str]:
@@ -27,7 +27,7 @@ def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
     whole configuration.
     """
     torch.compiler.reset()
-    inductor.autotune_num_choices_displayed = 0  # its tables would hide our output
+    inductor.autotune_num_choices_displayed = 0  # the tables of max-autotune would hide the output of specc
     functions = {EAGER: plain}
     for name, mode in MODES.items():
         if name not in left_out(device):

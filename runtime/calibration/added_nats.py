@@ -1,4 +1,4 @@
-"""The rise of the loss by errors of parameters, to second order: what bit allocation distributes."""
+"""The rise of the loss by errors of parameters, to second order. Bit allocation minimizes the sum of these rises."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from specc.runtime.calibration.uses import signed_sum
 from specc.runtime.errors import QuantizeError
 
-PASSES = 1024  # backward passes; an estimate has a relative standard error of about sqrt(2 / PASSES), 4 %
+PASSES = 1024  # number of backward passes; the relative standard error of an estimate is about sqrt(2 / PASSES), 4 %
 
 
 def added_nats(
@@ -20,16 +20,17 @@ def added_nats(
 ) -> Mapping[str, tuple[float, ...]]:
     """Returns the rise of the loss by each error of a parameter, in nats per token.
 
-    The rise is 1/2 E[(d . g)^2] for an error d and the gradient g of the loss of one token (empirical Fisher). g has
-    all uses of the parameter, and no independence of inputs, outputs or positions is assumed. A backward pass over one
-    row of text gives s = sum_n +-(d . g_n) with random signs, and the mean of s^2 estimates sum_n (d . g_n)^2.
+    The rise is 1/2 E[(d . g)^2] for an error d and the gradient g of the loss of one token (empirical Fisher). g
+    includes all uses of the parameter. The estimate does not assume that inputs, outputs or positions are independent.
+    A backward pass over one row of text computes s = sum_n +-(d . g_n) with random signs. The mean of s^2 estimates
+    sum_n (d . g_n)^2.
 
-    The first-order term E[d . g] is left out: it is 0 at a minimum. It can be measured only with as many tokens as the
-    loss itself, because the standard deviation of d . g is sqrt(2 rise) per token.
+    The first-order term E[d . g] is omitted, because it is 0 at a minimum. Measuring it would need as many tokens
+    as measuring the loss, because the standard deviation of d . g is sqrt(2 rise) per token.
 
     Args:
         model: the model, generated without fusions, on `device`.
-        windows: returns batches of (ids, targets), i64 [rows, window]. The text is read until there were `PASSES` rows.
+        windows: returns batches of (ids, targets), i64 [rows, window]. It is called until `PASSES` rows are read.
         errors: errors of parameters, in the shapes of the parameters, by name.
         device: the device of the model.
         progress: called as `progress(done, total)` with the number of backward passes.

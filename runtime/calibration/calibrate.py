@@ -63,7 +63,7 @@ class Capture(fx.Interpreter):
         model: the model, generated without fusions.
         observe: called with the name of the weight and the input [..., features] of each linear. The third argument is
             `ends` of `Product` for the matrices of experts, and None otherwise.
-        results: called as `observe`, with the output [..., features] of each linear.
+        results: called like `observe`, but with the output [..., features] of each linear.
         looked: called with the name of the table, the ids [...] and the output [..., features] of each lookup.
     """
 
@@ -119,7 +119,7 @@ def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] |
 def calibration_windows(
     stream: TokenStream, calibrate: Calibrate, window: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches of (ids, targets), i64 [at most `calibrate.batch`, window], `calibrate.sequences` rows in total.
+    """Yields batches of (ids, targets), i64 [rows, window]: `calibrate.sequences` rows in batches of `calibrate.batch`.
 
     The windows start at equal distances over the whole stream, offset by a phase that depends on `seed`, so that every
     seed samples all parts of the stream equally. The windows depend only on the stream, the sizes and `seed`. Windows
@@ -155,10 +155,10 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """Returns the Hessian X^T X of each weight: summed over the calls per token, averaged over all tokens.
+    """Returns the Hessian X^T X of each weight. It is the sum over the calls per token, averaged over all tokens.
 
-    Each expert has a Hessian of the rows that it multiplies, also averaged over all tokens. A weight has several calls
-    per token if a loop of blocks reuses it.
+    Each expert has a Hessian of the rows that are routed to it, also averaged over all tokens. A weight has several
+    calls per token if a loop of blocks reuses it.
 
     Args:
         model: the model, generated without fusions, on `device`.

@@ -16,8 +16,8 @@ class Hessians:
 
     Args:
         dtype: the accumulation dtype: f64, or f32 if f64 is too slow. With f32, TF32 must be off.
-        device: the device of the sums. Each product is computed on the device of its input and then moved, so that an
-            accelerator stores one product at a time. None keeps each sum on the device of its inputs.
+        device: the device of the sums. Each product is computed on the device of its input and then moved, so that a
+            GPU stores only one product at a time. If None, each sum is on the device of its inputs.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> None:
@@ -61,17 +61,17 @@ class Hessians:
                 total.add_((exact.T @ exact).to(total.device))
 
     def a_token(self, tokens: int) -> dict[str, Tensor]:
-        """Returns X^T X / tokens by name, [features, features] in the accumulation dtype, or one for each expert.
+        """Returns X^T X / tokens by name in the accumulation dtype, [features, features], or one matrix per expert.
 
         `tokens` is the number of tokens that the model has processed. If a weight has several calls per token, its
-        Hessian is the sum over the calls, as the effects of its error on the loss also add up.
+        Hessian is the sum over the calls. The effects of its error on the loss also add up over the calls.
 
         Raises QuantizeError if a name has no rows, or if its sum is NaN or infinite.
         """
         means: dict[str, Tensor] = {}
         for name, total in self._sums.items():
             if self._rows[name] == 0:
-                raise QuantizeError(f"{name}: no input reached it during calibration")
+                raise QuantizeError(f"{name}: the calibration text gave it no input")
             if not bool(total.isfinite().all()):
                 message = f"{name}: the input contains NaN or infinity"
                 raise QuantizeError(message, "calibrate from an earlier checkpoint")

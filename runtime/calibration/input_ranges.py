@@ -28,9 +28,9 @@ def input_ranges(
 ) -> dict[str, Range]:
     """Returns the input range of each int8 product in the program `score`, by weight.
 
-    Products with the same input have the same range. If one tensor holds the features of several products, as in a
-    bidirectional layer, each product uses its part of the features. All values are computed from the reference
-    implementations of the ops, in the precision of `weights`.
+    Products with the same input have the same range. One tensor may contain the features of several products, as in a
+    bidirectional layer. Each product then has the range of its part of the features. The reference implementations of
+    the ops compute all values, in the precision of `weights`.
 
     Args:
         programs: the lowered programs, before any pass.
@@ -69,7 +69,7 @@ def input_ranges(
             if progress is not None:
                 progress(done)
     if missing := [source.node for source in sources if source.leader not in measured]:
-        raise QuantizeError(f"{missing[0]}: no input reached it during calibration")
+        raise QuantizeError(f"{missing[0]}: the calibration data gave it no input")
     return {source.weight: measured[source.leader].range for source in sources}
 
 
@@ -133,7 +133,7 @@ def input_scales(
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
     """Returns the input scales in the optimizer state of a checkpoint, by the first weight that reads the input.
 
-    The result is empty if the run had not rounded inputs before it wrote the checkpoint.
+    The result is empty if the run did not round inputs before this checkpoint.
     """
     slots = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
     scales = {leader: scale for leader, scale in slots.items() if scale is not None}

@@ -14,7 +14,7 @@ class InputScales:
     """The scales of the inputs of int8 products, f32 [K] each, by leader: the first weight that reads the input.
 
     If the programs of the model round these inputs, they read the inverse scales from buffers of the model. Scales are
-    measured once and saved in checkpoints, so that a resumed run rounds as before.
+    measured once and saved in checkpoints. A resumed run therefore rounds with the same scales.
 
     Args:
         model: the model that trains, on its device.

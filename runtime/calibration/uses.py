@@ -1,23 +1,24 @@
 """The uses of a parameter by a model: the products that multiply with it and the lookups of its rows.
 
-The loss rises by 1/2 E[(d . g)^2] per token if an error d is added to a parameter W [N, K], where g is the gradient of
-the loss of one token: E[g g^T] is the Fisher information F, which equals the Hessian of the loss for a model that fits
-its data. g is a sum over the uses of W, and every use adds rank-one matrices l r^T, with l [N] on the side of the rows:
+Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss of one token. The loss then
+rises by 1/2 E[(d . g)^2] per token. E[g g^T] is the Fisher information F. It equals the Hessian of the loss for a model
+that fits its data. g is a sum over the uses of W. Every use adds rank-one matrices l r^T, where l [N] belongs to the
+rows:
 
 - a product y = W x adds l = dl/dy, r = x for each row of x. A loop of blocks that calls W several times adds one term
   per call.
 - a lookup y = W[v] is the product of W^T with the one-hot vector of v. It adds l = one-hot(v), r = dl/dy.
 
-Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind u of use. The terms of a sum over uses, calls and
-positions are taken to be uncorrelated, as in K-FAC (Martens and Grosse 2015), so F = sum_u F_u. Each F_u is replaced by
-the Kronecker product of its partial traces, A_u B_u^T / tr F_u:
+Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind u of use. As in K-FAC (Martens and Grosse 2015), the
+terms of different uses, calls and positions are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated
+by the Kronecker product of its partial traces, A_u B_u^T / tr F_u:
 
     A_u = diag(sum |r|^2 l_i^2) [N],  B_u = sum |l|^2 r r^T [K, K],  sum_i A_ui = tr B_u = tr F_u
 
-Then the loss rises by 1/2 sum_i d_i M_i d_i^T with M_i = sum_u A_ui / tr(B_u) B_u [K, K], the metric of row i. The
-metric of a weight of a single product is E[x x^T] up to a factor per row, which GPTQ does not need: its rows are
-independent. For a tied embedding table, the head is a product with M_i ~ E[h h^T] of hidden states h, and the lookups
-add the second moment of their gradients, in proportion to the frequency of token i.
+Then the loss rises by 1/2 sum_i d_i M_i d_i^T. The metric of row i is M_i = sum_u A_ui / tr(B_u) B_u [K, K]. For a
+weight of a single product, the metric is E[x x^T] up to a factor per row. GPTQ does not need this factor, because it
+treats rows independently. For a tied embedding table, the head is a product with M_i ~ E[h h^T] of hidden states h. The
+lookups add the second moment of their gradients, in proportion to the frequency of token i.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,8 +37,9 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 def signed_sum(nats: Tensor, generator: torch.Generator) -> Tensor:
     """Returns the sum of `nats` [rows, window] with a random sign per token.
 
-    The square of its gradient has the expectation sum_n g_n^2 over the gradients g_n of single tokens, which one
-    backward pass cannot separate: for n != m, the signs make the products g_n g_m vanish in expectation.
+    Let g_n be the gradient of the loss of token n. One backward pass cannot compute each g_n. The square of the
+    gradient of this sum has the expectation sum_n g_n^2, because the signs make the products g_n g_m, n != m, vanish in
+    expectation.
     """
     signs = torch.randint(0, 2, nats.shape, generator=generator, dtype=torch.int8).to(nats.device)
     return (nats * (2 * signs - 1)).sum()
@@ -101,7 +103,7 @@ def capture_uses(
 
 
 class _Terms:
-    """The partial traces of the sums over rank-one terms l r^T, by parameter."""
+    """Accumulates the partial traces A and B of the rank-one terms l r^T, by parameter."""
 
     def __init__(self, device: torch.device) -> None:
         self._columns = Hessians(device=device)
@@ -141,19 +143,19 @@ class _Terms:
 
 
 def with_unread(total: Tensor, reads: Tensor) -> Tensor:
-    """Returns the sums `total` [rows] over lookups with an estimate for the rows that were never read.
+    """Returns the sums `total` [rows] over lookups, with an estimate for the rows that were never read.
 
-    Later text reads rows that the calibration text missed, and errors of these rows add to the loss. The Good-Turing
-    estimate predicts how often: leave out one lookup; its row is unread in the rest if and only if the row was read
-    once. The total of the rows read once therefore estimates the total of all unread rows.
+    Later text reads rows that the calibration text does not read, and errors of these rows add to the loss. The
+    Good-Turing estimate predicts the frequency of these reads. If one lookup is removed, its row becomes unread exactly
+    if the row was read once. The total of the rows read once therefore estimates the total of all unread rows.
 
     Unread rows share this total evenly. The share of a row is at most the mean of the rows read once. If no row was
-    read once, the unread rows share the mean over lookups, because an estimate of 0 would allow them any error. A
-    uniform prior of half a read per row would overestimate rows that a language does not use: of a vocabulary of 257
-    bytes, the 150 bytes that never occur in text would get 75 reads.
+    read once, the unread rows share the mean over lookups, because an estimate of 0 would permit any error. The common
+    prior of half a read per row would overestimate rows that a language does not use. In a vocabulary of 257 bytes, the
+    150 bytes that never occur in text would get 75 reads.
 
-    The rows that were read are scaled down so that the sum is unchanged, but at most by half: a text that is so short
-    that it reads nearly every row once is weak evidence about both groups.
+    The rows that were read are scaled down so that the sum is unchanged. The factor is at least one half: if a text is
+    so short that it reads nearly every row once, it is weak evidence about both groups.
 
     Args:
         total: the sums over lookups, f64 [rows].

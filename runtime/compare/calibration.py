@@ -1,8 +1,8 @@
-"""Calibration: whether a model's next-token probabilities are the frequencies with which it is right.
+"""Calibration: whether the probabilities of a model equal the frequencies with which its predictions are right.
 
-The expected calibration error (ECE; Guo et al., 2017, "On Calibration of Modern Neural Networks") of the most probable
-token: the targets of the validation split are put into 15 bins of equal width by the probability p of the most
-probable token. In each bin, the mean of p is compared with the share of targets that are the most probable token:
+The measure is the expected calibration error of the most probable token (ECE; Guo et al., 2017, "On Calibration of
+Modern Neural Networks"). The targets of the validation split are divided into 15 bins of equal width by the probability
+p of the most probable token. In each bin, the mean of p is compared with the share of targets that are this token:
 
     ECE = sum over bins of (targets in the bin / all targets) * |share that is right - mean p|
 """
@@ -81,7 +81,7 @@ class Tally:
         Args:
             logits: [B, vocabulary].
             targets: ids, i64 [B].
-            counts: the rows that count, bool [B].
+            counts: whether to include each row, bool [B].
         """
         exact = logits[counts].double().log_softmax(-1)
         best, token = exact.max(-1)
@@ -108,7 +108,8 @@ def calibration_of(
 ) -> Calibration:
     """Measures the calibration of a text model on the validation split of its data.
 
-    The logits are those of cached decoding, in windows of the model's context, as `specc eval` scores without a stride.
+    The logits are those of cached decoding. The windows have the length of the model's context, as in `specc eval`
+    without a stride.
 
     Args:
         opened: the model.
@@ -119,7 +120,7 @@ def calibration_of(
         The calibration.
 
     Raises:
-        EvaluateError: if the model is not one of text, or its data are unknown.
+        EvaluateError: if the model is not a text model, or its data are unknown.
         RunFailure: if the logits are not finite.
         DataError: if the data cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Compares groups of runs by what their logs say: the final metric, Welch's test of each pair, time and throughput."""
+"""Compares groups of runs by their logs: the final metric, Welch's test of each pair, time and throughput."""
 
 import math
 from collections import Counter
@@ -13,11 +13,13 @@ from specc.runtime.compare.statistics import Summary, Welch, welch
 from specc.runtime.metrics.names import BITS, NATS, Metric, metric_of
 from specc.runtime.storage.run_directory import differences
 
-THRESHOLD = 0.005  # nats per token: what a record of openai/parameter-golf must improve by
-LEVEL = 0.01  # the p at which it must show that
-PAIRS_OF_ALL = 6  # groups: with more of them, each is compared with the first only
+THRESHOLD = 0.005  # nats per token: the required improvement of a record of openai/parameter-golf
+LEVEL = 0.01  # the required p-value of this improvement
+PAIRS_OF_ALL = (
+    6  # maximum groups of which all pairs are compared; with more groups, each is compared only with the first
+)
 UNFINISHED = "finish a run with `specc train --run RUN --resume auto`"
-SHOWN = 12  # differing values of specs that are listed per pair
+SHOWN = 12  # maximum differences of specs listed per pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,10 @@ class PairResult:
     Attributes:
         first, second: the names of the groups.
         test: Welch's test of the metric; None if a group has a single run, or if no group has any spread.
-        reason: why there is no test.
+        reason: the reason, if there is no test.
         nats: the same test in nats per token.
-        improves_by_threshold: the one-sided p-value of the measured improvement, under the hypothesis that the second
-            group is better than the first by only THRESHOLD nats; None without a test in nats.
+        improves_by_threshold: the one-sided p-value of the measured improvement. The null hypothesis is that the second
+            group is better than the first by only THRESHOLD nats. None without a test in nats.
         spec: path -> the two values, for each setting that differs between the specs, except the seed.
     """
 
@@ -69,7 +71,7 @@ class PairResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of groups of runs. `notes` say what is not comparable, and what was left out."""
+    """The comparison of groups of runs. `notes` state which results are not comparable or were left out."""
 
     metric: Metric
     groups: tuple[GroupResult, ...]
@@ -96,16 +98,17 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
         groups: the groups.
 
     Returns:
-        The comparison, and the groups without the runs that it leaves out because they are not complete.
+        The comparison, and the groups without their incomplete runs, which the comparison leaves out.
 
     Raises:
-        CompareError: if the runs measure different things, or a named group or all groups have no complete run.
+        CompareError: if the runs have different metrics or data, or if a named group or all groups have no complete
+            run.
     """
     notes: list[str] = []
     groups = tuple(group for group in (_complete(group, notes) for group in groups) if group.members)
     if not groups:
         raise CompareError(f"no run is complete: {notes[0]}", UNFINISHED)
-    _require_one_metric(groups)
+    _require_equal_metric(groups)
     members = [member for group in groups for member in group.members]
     metric = metric_of(members[0].run.spec.eval.metric, [member.history.final for member in members])
     metric, in_nats = _comparable(members, metric, notes)
@@ -123,7 +126,7 @@ def compare(groups: Sequence[Group]) -> tuple[Comparison, tuple[Group, ...]]:
 
 
 def _complete(group: Group, notes: list[str]) -> Group:
-    """Returns the group without the runs that have not ended complete."""
+    """Returns the group without its incomplete runs."""
     complete = tuple(member for member in group.members if member.history.final is not None)
     for member in group.members:
         if member not in complete:
@@ -140,15 +143,15 @@ def _why_unfinished(member: Member) -> str:
     )
 
 
-def _require_one_metric(groups: Sequence[Group]) -> None:
+def _require_equal_metric(groups: Sequence[Group]) -> None:
     """Raises CompareError if the specs have different metrics."""
     first = groups[0].first
     for group in groups:
         for member in group.members:
             metric, other = first.run.spec.eval.metric, member.run.spec.eval.metric
             if metric != other:
-                message = f"{first.name} is scored by {metric}, and {member.name} by {other}"
-                raise CompareError(message, "compare runs with one metric")
+                message = f"{first.name} is scored by {metric}, but {member.name} by {other}"
+                raise CompareError(message, "compare runs with the same metric")
 
 
 def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> tuple[Metric, bool]:
@@ -161,15 +164,17 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
     if other is None:
         unknown = [member.name for member in members if member.run.data_digests is None]
         if unknown:
-            notes.append(f"{unknown[0]} states no digest of its data, which may therefore differ")
+            notes.append(f"{unknown[0]} states no digest of its data, so the data may differ")
         return metric, True
     here, there = _tokenizer(first), _tokenizer(other)
     data = f"the validation split of {first.name} ({first.run.data}) and that of {other.name} ({other.run.data})"
     if here == there:
         if _digest(first) == _digest(other):
             tokens = [int((member.history.final or {})["tokens"]) for member in (first, other)]
-            message = f"{first.name} was scored on {tokens[0]:,} tokens, and {other.name} on {tokens[1]:,}"
-            raise CompareError(message, "score both with `specc eval`, or train with one `train.validate_tokens`")
+            message = f"{first.name} was scored on {tokens[0]:,} tokens, but {other.name} on {tokens[1]:,}"
+            raise CompareError(
+                message, "score both with `specc eval`, or train both with the same `train.validate_tokens`"
+            )
         raise CompareError(f"{data} differ", "train on the same data, or score both with `specc eval --data`")
     sizes = {_scored_bytes(member) for member in members}
     if metric != BITS or len(sizes) > 1 or len({member.run.data for member in members}) > 1:
@@ -181,7 +186,7 @@ def _comparable(members: Sequence[Member], metric: Metric, notes: list[str]) -> 
 
 
 def _same_data(first: Member, other: Member) -> bool:
-    """Returns whether two runs were scored on the same tokens, as far as is known."""
+    """Returns whether two runs were scored on the same tokens, according to their logs."""
     same = (
         _digest(first) == _digest(other)
         if None not in (_digest(first), _digest(other))
@@ -200,7 +205,7 @@ def _tokenizer(member: Member) -> str:
 
 
 def _scored_bytes(member: Member) -> int:
-    """Returns the bytes that a validation in bits per byte was scored on."""
+    """Returns the number of bytes of a validation in bits per byte."""
     final: Mapping[str, Any] = member.history.final or {}
     size: float = final["nats"] * final["tokens"] / math.log(2) / final["bpb"]
     return round(size)

@@ -16,8 +16,7 @@ class MeasureResult:
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the standard error over the examples of the task, as the root mean square over the runs; None if a
-            result lacks it.
+        error: the root mean square over the runs of the standard error over examples; None if a result lacks this.
     """
 
     summary: Summary
@@ -62,24 +61,24 @@ Key = tuple[str, str, str, str]
 def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[EvaluationResult, ...]:
     """Collects the evaluations that the runs of groups record.
 
-    Two results are of one evaluation if file, task, digest and model are equal. A result of an earlier step than the
-    last of its run is left out, because it describes other weights.
+    Two results belong to the same evaluation if file, task, digest and model are equal. A result is left out if it is
+    from an earlier step than the last step of its run, because it describes other weights.
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: receives what is left out, and the evaluations that only a part of the runs has.
+        notes: receives texts about results that are left out, and about evaluations that some runs lack.
 
     Returns:
         The evaluations, by file, task and model.
     """
-    found: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
+    measures_by_key: dict[Key, dict[str, list[Mapping[str, Any]]]] = {}
     for group in groups:
         for member in group.members:
             for facts in _of_last_step(member, notes):
                 key = (str(facts["file"]), str(facts["task"]), str(facts["model"]), str(facts["sha256"]))
-                found.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
+                measures_by_key.setdefault(key, {}).setdefault(group.name, []).append(facts["measures"])
     results = []
-    for (file, task, model, digest), values in sorted(found.items()):
+    for (file, task, model, digest), values in sorted(measures_by_key.items()):
         measured = {name: _measures(results_of) for name, results_of in values.items()}
         result = EvaluationResult(file, task, digest, model, measured)
         results.append(result)

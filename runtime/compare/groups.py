@@ -1,4 +1,4 @@
-"""The runs that a comparison names, in groups of runs that differ only in the seed."""
+"""Groups the runs of a comparison. The runs of a group differ only in the seed."""
 
 import glob
 import hashlib
@@ -17,7 +17,9 @@ from specc.runtime.storage.run_history import RunHistory
 from specc.runtime.sweep.folder import SweepRecord
 
 NAMED = re.compile(r"([^/=]+)=(.+)")
-NUMBER = re.compile(r"-(seed)?\d+$")  # the end of the name of a run directory that only tells runs of one spec apart
+NUMBER = re.compile(
+    r"-(seed)?\d+$"
+)  # the end of the name of a run directory, which only distinguishes runs of the same spec
 
 
 class CompareError(RuntimeFailure):
@@ -39,7 +41,7 @@ class Member:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The results of `specc eval` that the run directory holds."""
+        """The results of `specc eval` in the run directory."""
         return recorded_evaluations(self.run.directory)
 
     @property
@@ -52,7 +54,7 @@ class Member:
 
     @cached_property
     def kind(self) -> str:
-        """A digest of all settings but the seed: those of the spec, the target and the data."""
+        """A digest of the spec without the seed, the target and the data."""
         spec = self.run.spec
         spec = spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})})
         digests = self.run.data_digests
@@ -62,7 +64,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose values are samples of one distribution. `named` is True if the command states the name of the
+    """Runs whose values are samples of the same distribution. `named` is True if the command states the name of the
     group."""
 
     name: str
@@ -77,34 +79,34 @@ class Group:
 def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
     """Returns the groups that the words of a command name.
 
-    A word is a run directory, the folder of a sweep, a pattern such as `runs/a-*`, or several of these with commas
-    between them. `NAME=` before it makes all its runs one group. All other runs are grouped by themselves: runs that
-    differ only in the seed are one group.
+    A word is a run directory, the folder of a sweep, a pattern such as `runs/a-*`, or several of these, separated by
+    commas. All runs of a word `NAME=...` are one group with this name. Among the other runs, those that differ only in
+    the seed are a group.
 
     Raises:
         CompareError: if a word names no runs, a name is used twice, or a run is named twice.
         IntegrityError: if a run is damaged.
     """
-    found: dict[str, Group] = {}  # by kind of its runs, or by the position of the word that names it
+    groups: dict[str, Group] = {}  # by the kind of the runs, or by the index of the group for a named group
     for word in words:
         match = None if Path(word).exists() else NAMED.fullmatch(word)
         if match is None:
             for path, label in _runs(word):
                 member = Member(Run.open(path))
-                group = found.get(member.kind)
+                group = groups.get(member.kind)
                 if group is None:
-                    name = label if all(label != other.name for other in found.values()) else member.name
+                    name = label if all(label != other.name for other in groups.values()) else member.name
                     group = Group(name, ())
-                found[member.kind] = replace(group, members=(*group.members, member))
+                groups[member.kind] = replace(group, members=(*group.members, member))
         else:
             members = tuple(Member(Run.open(path)) for path, _ in _runs(match[2]))
-            found[f"{len(found)}"] = Group(match[1], members, named=True)
-    _require_different(tuple(found.values()))
-    return tuple(found.values())
+            groups[f"{len(groups)}"] = Group(match[1], members, named=True)
+    _require_different(tuple(groups.values()))
+    return tuple(groups.values())
 
 
 def _runs(word: str) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories of a word, each with a name for a group that it begins."""
+    """Yields the run directories of a word, each with the name of its group if it is the first of the group."""
     for part in [word] if Path(word).exists() else word.split(","):
         plain = Path(part).exists()
         paths = [Path(part)] if plain else [Path(path) for path in sorted(glob.glob(part))]
@@ -116,8 +118,8 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
 
 
 def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the run at a path, or the runs that have begun of the sweep at a path. A path that is not `named`, but
-    matched by a pattern, need not be a run."""
+    """Yields the run at a path, or the started runs of the sweep at a path. Unless a path is `named`, it is a match of
+    a pattern, and may be neither."""
     if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
         yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
     elif is_run(path) or named:

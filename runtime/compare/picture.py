@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
     from specc.runtime.compare.calibration import Calibration
 
-EVALUATIONS = 6  # the number of recorded evaluations that are drawn
-POINTS = 100  # of a training curve: each is the mean of so many steps that about this many remain
-SKIPPED = 0.02  # the share of the first steps that may leave the picture: their loss would hide the differences
+EVALUATIONS = 6  # maximum number of recorded evaluations in the picture
+POINTS = 100  # approximate number of points of a training curve; a point is the mean of several steps
+SKIPPED = (
+    0.02  # the share of first steps that may be outside of the picture, because their large loss would hide differences
+)
 
 
 def comparison_picture(
@@ -28,7 +30,7 @@ def comparison_picture(
 
     Args:
         groups: the groups, without incomplete runs.
-        calibrations: group -> the calibration of each run; empty to leave that part out.
+        calibrations: group -> the calibration of each run. If empty, the picture has no reliability diagram.
         evaluations: the recorded evaluations of the groups. The first `EVALUATIONS` are drawn.
 
     Returns:
@@ -127,7 +129,7 @@ def _limits(groups: Sequence[Group]) -> tuple[float, float]:
 
 
 def _evaluations(place: "Axes", groups: Sequence[str], evaluations: Sequence[EvaluationResult]) -> None:
-    """Draws the first measure of each evaluation in axes of its own, which replace `place`: a row per group."""
+    """Replaces `place` by one plot per evaluation, which shows its first measure, with one row per group."""
     whole, figure = place.get_subplotspec(), place.figure
     assert whole is not None
     rows = whole.subgridspec(len(evaluations), 1)

@@ -72,7 +72,7 @@ def _word(difference: float, metric: Metric) -> str:
 def _meaning() -> str:
     return (
         f"threshold: a record of openai/parameter-golf must have a loss at least {THRESHOLD:g} nats per token lower, "
-        f"and show that with p < {LEVEL:g}: here, the one-sided Welch test of a difference beyond -{THRESHOLD:g}"
+        f"and show that with p < {LEVEL:g}: here, by the one-sided Welch test of a difference beyond -{THRESHOLD:g}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Welch's t-test: whether the means of two groups of runs differ by more than the spread over seeds explains.
+"""Welch's t-test: whether the means of two groups of runs differ by more than chance, given the spread over seeds.
 
 The tail of Student's t distribution is a regularized incomplete beta function, computed with its continued fraction.
 """
@@ -57,8 +57,8 @@ def welch(first: Summary, second: Summary) -> Welch | None:
     """Compares two groups of at least two values each.
 
     Returns:
-        The result. None if a group has fewer than two values, or if neither group has any spread: then there is no
-        standard error to compare with.
+        The result. None if a group has fewer than two values, or if the standard error is zero because neither group
+        has any spread.
     """
     if min(first.n, second.n) < 2:
         return None
@@ -79,7 +79,7 @@ def t_two_sided(t: float, df: float) -> float:
     if math.isinf(t):
         return 0.0
     square = t * t
-    # x = df / (df + t^2); of x and 1 - x, both are given without cancellation
+    # x = df / (df + t^2) and 1 - x, both computed without cancellation
     return incomplete_beta(df / 2, 0.5, df / (df + square), square / (df + square))
 
 
@@ -92,7 +92,7 @@ def t_quantile(p: float, df: float) -> float:
 
 
 def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
-    """Returns the point between `low` and `high` up to which `below` holds, to the precision of floats."""
+    """Returns the point between `low` and `high` at which `below` changes from true to false, by bisection."""
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if below(middle) else (low, middle)
     return high
@@ -101,13 +101,23 @@ def _bisect(below: Callable[[float], bool], low: float, high: float) -> float:
 def incomplete_beta(a: float, b: float, x: float, y: float) -> float:
     """Returns the regularized incomplete beta function I_x(a, b), 0 <= x <= 1, where y = 1 - x.
 
-    Both x and y are arguments, because 1 - x has no precision left where x is close to 1.
+    Both x and y are arguments, because 1 - x would lose all precision for x close to 1.
+
+    Args:
+        a, b: the parameters, above 0.
+        x, y: the limit of the integral, and 1 - x.
+
+    Returns:
+        The value, 0 to 1.
+
+    Raises:
+        ArithmeticError: the continued fraction does not converge.
     """
     if x <= 0:
         return 0.0
     if y <= 0:
         return 1.0
-    if x > (a + 1) / (a + b + 2):  # the fraction of the other side converges faster
+    if x > (a + 1) / (a + b + 2):  # the continued fraction of 1 - I_y(b, a) converges faster
         return 1 - incomplete_beta(b, a, y, x)
     front = math.exp(a * _log(x, y) + b * _log(y, x) - _log_beta(a, b))
     return front / a * _fraction(a, b, x)
@@ -152,5 +162,5 @@ def _fraction(a: float, b: float, x: float) -> float:
 
 
 def _away(value: float) -> float:
-    """Returns the value, moved away from 0."""
+    """Returns the value, or a tiny number if the value is 0."""
     return value if abs(value) > _TINY else _TINY

@@ -1,4 +1,4 @@
-"""The base of loaders, which read ahead in a background thread."""
+"""The base class of loaders. A background thread computes items before they are requested."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -51,8 +51,8 @@ class BackgroundReader(ABC, Generic[Item]):
 
     @abstractmethod
     def items(self) -> Iterator[Item]:
-        """Returns an iterator from the current position on. The iterator must not reference `self`, because that would
-        keep the reader alive."""
+        """Returns an iterator that starts at the current position. The iterator must not reference `self`, because the
+        background thread would then keep this object alive."""
 
     def take(self) -> Item:
         """Returns the next item. If its computation failed, raises the error, and the next call starts again."""

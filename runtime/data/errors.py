@@ -23,7 +23,7 @@ class DataIntegrityError(DataError):
 
 
 class LineError(DataError):
-    """A line cannot be used. `row` is its index among several lines, from 0."""
+    """A line cannot be used. `row` is its index, from 0, if there are several lines."""
 
     code = "U006"
 

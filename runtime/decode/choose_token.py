@@ -1,8 +1,8 @@
 """A Triton kernel that samples the next token of each row, without a sort and without the host.
 
-One program samples one row. It searches the smallest logit that remains after `top_k` and `top_p` by bisection over the
-bits of logits, as 32-bit integers of the same order. Weights of tokens are f64, as in `Sampling.probabilities`, so that
-both choose the same token for the same random number.
+One program samples one row. It maps the bits of logits to 32-bit integers of the same order, the keys. Bisection over
+the keys finds the smallest logit that remains after `top_k` and `top_p`. Weights of tokens are f64, as in
+`Sampling.probabilities`, so that both choose the same token for the same random number.
 """
 
 import torch
@@ -15,7 +15,7 @@ BLOCK, WARPS = 8192, 16
 
 @triton.jit
 def _logits(logits_ptr, at, V):
-    """Loads logits as f32. A zero has no sign, so that equal logits have equal keys."""
+    """Loads logits as f32. Converts -0 to 0, so that equal logits have equal keys."""
     return tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32) + 0.0
 
 
@@ -28,7 +28,7 @@ def _key(logit):
 
 @triton.jit
 def _logit(key):
-    """Returns the f32 of a key, which is in i64."""
+    """Returns the f32 of a key. The key is an i64."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.int32).to(tl.float32, bitcast=True)
 
 
@@ -59,7 +59,7 @@ def choose_token_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * STRIDE
     weights_ptr += row * V
-    # The first of the largest logits. NaN is larger than any number here, so that it shows.
+    # The index of the first of the largest logits. NaN counts as the largest number, so that it is detected.
     largest = tl.full((), float("-inf"), tl.float32)
     token = tl.zeros((), tl.int32)
     broken = tl.zeros((), tl.int32)
@@ -84,12 +84,12 @@ def choose_token_kernel(
             tl.store(weights_ptr + at, weights, mask=at < V)
             total += tl.sum(weights, 0)
         tl.debug_barrier()  # other threads read these weights below
-        # The tokens above the key `bound` remain, and the first `equal` tokens of this key.
+        # Two groups of tokens remain: all above the key `bound`, and the first `equal` tokens with this key.
         bound = lowest.to(tl.int64) - 1
         equal = tl.zeros((), tl.int32)
         highest = _key(largest).to(tl.int64)
         if TOP_K > 0:
-            # The smallest bound with fewer than TOP_K tokens above it, or any with TOP_K.
+            # The smallest bound with fewer than TOP_K tokens above it, or any bound with exactly TOP_K.
             low = bound
             bound = highest
             while low + 1 < bound:
@@ -101,7 +101,7 @@ def choose_token_kernel(
             equal = TOP_K - count
             total = mass + equal * _weight(_logit(bound), most, TEMPERATURE)
         if TOP_P < 1:
-            # The smallest bound such that the tokens above it weigh less than the share TOP_P.
+            # The smallest bound for which the tokens above it have less than the share TOP_P of the weight.
             wanted = tl.full((), TOP_P, tl.float64) * total
             low = bound - 1
             high = highest
@@ -113,7 +113,7 @@ def choose_token_kernel(
             _, mass = _above(logits_ptr, weights_ptr, high, V, BLOCK)
             weight = _weight(_logit(high), most, TEMPERATURE)
             needed = tl.ceil((wanted - mass) / weight).to(tl.int32)
-            # Of the tokens at the bound of top-k, no more remain than before.
+            # At the bound of top-k, top-p does not add tokens.
             equal = tl.where((high == bound) & (equal > 0), tl.minimum(needed, equal), needed)
             bound = high
             total = mass + equal * weight
@@ -137,7 +137,7 @@ def choose_token_kernel(
             chosen = tl.where((chosen < 0) & (place < V), place, chosen)
             last = tl.maximum(last, tl.max(tl.where(weights > 0, at, 0), 0))
             before += tl.sum(weights, 0)
-        token = tl.where(chosen < 0, last, chosen)  # the last sum may be less than the total
+        token = tl.where(chosen < 0, last, chosen)  # by rounding, the last sum may be less than the total
     token = tl.where(finite, token, -1).to(tl.int64)
     tl.store(next_ptr + row, tl.maximum(token, 0))
     tl.store(tokens_ptr + row * COLUMNS + tl.load(counters_ptr) + 1, token)
@@ -153,10 +153,10 @@ def choose_token(
     top_k: int | None,
     top_p: float,
 ) -> None:
-    """Samples one token per row as `Sampling.choose` does, on the current stream.
+    """Samples one token per row by the rules of `Sampling.choose`, on the current stream.
 
     Args:
-        logits: [B, vocabulary], of any float dtype. Its rows may be apart.
+        logits: [B, vocabulary], of any float dtype. The stride of rows may exceed the vocabulary.
         uniform: random numbers in [0, 1), f64 [P, B].
         counters: the column of the last token in `tokens`, and the row of `uniform` to use, i64 [2].
         following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.

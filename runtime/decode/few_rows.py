@@ -1,5 +1,7 @@
-"""Decoding steps of few texts: one kernel for a norm and all products of its output, one for a product and the
-operations after it, one for the rotation and the cache. torch.compile may fuse what remains."""
+"""Decoding steps of few texts, with three kinds of fused kernels.
+
+The kernels are: a norm and all products of its output; a product and the operations after it; the rotation and the
+write to the cache. torch.compile may fuse the remaining operations."""
 
 from typing import Any
 
@@ -15,7 +17,7 @@ RECOMPILED = 64  # shapes of caches and rows that one function is compiled for
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
     """Returns the function of a decoding step.
 
-    On a GPU, for at most 64 rows, it is generated for few rows. Otherwise it is that of `library_step`.
+    On a GPU, for at most 64 rows, the function is generated for few rows. Otherwise it is the result of `library_step`.
 
     Args:
         loaded: the model.
@@ -34,14 +36,14 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
 
 
 def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
-    """Returns the step as the program of the model itself, whose products are those of the library. The arguments have
-    the same meaning as in `step_of`."""
+    """Returns the program of the model itself, whose products are library calls. The arguments have the same meaning as
+    in `step_of`."""
     return _program(loaded.model, compiled)
 
 
 def few_row_model(loaded: Loaded) -> Any:
-    """Returns the module whose only program extends texts by a token, with kernels for few rows and the parameters of
-    the model."""
+    """Returns a module with the parameters of the model. Its only program appends one token per text, with kernels for
+    few rows."""
     return sharing(loaded, decoding_files(loaded.spec, loaded.target.name), loaded.directory / FOLDER)
 
 

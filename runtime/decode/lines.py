@@ -139,7 +139,7 @@ class _Search:
 
     @classmethod
     def start(cls, limits: Tensor, beam: int, window: int) -> "_Search":
-        """Returns a search with empty lines. Only the first beam has a finite score, as all beams are identical."""
+        """Returns a search with empty lines. All beams are identical, so only the first has a finite score."""
         rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)
         scores[:, 0] = 0
@@ -153,8 +153,8 @@ class _Search:
         return len(self.index)
 
     def done(self, written: int) -> Tensor:
-        """Returns bool [rows]: whether the best line is finished or, after `written` steps, has the number of tokens in
-        `limits`."""
+        """Returns whether the search of each row is complete, bool [rows]. It is complete if the best line is finished,
+        or if `written` steps reach the number of tokens in `limits`."""
         return self.ended[:, 0] | (self.limits <= written)
 
     @property
@@ -167,7 +167,7 @@ class _Search:
         return bool(self.scores[:, 0].isnan().any())
 
     def extended(self, logits: Tensor, t: int, state: State) -> "_Search":
-        """Returns the search after one more token, at position `t`, from `logits`, f32 [rows * beam, V].
+        """Returns the search after one more token, at position `t`. `logits` are f32 [rows * beam, V].
 
         Reorders the rows of `state` in place to match the selected lines.
         """
@@ -244,13 +244,13 @@ def translator(
 
 
 def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BATCH) -> Translator:
-    """Returns the decoder of an opened model of line pairs, with the beam size of its spec if `beam` is None.
+    """Returns the decoder of an opened model of line pairs. If `beam` is None, the spec states the beam size.
 
     Raises DataError for a model of text.
     """
     tokenizer = opened.characters
     beam = beam or getattr(opened.spec.eval, "beam", None)
-    model = Unchecked(opened.model)  # inputs are valid here, and a check would synchronize with the device
+    model = Unchecked(opened.model)  # the inputs are valid, and a check would synchronize with the device
     return translator(model, opened.spec, tokenizer, opened.device, batch=batch, beam=beam, compiled=True)
 
 

@@ -1,4 +1,7 @@
-"""Decodes texts of different lengths, which join and leave, from a cache in pages. On a GPU a step is a CUDA graph."""
+"""Decodes texts of different lengths, which join and leave a batch, from a KV cache in pages.
+
+On a GPU, each step is a CUDA graph.
+"""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,13 +16,12 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.decode.sampling import Sampling, generator_of
 from specc.runtime.decode.text import PAGE, SHORTEST, STRIDES, Decoder, Step, StepFunction
 from specc.runtime.errors import RunFailure
-from specc.runtime.model.load import replace_fuse
 from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, paged_model, text_model
 
 
 def in_pages(spec: Spec) -> Spec:
-    """Returns the spec with a cache in pages, of 64 positions unless the spec states another number, in the dtype that
-    the spec states.
+    """Returns the spec with a cache in pages. A page has 64 positions unless the spec states another size. The dtype
+    of the cache does not change.
 
     Raises RunFailure if the model has a state between tokens that pages cannot hold.
     """
@@ -27,7 +29,7 @@ def in_pages(spec: Spec) -> Spec:
         return spec
     paged = with_cache(spec, page=64)
     try:
-        lower(replace_fuse(paged), "cpu")
+        lower(paged.plain, "cpu")
     except LoweringError as error:
         raise RunFailure(f"{spec.name} cannot decode texts of different lengths: {error}", "give one prompt") from None
     return paged
@@ -51,7 +53,7 @@ def page_of(spec: Spec) -> int:
 
 @dataclass
 class _Text:
-    """The tokens of a text since its cache began, and its pages."""
+    """A text in the cache: its tokens since the start of the cache, and its pages."""
 
     tokens: list[int]
     pages: list[int]
@@ -60,12 +62,12 @@ class _Text:
 class PagedDecoder:
     """Computes next-token logits for texts that grow, join and leave.
 
-    When a text joins, it receives all pages that `most` tokens need, so that no text ever waits for a page. If a text
-    has `window` tokens, the most recent `window // 2` are read again as the start of a text, as in `Decoder`.
+    When a text joins, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a text
+    has `window` tokens, its last `window // 2` tokens are read again as the start of a text, as in `Decoder`.
 
-    A step reads as many pages of each text as the longest needs, rounded up to one of a few numbers. On a GPU there is
-    one CUDA graph per such number and per number of texts, rounded up to a power of two. Rows without a text use a page
-    of their own.
+    A step reads the same number of pages of each text. This is the number for the longest text, rounded up to one of a
+    few numbers. The number of rows is the number of texts, rounded up to a power of two. On a GPU there is one CUDA
+    graph per pair of these numbers. Rows without a text use a separate page.
 
     Args:
         model: the model, on `device`.
@@ -73,7 +75,7 @@ class PagedDecoder:
         page: the number of positions of a page.
         pages: the number of pages.
         device: the device of the model.
-        step: appends a token to each text; by default, `model.step`.
+        step: appends a token to each text. The default is `model.step`.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class PagedDecoder:
 
         Args:
             texts: the tokens of each text, by a key that no other text has.
-            most: the number of tokens that each text has at most before it leaves.
+            most: the maximum number of tokens of each text before it leaves.
 
         Raises:
             RunFailure: there are not enough free pages.
@@ -128,7 +130,7 @@ class PagedDecoder:
 
     @torch.no_grad()
     def append(self, tokens: Mapping[int, int]) -> Tensor:
-        """Appends one token to each of some texts, and returns the logits, f32 [R, vocabulary], in their order."""
+        """Appends one token to each given text, and returns the logits, f32 [R, vocabulary], in the same order."""
         logits: dict[int, Tensor] = {}
         for key, token in tokens.items():
             text = self._texts[key]
@@ -143,7 +145,7 @@ class PagedDecoder:
         return torch.stack([logits[key] for key in tokens])
 
     def leave(self, key: int) -> None:
-        """Removes a text. Its pages are free for others."""
+        """Removes a text, and frees its pages."""
         self._free += self._texts.pop(key).pages
 
     def _begin(self, texts: Sequence[_Text]) -> Tensor:
@@ -169,7 +171,7 @@ class PagedDecoder:
         return [*pages[:reach], *[self._spare] * (reach - len(pages))]
 
     def _tensors(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> tuple[Tensor, ...]:
-        """Returns ids i64 [R, K], starts i64 [R] and the table i64 [R, N], of rows of ids, start and pages."""
+        """Returns ids i64 [R, K], starts i64 [R] and the table i64 [R, N]. Each of `rows` is (ids, start, pages)."""
         return tuple(torch.tensor(column, device=self._device) for column in zip(*rows, strict=True))
 
 
@@ -182,7 +184,7 @@ class PagedTexts(Decoder):
         page: the number of positions of a page.
         device: the device of the model.
         rows: the number of texts.
-        step: appends a token to each text; by default, `model.step`.
+        step: appends a token to each text. The default is `model.step`.
     """
 
     def __init__(
@@ -205,8 +207,8 @@ class PagedTexts(Decoder):
 
 
 class _RowsOfPages:
-    """A model whose cache is in pages, with the programs of a model whose cache has a row for each text. The last entry
-    of a cache is the table."""
+    """An adapter of a model whose cache is in pages. It has the programs of a model whose cache has one row per text.
+    The last entry of its cache is the table of pages."""
 
     def __init__(self, model: GeneratedPages, pages: int, step: StepFunction) -> None:
         self._model, self._pages, self._step = model, pages, step
@@ -235,7 +237,7 @@ def decoder_of(
         window: the number of tokens of a full text.
         device: the device of the model.
         rows: the number of texts.
-        step: appends a token to each text; by default, the program of the model.
+        step: appends a token to each text. The default is the program of the model.
     """
     if not hasattr(model, "step"):
         return Decoder(text_model(model), window, device, rows, step)
@@ -246,7 +248,7 @@ def decoder_of(
 
 @dataclass
 class _Writing:
-    """A text that is being written: its prompt, its random numbers, and how many tokens it has written."""
+    """A text that is being generated: its prompt, its random numbers, and the number of generated tokens."""
 
     prompt: Sequence[int]
     generator: torch.Generator
@@ -254,7 +256,7 @@ class _Writing:
     numbers: deque[float] = field(default_factory=deque)
 
     def number(self, count: int) -> float:
-        """Returns the next random number, of the same stream as in `sample_tokens`. `count` tokens are written."""
+        """Returns the next random number, from the same stream as in `sample_tokens`. `count` tokens are generated."""
         if not self.numbers:
             many = min(PAGE, count - self.written)
             self.numbers.extend(torch.rand(many, dtype=torch.float64, generator=self.generator).tolist())
@@ -280,9 +282,9 @@ def sample_texts(
         vocab: number of logits to use, from id 0.
         sampling: the sampling settings.
         seeds: a seed per prompt. The random numbers of a text depend only on its seed.
-        count: the number of tokens to sample for a text.
-        batch: the number of texts at once.
-        last: a token that ends a text; it is yielded too.
+        count: the maximum number of tokens to sample for a text.
+        batch: the maximum number of texts at once.
+        last: a token that ends a text. It is yielded too.
 
     Yields:
         The index of the prompt, a token, and whether it is the last of its text. The token is -1 if the largest logit
@@ -290,7 +292,7 @@ def sample_texts(
 
     Raises:
         SamplingError: a seed has more than 64 bits.
-        RunFailure: a text has more tokens than the decoder has pages.
+        RunFailure: a text needs more pages than the decoder has.
     """
     waiting = deque(range(len(prompts) if count else 0))
     writing: dict[int, _Writing] = {}
@@ -302,7 +304,7 @@ def sample_texts(
         while waiting and len(writing) < batch:
             prompt = prompts[index := waiting[0]]
             if not decoder.fits(len(prompt) + count) and writing:
-                break  # until another text leaves
+                break  # wait until another text leaves
             logits[index] = decoder.join({index: prompt}, len(prompt) + count)[0]
             writing[index] = _Writing(prompt, generator_of(seeds[index]))
             waiting.popleft()
@@ -322,7 +324,7 @@ def sample_texts(
 
 
 def pages_for(lengths: Sequence[int], page: int, window: int, batch: int) -> int:
-    """Returns the number of pages that any `batch` texts at once need.
+    """Returns the number of pages that suffice for any `batch` texts at once.
 
     Args:
         lengths: the number of tokens of each text at its end.

@@ -25,10 +25,10 @@ class Sampling:
 
     Attributes:
         temperature: divides the logits. 0 selects the most probable token, and the lowest id among equals.
-        top_k: only the `top_k` most probable tokens remain. None keeps all tokens.
-        top_p: of the tokens that remain after `top_k`, only the smallest set of most probable tokens whose
-            renormalized probabilities sum to at least `top_p` remains (nucleus sampling, Holtzman et al. 2020, "The
-            Curious Case of Neural Text Degeneration", arXiv 1904.09751).
+        top_k: only the `top_k` most probable tokens remain. None leaves all tokens.
+        top_p: nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", arXiv
+            1904.09751). The probabilities of the tokens that remain after `top_k` are renormalized. Only the smallest
+            set of most probable tokens remains whose probabilities sum to at least `top_p`.
     """
 
     temperature: float = 1.0
@@ -40,9 +40,11 @@ class Sampling:
             message = f"the temperature is {self.temperature}; it must be a number of at least 0"
             raise SamplingError(message, "0 selects the most probable token")
         if self.top_k is not None and self.top_k < 1:
-            raise SamplingError(f"top-k is {self.top_k}; it must be at least 1", "leave it out to keep all tokens")
+            raise SamplingError(
+                f"top-k is {self.top_k}; it must be at least 1", "to sample from all tokens, do not set it"
+            )
         if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "1 keeps all tokens")
+            raise SamplingError(f"top-p is {self.top_p}; it must be in (0, 1]", "with 1, all tokens remain")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].
@@ -64,7 +66,7 @@ class Sampling:
         return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Samples one token per row as `pick` does, on a GPU without a sort. The arguments are those of `pick`."""
+        """Samples the same tokens as `pick`, with the same arguments. On a GPU, it needs no sort."""
         if logits.device.type != "cuda":
             return self.pick(logits, uniform)
         counters = torch.zeros(2, dtype=torch.int64, device=logits.device)
@@ -83,7 +85,7 @@ class Sampling:
             Tokens, i64 [B]; -1 in rows whose largest logit is not finite.
         """
         finite = logits.amax(-1).isfinite()
-        if self.temperature == 0:  # the first of equals, as in `probabilities`, without its sort
+        if self.temperature == 0:  # the first of equal logits, as in `probabilities`, but without a sort
             return logits.argmax(-1).where(finite, -1)
         steps = self.probabilities(logits).cumsum(-1)
         last = steps[:, -1:]
@@ -93,7 +95,7 @@ class Sampling:
         return tokens[:, 0].where(finite, -1)
 
     def choose(self, logits: Tensor, uniform: Tensor, counters: Tensor, following: Tensor, tokens: Tensor) -> None:
-        """Samples one token per row as `pick` does, into given tensors. On a GPU it is one kernel, without a sort.
+        """Samples the same tokens as `pick`, into given tensors. On a GPU, it is one kernel without a sort.
 
         Args:
             logits: [B, vocabulary].

@@ -8,7 +8,7 @@ from torch import Tensor
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.protocols import GeneratedLines, State
 
-SMALLEST = 64  # rows: a step with fewer rows takes as long
+SMALLEST = 64  # rows; a step with fewer rows is not faster
 
 
 class Steps(Protocol):
@@ -24,7 +24,7 @@ class Steps(Protocol):
         """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. They are valid until the next call."""
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns the number of rows to continue with if `unfinished` of `now` rows remain."""
+        """Returns the number of rows of the next steps, if `unfinished` of `now` rows remain."""
 
 
 class Eager:
@@ -43,16 +43,16 @@ class Eager:
         return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns `now` until a quarter of the rows is finished, then `unfinished`."""
+        """Returns `now` while fewer than a quarter of the rows are finished, then `unfinished`."""
         return unfinished if unfinished <= 0.75 * now else now
 
 
 class Graphed:
     """Steps that replay CUDA graphs.
 
-    There is one graph of `extend` per number of rows (powers of two, and the size of the whole batch), and one graph
-    of `encode` per source shape that occurs at least twice. The state of each size is at fixed addresses. The graphs
-    read weights in place, so they remain valid while the model is trained in place.
+    There is one graph of `extend` per number of rows, which is a power of two or the size of the whole batch. There is
+    one graph of `encode` per source shape that occurs at least twice. The state for each number of rows is at fixed
+    addresses. The graphs read weights in place, so they remain valid while the model is trained in place.
     """
 
     def __init__(self, model: GeneratedLines) -> None:
@@ -114,7 +114,7 @@ class _Graph:
         self._graph, self._logits = captured(lambda: model.extend(self._ids, self._start, self.state))
 
     def filled(self, state: State) -> State:
-        """Copies the values of `state` into the graph's state, and returns the latter."""
+        """Copies the values of `state` into the state of the graph, and returns the state of the graph."""
         for place, tensors in state.items():
             for target, source in zip(self.state[place], tensors, strict=True):
                 target.copy_(source)

@@ -1,4 +1,4 @@
-"""Decodes a batch of texts from a KV cache. On a GPU each step, with its sampling, is one CUDA graph."""
+"""Decodes a batch of texts from a KV cache. On a GPU, each step is one CUDA graph, including the sampling."""
 
 import time
 from collections import deque
@@ -12,7 +12,9 @@ from specc.runtime.decode.sampling import Sampling, generator_of
 from specc.runtime.model.cuda_graph import WARM_UP, Captured
 from specc.runtime.model.protocols import Cache
 
-STRIDES = 8  # number of cache lengths that steps are captured for; a step reads the cache up to the next such length
+STRIDES = (
+    8  # number of cache lengths for which steps are captured; a step reads the cache up to the next of these lengths
+)
 SHORTEST = 256  # positions: smaller cache lengths save no time
 PAGE = 1024  # random numbers per row that are generated at once
 BLOCK = 16  # tokens that a GPU samples before the host reads them
@@ -24,11 +26,10 @@ class CachedModel(Protocol):
     """The programs of a generated text model that a `Decoder` calls."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids` i64 [B, T] to `cache`, which has `start` (i64 []) tokens, and returns the logits after the last
-        id."""
+        """Appends `ids` i64 [B, T] to a cache of `start` (i64 []) tokens, and returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Runs `prefill` for a single token per row."""
+        """Does the same as `prefill` for one token per row."""
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
@@ -37,19 +38,19 @@ class CachedModel(Protocol):
 class Decoder:
     """Computes next-token logits for a batch of growing texts of equal length from a KV cache in the model's dtype.
 
-    A step reads the cache up to the smallest of a few fixed lengths that holds the text. On a GPU there is one CUDA
-    graph per such length, captured after two uncaptured steps. When the cache of `window` tokens is full, the most
-    recent `window // 2` tokens are prefilled again as the start of a text. The model therefore attends to between
-    `window // 2` and `window` tokens, at an average cost of about two token computations per token.
+    There are a few fixed cache lengths. A step reads the cache up to the smallest of them that contains the text. On a
+    GPU there is one CUDA graph per length, captured after two uncaptured steps. When the cache of `window` tokens is
+    full, the last `window // 2` tokens are prefilled again as the start of a text. The model therefore attends to
+    between `window // 2` and `window` tokens. On average, the prefill doubles the cost of a token.
 
-    `write` runs wholly on the device: a sampled token is the input of the next step without the host.
+    `write` runs entirely on the device: a sampled token becomes the input of the next step without the host.
 
     Args:
         model: the model, on `device`.
         window: the number of tokens that the cache holds.
         device: the device of the model.
         rows: the number of texts.
-        step: computes the logits of a step; by default, `model.decode`.
+        step: computes the logits of a step. The default is `model.decode`.
     """
 
     def __init__(
@@ -57,14 +58,16 @@ class Decoder:
     ) -> None:
         self._model, self._window, self._decode = model, window, step or model.decode
         self._cache = model.new_cache(rows, window)
-        self._tokens = torch.zeros(rows, window + 1, dtype=torch.int64, device=device)  # of the text, then the next
+        self._tokens = torch.zeros(
+            rows, window + 1, dtype=torch.int64, device=device
+        )  # tokens of the text, then the next token
         self._next = torch.zeros(rows, dtype=torch.int64, device=device)
         self._uniform = torch.zeros(PAGE, rows, dtype=torch.float64, device=device)
         self._counters = torch.zeros(
             2, dtype=torch.int64, device=device
         )  # the position of the last token; see `choose`
         self._length = 0
-        self._logits: Tensor | None = None  # after the last token, unless a token was sampled from them
+        self._logits: Tensor | None = None  # the logits after the last token; None if a token was sampled from them
         self._stride = max(SHORTEST, -(-window // STRIDES))
         self._steps: dict[int, Step] = {}
         self._sampled: dict[tuple[int, Sampling, int], Replayed] = {}
@@ -122,7 +125,7 @@ class Decoder:
             if self._logits is None and self._length == self._window:
                 written.append(self._tokens[:, self._window + 1 - since :].clone())
                 self._slide()
-            if at == 0 or self._logits is not None:  # the device counts from here on
+            if at == 0 or self._logits is not None:  # from here on, the device counts
                 self._counters[0].fill_(self._length - (self._logits is not None))
                 self._counters[1].fill_(at)
                 since = 0
@@ -137,7 +140,7 @@ class Decoder:
         return torch.cat(written, 1)
 
     def _slide(self) -> Tensor:
-        """Reads the last `window // 2` tokens and the next one again, as the start of a text."""
+        """Prefills the last `window // 2` tokens and the next token again, as the start of a text."""
         return self.prefill(self._tokens[:, self._window - self._window // 2 :].clamp(min=0))
 
     def _choose(self, logits: Tensor, sampling: Sampling, vocab: int) -> None:
@@ -145,7 +148,7 @@ class Decoder:
         self._counters.add_(1)
 
     def _sample(self, positions: int, sampling: Sampling, vocab: int) -> None:
-        """Appends the next token to each text and samples another, with a cache of so many positions."""
+        """Appends the next token to each text and samples another. It reads `positions` positions of the cache."""
         key = positions, sampling, vocab
         if key not in self._sampled:
             cache = self._up_to(positions)
@@ -162,7 +165,7 @@ class Decoder:
 
     def _up_to(self, positions: int) -> Cache:
         """Returns views of the cache up to `positions`. Tensors that do not grow with the text are not cut."""
-        sizes = self._model.new_cache(0, positions)  # has no rows: only its shapes are used
+        sizes = self._model.new_cache(0, positions)  # a cache without rows; only its shapes are used
         return [
             tuple(tensor[:, : size.shape[1]] for tensor, size in zip(layer, shapes, strict=True))
             for layer, shapes in zip(self._cache, sizes, strict=True)
@@ -204,10 +207,10 @@ class Replayed:
 
 
 class Step:
-    """A decoding step with a cache of one shape: run directly on a CPU, captured and replayed on a GPU.
+    """A decoding step with a cache of one shape. It runs directly on a CPU, and as a replayed CUDA graph on a GPU.
 
     Args:
-        call: computes the logits of tensors and the cache, which it updates in place.
+        call: computes the logits from tensors and the cache, and updates the cache in place.
         cache: the cache, at fixed addresses.
     """
 
@@ -285,13 +288,28 @@ def sample_blocks(
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """Yields the tokens of `sample_blocks` one by one, i64 [rows], each as soon as it is sampled."""
+    """Does the same as `sample_blocks` with blocks of one token.
+
+    Args:
+        decoder: the decoder of the model.
+        tokens: the start of each text, i64 [rows, T].
+        vocab: number of logits to use, from id 0.
+        sampling: the sampling settings.
+        seeds: a seed per row.
+        count: the number of tokens of each row.
+
+    Yields:
+        The next token of each row, i64 [rows].
+
+    Raises:
+        SamplingError: a seed has more than 64 bits.
+    """
     for block in sample_blocks(decoder, tokens, vocab, sampling, seeds, count, 1):
         yield block[:, 0]
 
 
 def on_the_host(blocks: Iterable[Tensor]) -> Iterator[list[list[int]]]:
-    """Yields each block as rows of numbers. A GPU computes the next block while the host waits for one."""
+    """Yields each block as lists of numbers, one per row. A GPU computes the next block while the host waits."""
     waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
     for block in blocks:
         if block.device.type != "cuda":

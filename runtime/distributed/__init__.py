@@ -1,1 +1,1 @@
-"""Several processes as one."""
+"""Training in several processes: launch, collective calls, signals and the detection of hung processes."""

@@ -20,11 +20,11 @@ _LEFT = 1 << 40  # added to the count of a process that exits normally
 
 
 class Heartbeat:
-    """Two threads that increment this process's heartbeat count in the store of a run, and watch the count of the
+    """Two threads of a process. They increment its heartbeat count in the store of the run, and watch the count of the
     process of rank - 1. Rank 0 hosts the store: if the store does not answer, rank 0 hangs.
 
-    If a thread detects a hung process, it ends its own process, because the main thread waits in a collective call that
-    cannot be interrupted.
+    A thread that detects a hung process ends the process that it runs in. The main thread waits in a collective call,
+    which cannot be interrupted.
 
     Args:
         rank: the rank of this process.
@@ -44,8 +44,8 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads, because this process exits. Waits at most LEAVE seconds for them: a thread that is in a
-        call of the store when Python ends aborts the process."""
+        """Ends both threads before this process exits, and waits at most LEAVE seconds for them. If Python ended while
+        a thread is in a call of the store, the process would abort."""
         self._ends.set()
         for thread in self._threads:
             thread.join(LEAVE)
@@ -62,11 +62,13 @@ class Heartbeat:
                     return
                 count, reported = store.add(f"beat/{self._watched}", 0), store.add("reported", 0)
                 self._answered = time.monotonic()
-                if count != before or not 0 < count < _LEFT:  # it is counting, has not begun to, or has exited
+                if (
+                    count != before or not 0 < count < _LEFT
+                ):  # the process is counting, has not begun to count, or has exited
                     before, changed = count, self._answered
                 if reported or self._answered - changed > PATIENCE:
                     self._end(self._watched, reports=not reported and store.add("reported", 1) == 1)
-        except RuntimeError:  # the store and rank 0 are gone, which is detected without a heartbeat
+        except RuntimeError:  # the store and rank 0 have ended, which closed sockets show without a heartbeat
             self._ends.set()
 
     def _watch_store(self) -> None:

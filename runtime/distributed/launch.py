@@ -62,7 +62,7 @@ def place() -> tuple[int, int, int, int]:
 
 
 def started_here(size: int) -> int:
-    """Returns the number of processes of this machine, of a world of `size` processes."""
+    """Returns how many of the `size` processes run on this machine."""
     return place()[3] if is_launched() else size
 
 
@@ -81,11 +81,11 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
         choose_target(spec, target)
     if (present := torch.cuda.device_count()) < count:
         message = f"--gpus {count} needs {count} NVIDIA GPU{'s' if count > 1 else ''}, and torch finds {present}"
-        raise EnvironmentFailure(message, "with --target cpu, so many processes run on the CPU")
+        raise EnvironmentFailure(message, "with --target cpu, the processes run on the CPU")
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
-    """Returns the target as `choose_target` does. If `gpus` is given, selects the CPU only if `wanted` is the CPU.
+    """Returns the target as `choose_target` does. With `gpus`, the target is the CPU only if `wanted` names it.
 
     Raises the errors of `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs here.
     """
@@ -96,7 +96,7 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
     return chosen
 
 
-def own_cpu(path: Path, spec: Spec) -> str | None:
+def cpu_target(path: Path, spec: Spec) -> str | None:
     """Returns the CPU target of the run or artifact at `path`: the target that the run was trained on, or the only
     target of the artifact. Returns None if there is no such target, or if a target of the spec runs on a GPU of this
     machine. Raises the errors of `Run.open`."""
@@ -137,7 +137,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
         say: called with a line if a signal ended a process.
 
     Returns:
-        The exit code of the first process that failed, and not of those that ended as a result; 0 if none failed.
+        The exit code of the process that failed first; 0 if none failed.
 
     Raises:
         LaunchError: if torchrun does not accept the options.
@@ -147,7 +147,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
     from torch.distributed.run import run
 
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # they would report each failure once more
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # torchrun's loggers would report each failure again
     alone = not any(word.startswith(_RENDEZVOUS) for word in options)
     for name, value in _environment(size).items():
         if name == "OMP_NUM_THREADS" or (alone and name == "GLOO_SOCKET_IFNAME"):
@@ -163,7 +163,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
     ]
     arguments = _torchrun_arguments(words)
     try:
-        with restored_signals():  # torchrun leaves its own
+        with restored_signals():  # torchrun does not restore the handlers
             run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
@@ -187,12 +187,14 @@ def _torchrun_arguments(words: Sequence[str]) -> Any:
         if isinstance(error, SystemExit) and not error.code:
             raise  # --help
         reason = shown.getvalue().strip().rpartition("error: ")[2] or error
-        raise LaunchError(f"the options after `--` are not of torchrun: {reason}", "see `torchrun --help`") from None
+        raise LaunchError(
+            f"torchrun does not accept the options after `--`: {reason}", "see `torchrun --help`"
+        ) from None
 
 
 def _environment(size: int) -> dict[str, str]:
-    """Returns the environment variables that all `size` processes share. OMP_NUM_THREADS and GLOO_SOCKET_IFNAME keep
-    their values in the environment of this process."""
+    """Returns the environment variables that all `size` processes share. If this process has OMP_NUM_THREADS or
+    GLOO_SOCKET_IFNAME, the other processes have the same value."""
     linux = sys.platform == "linux"
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     # without an interface, gloo uses the address that the host name resolves to
@@ -202,14 +204,14 @@ def _environment(size: int) -> dict[str, str]:
 
 
 def parent_environment() -> dict[str, str]:
-    """Returns the environment variable by which a child process knows the process that it must not outlive. See
-    `end_with_launcher`."""
+    """Returns the environment variable that names this process to a child process, which ends when this process ends.
+    See `end_with_launcher`."""
     return {_LAUNCHER: str(os.getpid())}
 
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Reserves a port that no other program is assigned while the block runs, and on which rank 0 can listen."""
+    """Reserves a port on which rank 0 can listen. The system assigns it to no other program while the block runs."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
@@ -217,7 +219,7 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _ended(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> list[tuple[int, int]]:
-    """Waits for all processes, and forwards the signals in `received`. Kills the rest GRACE seconds after a failure.
+    """Waits for all processes, and forwards the signals in `received`. GRACE seconds after a failure, kills the others.
     Returns (rank, return code) of the processes that ended by themselves, in the order in which they ended."""
     ended: dict[int, int] = {}
     until = math.inf
@@ -264,8 +266,8 @@ def has_launcher() -> bool:
 
 
 def end_with_launcher() -> None:
-    """If `launch` or a sweep started this process, requests that the system sends SIGTERM when that process ends
-    first."""
+    """If `launch` or a sweep started this process: requests SIGTERM from the system for the case that the launcher ends
+    before this process."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return

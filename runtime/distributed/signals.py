@@ -39,9 +39,9 @@ class Stopped(Exception):
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """A context manager that at its end restores the handlers of signals that end a process.
+    """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end.
 
-    Signals have handlers only in the main thread; in another thread the context manager has no effect.
+    Python sets signal handlers only in the main thread. In another thread, the context manager has no effect.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -58,8 +58,8 @@ def restored_signals() -> Iterator[None]:
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """A context manager in which SIGTERM, SIGHUP and SIGINT only call `handle` with their number.
 
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored. Signals can be caught only in the main thread;
-    in another thread the context manager has no effect.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored. Python handles signals only in the main thread.
+    In another thread, the context manager has no effect.
     """
 
     def handler(number: int, frame: FrameType | None) -> None:

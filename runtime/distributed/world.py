@@ -31,11 +31,11 @@ from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 T = TypeVar("T")
 
 # The time that a rank waits for the others. A dead rank is detected earlier: its sockets close, and its launcher ends
-# the ranks of its host. The heartbeat detects a hung rank. So this only bounds what a rank may do while the others
-# wait: compile, write a checkpoint.
+# the ranks of its host. The heartbeat detects a hung rank. The limit therefore applies only to long work of one rank,
+# such as a compilation or a checkpoint.
 PATIENCE = timedelta(minutes=30)
-# NCCL does not detect a dead rank, and neither does the launcher of another host. There NCCL's watchdog ends the
-# process. It counts from the call of a collective, so a step must be shorter than this.
+# Neither NCCL nor the launcher of another host detects a dead rank. NCCL's watchdog then ends the process. The watchdog
+# counts from the call of a collective, so a step must be shorter than this time.
 NCCL_PATIENCE = timedelta(seconds=45)
 _CPU = torch.device("cpu")
 # torch 2.13 renamed these functions and warns about the old names.
@@ -52,7 +52,7 @@ class PeerLost(RunFailure):
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that train one model. All of them must make the same calls in the same order.
+    """One of the processes that train a model together. All of them must make the same calls in the same order.
 
     Attributes:
         rank, size: the rank, 0 .. size - 1, and the number of processes over all hosts.
@@ -64,7 +64,7 @@ class World:
     size: int = 1
     local_rank: int = 0
     device: torch.device = _CPU
-    _one_host: bool = True
+    _single_host: bool = True
     _store: Any = None
     _heartbeat: Heartbeat | None = None
     _wire: Any = None  # the process group for tensors on `device`; the default one is gloo, for the host
@@ -86,7 +86,7 @@ class World:
             message = f"rank {self.rank} needs GPU {self.local_rank} of its host, and torch finds {count}"
             raise EnvironmentFailure(message, "start one process per GPU")
         gpu = torch.device("cuda", self.local_rank)
-        patience = PATIENCE if self._one_host else NCCL_PATIENCE
+        patience = PATIENCE if self._single_host else NCCL_PATIENCE
         with _peers():
             wire = dist.new_group(backend="nccl", timeout=patience, device_id=gpu)
         return replace(self, device=gpu, _wire=wire)
@@ -157,14 +157,14 @@ class World:
             while self.rank and not self._store.check([name]):
                 # raise here: the store ends with rank 0, and torch's own error is long
                 if self._store.check(["failed"]):
-                    raise PeerLost("another process of this run has failed", "see what it says")
+                    raise PeerLost("another process of this run has failed", "see the messages of that process")
                 time.sleep(0.05)
         yield
         if not self.rank and self._store is not None:
             self._store.set(name, "done")
 
     def require_same(self, what: str, facts: Mapping[str, object]) -> None:
-        """Raises RunFailure on each rank on which a fact differs from that of rank 0."""
+        """Raises RunFailure on each rank whose facts differ from those of rank 0."""
         if self.size == 1:
             return
         expected = self.first(lambda: dict(facts))
@@ -174,12 +174,12 @@ class World:
             raise RunFailure(message, "all processes need the same code, spec, data, checkpoints and kind of device")
 
     def reports(self, error: BaseException) -> bool:
-        """Returns whether this process should show `error`. Only the first process that fails does, because the others
-        end as a result of that failure or with the same error. The launcher reports a lost process of this machine,
-        because the launcher knows the signal."""
+        """Returns whether this process should show `error`. Only the first process that fails shows its error. The
+        others end as a result, or with the same error. The launcher reports a lost process of this machine, because it
+        knows the signal."""
         if self._store is None:
             return True
-        if isinstance(error, PeerLost) and self._one_host and has_launcher():
+        if isinstance(error, PeerLost) and self._single_host and has_launcher():
             return False
         try:
             if self.rank:
@@ -244,8 +244,8 @@ def joined() -> Iterator[World]:
 
 
 def _leave(code: int) -> None:
-    """Ends the process with `os._exit`. Python's normal exit would abort if a gloo thread freed a tensor meanwhile, or
-    if a thread of the heartbeat was in a call of the store."""
+    """Ends the process with `os._exit`. Python's normal exit would abort if a gloo thread freed a tensor during the
+    exit, or if a heartbeat thread was in a call of the store."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -264,7 +264,12 @@ def _join() -> World:
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=PATIENCE)
     heartbeat = Heartbeat(rank, size, lambda: PrefixStore("heartbeat", store.clone())) if size > 1 else None
     return World(
-        rank, size, local_rank, _one_host=local_size == size, _store=PrefixStore("specc", store), _heartbeat=heartbeat
+        rank,
+        size,
+        local_rank,
+        _single_host=local_size == size,
+        _store=PrefixStore("specc", store),
+        _heartbeat=heartbeat,
     )
 
 
@@ -274,7 +279,7 @@ def _peers() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # an error of this process that only surfaced here
+        raise  # an earlier error of this process, which the call only reports
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]
         message = f"another process of this run does not answer: {reason}"

@@ -1,1 +1,1 @@
-"""Evaluation of a run or an artifact."""
+"""Evaluation of a run or an artifact: bits per byte, exact match, tasks, and adaptation to the text."""

@@ -8,7 +8,7 @@ import torch
 
 from specc.compiler.build import canonical
 from specc.compiler.targets import TARGETS
-from specc.runtime.distributed.launch import own_cpu, started_here, target_of
+from specc.runtime.distributed.launch import cpu_target, started_here, target_of
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.eval.lines import ExactMatches, evaluate_lines
@@ -46,8 +46,8 @@ def evaluate(
         target, device, quantized, search, say: as for `open_model`.
         progress: called with the number of scored tokens or lines and the total.
         world: the processes that share the work. Each of them calls this function, on its own device.
-        gpus: the requested number of processes; None if not specified. The processes run on GPUs unless `target`, or by
-            default the result of `own_cpu`, is the CPU.
+        gpus: the requested number of processes; None if not specified. The processes run on GPUs unless `target` is
+            the CPU. If `target` is None, `cpu_target` determines whether it is.
         tasks: files of examples, which are scored instead of data.
 
     Returns:
@@ -65,7 +65,7 @@ def evaluate(
         raise EvaluateError(f"--gpus {gpus}, but {here} processes were started", "leave --gpus out")
     if gpus is not None or (world is not None and world.size > 1):
         spec = spec_at(path)
-        target = target_of(spec, target or own_cpu(path, spec), gpus)
+        target = target_of(spec, target or cpu_target(path, spec), gpus)
         world = (world or World.alone()).on(torch.device(device or device_of(TARGETS[target])))
         device = str(world.device)
     world = world or World.alone()
@@ -83,7 +83,7 @@ def evaluate(
     if world.rank == 0:
         try:
             record_score(opened, options, result.measures())
-        except EnvironmentFailure as error:  # the score itself does not need to be written
+        except EnvironmentFailure as error:  # the score is returned even if it cannot be written
             (say or print)(f"not recorded in the run: {error.message}")
     return result
 

@@ -30,7 +30,7 @@ class SetScore:
         score: the score of the lines that were decoded.
         overlap: the fraction of these lines that is in the fixed training set; None if unknown.
         held_out: whether these lines are the validation split of the training file.
-        untried: number of remaining lines, which were not decoded because no earlier line was exact.
+        untried: number of lines that were not decoded, because no earlier line was exact.
     """
 
     name: str
@@ -101,9 +101,7 @@ def evaluate_lines(
         raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in its spec")
     if options.stride is not None or options.window is not None:
         option = "stride" if options.stride is not None else "window"
-        raise EvaluateError(
-            f"--{option} does not apply to a model of lines, which scores each line alone", f"leave --{option} out"
-        )
+        raise EvaluateError(f"--{option} does not apply to a model of lines", f"leave --{option} out")
     if world is not None and world.size > 1:
         raise EvaluateError("lines are scored by one process", "leave --gpus out")
     compiled = options.compiled and opened.device.type == "cuda"
@@ -128,7 +126,8 @@ def evaluate_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Lines to score. `overlap(count)` returns the share of the first `count` lines in the training set, if known."""
+    """Lines to score. `overlap(count)` returns the share of the first `count` lines that are in the training set; None
+    if this is unknown."""
 
     name: str
     pairs: Pairs
@@ -137,8 +136,8 @@ class _Lines:
 
 
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
-    """Yields the sets of lines that `options.data` names. By default, yields the sets of the run, or else of the task
-    of the run."""
+    """Yields the sets of lines that `options.data` names. The default is the data of the run. Without a run, it is the
+    task of the spec."""
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
     data = options.data or opened.data or task.name

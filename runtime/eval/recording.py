@@ -15,7 +15,7 @@ SETTINGS = ("window", "stride", "max_tokens", "hopeless")  # the options that ch
 
 
 def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
-    """Records a result in the run of the model, if it has one. Raises EnvironmentFailure if it cannot be written."""
+    """Records a result in the run of the model, if any. Raises EnvironmentFailure if it cannot be written."""
     run = opened.path if opened.source == "run" else opened.path.absolute().parent.parent
     if is_run(run):
         model = {"model": "run" if opened.source == "run" else "quantized", "step": opened.step}
@@ -23,8 +23,8 @@ def record_result(opened: OpenedModel, facts: Mapping[str, Any]) -> None:
 
 
 def record_score(opened: OpenedModel, options: EvaluateOptions, measures: Mapping[str, float | None]) -> None:
-    """Records the measures of data, as the result of the task `data`. A result of the same data, by name, and of the
-    same settings is replaced.
+    """Records the measures of data as the result of the task `data`. A result with the same settings, of data with the
+    same name, is replaced.
 
     Raises EnvironmentFailure if it cannot be written.
     """

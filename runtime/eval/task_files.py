@@ -15,7 +15,7 @@ from specc.runtime.open_model import OpenedModel
 
 
 def read_tasks(paths: Sequence[Path], options: EvaluateOptions) -> list[tuple[Path, Task]]:
-    """Reads the files of tasks. Raises EvaluateError if `options` select data, and DataError as `read_task`."""
+    """Reads the files of tasks. Raises EvaluateError if `options` select data, and the errors of `read_task`."""
     for option in ("data", "adapt", "max_tokens"):
         if getattr(options, option) is not None:
             message = f"--{option.replace('_', '-')} does not apply to --task"
@@ -68,7 +68,7 @@ def evaluate_tasks(
                 task.greedy,
                 share,
                 score,
-                one_length=options.compiled and opened.device.type == "cuda",
+                fixed_length=options.compiled and opened.device.type == "cuda",
                 progress=progress,
             )
             loads = loads_of(opened, rows)

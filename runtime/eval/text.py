@@ -67,8 +67,8 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
-    """Returns the spec with the windows and the adaptation of `options`, if the generated code depends on them: if the
-    model adapts, or if a window exceeds the context.
+    """Returns the spec with the windows and the adaptation of `options`, if the generated code depends on them. It does
+    so if the model adapts, or if a window exceeds the context.
 
     If `options.adapt` is only a kind, and `eval.adapt` of the spec has the same kind, the settings of the spec are
     used. Raises EvaluateError if the options do not apply, and SpecError if the settings are invalid.
@@ -96,7 +96,7 @@ class Adapted:
         how: the settings. `how.causal` states whether each token is predicted from earlier tokens only.
         windows: the windows that were scored.
         done: a description of the number of adaptations.
-        counted: bits per byte, with every token counted once.
+        counted: the result in bits per byte, with every token counted once.
     """
 
     how: Adaptation
@@ -165,7 +165,7 @@ def evaluate_adapted(
     learns = [weight for weight in model.parameters() if weight.requires_grad]
     fixed = method.rows(how.adapt) if method.rows is not None else None
     if fixed is not None and options.batch not in (None, fixed):
-        message = f"{how.adapt.kind} has a fixed batch of {fixed} windows, which its settings state"
+        message = f"the settings of {how.adapt.kind} require a batch of {fixed} windows"
         raise EvaluateError(message, "leave --batch out, or set it in the settings of --adapt")
     rows, fewer = (
         (windows.batch, FEWER) if fixed is None else (fixed, "lower the number of windows in the settings of --adapt")
@@ -175,8 +175,8 @@ def evaluate_adapted(
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
         text_model = opened.text_model
         score, features, nats = map(compiles, (text_model.score, text_model.features, text_model.nats))
-        # Before 2.12, Torch reuses a graph compiled by another method although weights require gradients since then
-        # (pytorch/pytorch#139476). Gradients would lack the contribution of the head.
+        # Before 2.12, Torch reuses a graph that another method compiled before weights required gradients
+        # (pytorch/pytorch#139476). Gradients would then lack the contribution of the head.
         torch.compiler.reset()
         work = Work(account, model, score, features, nats, rows, world, opened.spec.train.seed, progress)
         try:
@@ -200,11 +200,12 @@ def compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], A
 
 @contextmanager
 def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
-    """Opens the text to score. Raises EvaluateError if none is named, RunFailure if it differs between processes."""
+    """Opens the text to score. Raises EvaluateError if no data is named, and RunFailure if it differs between
+    processes."""
     data = options.data or opened.data
     if data is None:
         raise EvaluateError(f"{opened.path} does not state its data", "name the data with --data PATH")
-    with world.in_turn("data"):  # the first process tokenizes for all
+    with world.in_turn("data"):  # the first process tokenizes, and the others read its cache
         stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
     try:
         world.require_same("data", {"digest": stream.digest})

@@ -1,4 +1,4 @@
-"""The base class of export formats, and what a format is asked for."""
+"""The base class of export formats, and the arguments of an export."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ class ExportRequest:
         """
         out = self.out if self.out is not None else run.directory / f"{run.spec.name}{suffix}"
         if out.is_dir() or not out.parent.is_dir():
-            raise ExportError(f"{out} is not a path of a file", "name a file in a folder that exists")
+            raise ExportError(f"{out} is not the path of a file", "name a file in a folder that exists")
         if out.exists() and not self.force:
             raise ExportError(f"{out} exists", "name another file with --out, or replace it with --force")
         return out
@@ -54,7 +54,7 @@ class Exported:
 
 
 class ExportFormat(ABC):
-    """A format. A subclass is in a file of `runtime/export/formats`. The name of the format is the name of the file.
+    """A format. Each subclass is in a file of `runtime/export/formats`. The name of the format is the name of the file.
 
     Attributes:
         options: the names of the options that the format reads.
@@ -64,7 +64,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def write(self, request: ExportRequest) -> Exported:
-        """Writes the output, reads it back, compares it, and only then moves it to its place.
+        """Writes the output under a temporary name, reads it back, compares it, and then renames it.
 
-        After an error, the place is as before.
+        After an error, the output path is unchanged.
         """

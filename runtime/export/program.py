@@ -38,13 +38,13 @@ from specc.runtime.storage.quantized_run import quantized_artifact
 from specc.runtime.storage.run_directory import Run
 
 ProgramName = Literal["logits", "score"]
-Call = Callable[[Mapping[str, Tensor]], Tensor]  # the inputs of a program by name -> its output
+Call = Callable[[Mapping[str, Tensor]], Tensor]  # maps the inputs of a program, by name, to its output
 
 TARGET = "cpu"
 BATCHES = 64
-TOLERANCE = 1e-4  # of logits and nats in f32, and of bits per token
-ROWS, TOKENS = 4, 2048  # the most rows and tokens of a batch that is compared, except for one row of the whole context
-LOWER_BOUNDS = (1, 2, 3)  # torch.export specializes on lengths of 0 and 1, and some programs on the length less one
+TOLERANCE = 1e-4  # largest allowed difference of logits and nats in f32, and of bits per token
+ROWS, TOKENS = 4, 2048  # largest number of rows and tokens of a compared batch; one batch is a row of the whole context
+LOWER_BOUNDS = (1, 2, 3)  # torch.export specializes on lengths of 0 and 1; some programs contain the length minus one
 GENERATED_OPS = "specc_generated"  # prefix of the namespaces of custom ops in generated code
 
 
@@ -77,13 +77,13 @@ class ProgramExport:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far an exported file is from the model of the run.
+    """The differences between an exported file and the model of the run.
 
     Attributes:
         batches: the number of batches that were compared, of random ids and various sizes.
         largest: the largest difference of an output.
-        bits: the difference of the mean loss in bits per token. Every token has at least one byte of text, or none, so
-            bits per byte differ by at most as much.
+        bits: the difference of the mean loss in bits per token. Text has at least one byte per token that has bytes,
+            so the difference in bits per byte is not larger.
     """
 
     batches: int
@@ -156,7 +156,9 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
             except Exception as error:
                 shape = ", ".join(f"{key} {list(value.shape)}" for key, value in given.items())
                 message = f"the exported program does not run for {shape}: {str(error).splitlines()[0]}"
-                raise IntegrityError(message, "this is a bug; export safetensors instead") from error
+                raise IntegrityError(
+                    message, "this is a bug in specc; export with --format safetensors instead"
+                ) from error
             wanted, truth = export.reference(given), export.score(batch)
             if output.shape != wanted.shape or output.dtype != wanted.dtype:
                 raise IntegrityError(f"the exported program returns {output.dtype} {list(output.shape)}")
@@ -167,7 +169,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
             nats += float((loss * counted).double().sum())
             expected += float(truth.double().sum())
             tokens += int(counted.sum())
-    largest = float(torch.stack(differences).max())  # NaN if one is
+    largest = float(torch.stack(differences).max())  # NaN if any difference is NaN
     agreement = Agreement(BATCHES, largest, abs(nats - expected) / max(tokens, 1) / math.log(2))
     if not (largest <= TOLERANCE and agreement.bits <= TOLERANCE):
         raise IntegrityError(f"{export.spec.name}: the outputs of the exported program differ: {agreement.line()}")
@@ -190,7 +192,7 @@ def _weights(run: Run, quantized: bool, say: Say) -> tuple[Spec, dict[str, Tenso
         return artifact.spec, artifact.weights, {"weights": "dequantized"}
     run, weights, step = as_trained(run, say)
     if run.quantized.is_dir():
-        say("the weights are the trained ones; with --quantized, they are the dequantized ones of the artifact")
+        say("the weights are the trained weights; with --quantized, they are the dequantized weights of the artifact")
     return run.spec, weights, {"weights": "trained", "step": str(step)}
 
 
@@ -210,7 +212,7 @@ def _module(files: Mapping[str, str], weights: Mapping[str, Tensor]) -> nn.Modul
 
 
 class _Program(nn.Module):
-    """A program of a model as the method `forward`."""
+    """A module whose method `forward` is a program of a model."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -267,9 +269,10 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
 def _decompositions(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
     """Maps each custom op of generated code to its Python function, which torch.export then traces.
 
-    A custom op keeps torch.compile from taking a function apart. In a file, it would need the generated code.
+    A custom op prevents torch.compile from tracing into a function. A file with a custom op would need the generated
+    code to run.
     """
-    from torch._library.custom_ops import OPDEFS  # the public interface has no way from an op to its function
+    from torch._library.custom_ops import OPDEFS  # the public interface does not provide the function of an op
 
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     return {
@@ -286,7 +289,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides warnings of torch about its own deprecated functions, and its notes about packages that it could use."""
+    """Hides warnings of torch about its own deprecated functions, and its notes about optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

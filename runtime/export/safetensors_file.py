@@ -14,7 +14,7 @@ from specc.runtime.storage.atomic import write_atomically
 
 
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes `tensors` (any device) to `path` atomically, with their dtypes and shapes, and with `metadata`.
+    """Writes `tensors` (on any device) with their dtypes and shapes, and `metadata`, to `path` atomically.
 
     Tensors that share memory are written separately. The file is read back and compared bit for bit, including the
     metadata, before it is renamed to `path`.
@@ -24,7 +24,7 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
-            raise RunFailure(f"{path}: {name} is a {tensor.layout} tensor, and safetensors holds dense ones only")
+            raise RunFailure(f"{path}: {name} is a {tensor.layout} tensor, but safetensors stores only dense tensors")
     dense = torch.contiguous_format
     copies = {name: tensors[name].detach().cpu().clone(memory_format=dense) for name in sorted(tensors)}
     try:

@@ -62,10 +62,10 @@ class SizeResult:
 
 
 def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> SizeResult:
-    """Returns the size of the artifact at `path`, which is an artifact or a quantized run.
+    """Returns the size of the artifact at `path`, or of the artifact of the run at `path`.
 
-    `budget` is a limit in bytes; if it is None, the spec's `quant.budget_bytes` applies. `say` is called with a line of
-    text if the weights of the run have changed since the quantization.
+    `budget` is a limit in bytes. If it is None, `quant.budget_bytes` of the spec applies. `say` is called with a line
+    of text if the weights of the run have changed since the quantization.
 
     Raises RunDirectoryError if `path` is neither an artifact nor a run, RunFailure if the run is not quantized, and
     IntegrityError if the file does not match its header or its spec.
@@ -79,7 +79,7 @@ def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> Si
     require_layout(artifact, deployment.layout)
     total = artifact.stat().st_size
     if total != size.total:
-        raise IntegrityError(f"{artifact}: it changed while it was read")
+        raise IntegrityError(f"{artifact}: the file changed while it was read")
     if budget is None and spec.quant is not None:
         budget = spec.quant.budget_bytes
 

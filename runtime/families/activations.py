@@ -6,7 +6,7 @@ from specc.compiler.expr import ExprError, parse
 from specc.runtime.families.config import Config
 
 OPERANDS = ("x", "gate")
-# The first name of an expression is that of an export.
+# An export writes the first name of an expression.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu({})",
     "swish": "silu({})",
@@ -25,12 +25,25 @@ NEEDED = "an activation needs its formula in runtime/families/activations.py"
 
 
 def activation(config: Config, key: str, default: str, gated: bool) -> str:
-    """Returns the expression of the activation that a field names: of `x`, or if `gated`, of `gate`, times `x`."""
+    """Returns the expression of the activation that a field names.
+
+    Args:
+        config: the config.
+        key: the field.
+        default: the name of the activation if the field is missing.
+        gated: whether the layer has a gate.
+
+    Returns:
+        The expression act(x), or act(gate) * x if `gated`.
+
+    Raises:
+        ConfigError: the activation is unknown.
+    """
     return _text(config.choice(key, default, ACTIVATIONS, NEEDED), gated)
 
 
 def name_of(expression: str, gated: bool) -> str | None:
-    """Returns the name of an activation; None if it has none."""
+    """Returns the name of an activation in configs; None if it has no name."""
     try:
         parsed = parse(expression, OPERANDS)
     except ExprError:

@@ -1,4 +1,4 @@
-"""Finds a short condition over `layer`, as a person would write it, from the layers in which it holds."""
+"""Finds a short condition over `layer` that holds exactly in given layers, in the form that a person would write."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,7 +8,7 @@ LONGEST = 500  # characters of a condition
 
 
 def where(layers: Iterable[int], count: int) -> str:
-    """Returns the shortest condition that holds in `layers` alone, of `count` layers. There must be at least one.
+    """Returns the shortest condition that, among `count` layers, holds exactly in `layers`. `layers` must not be empty.
 
     Raises:
         ConfigError: if the condition is longer than a spec allows.

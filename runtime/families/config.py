@@ -1,4 +1,4 @@
-"""Reads the fields of a config.json, each with its type, range and default, and records which it read."""
+"""Reads the fields of a config.json with their types, ranges and defaults, and records the fields that were read."""
 
 import json
 import math
@@ -60,7 +60,7 @@ class Config:
         self.read: set[str] = set()
 
     def error(self, key: str, message: str, hint: str) -> ConfigError:
-        """Returns the error of a field: its path, its value, the problem, and what to do."""
+        """Returns the error of a field. It states the path of the field, its value, the problem and a remedy."""
         path = f"{self.section}.{key}" if self.section else key
         value = f": {shown(self.fields[key])}" if key in self.fields else ""
         return ConfigError(f"{self.place}: {path}{value}: {message}", hint)
@@ -71,7 +71,7 @@ class Config:
         return self.fields.get(key, default)
 
     def absent(self, key: str, default: T | None) -> T | None:
-        """Returns `default` if a field is absent, and None if it is present or null: some defaults differ from null."""
+        """Returns `default` if a field is absent, and None if it is present. Null may differ from the default."""
         self.read.add(key)
         return None if key in self.fields else default
 
@@ -80,7 +80,20 @@ class Config:
         return self.value(key) is not None
 
     def whole(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Returns a whole number in a range. An absent field, or null, is the default."""
+        """Returns a whole number in a range.
+
+        Args:
+            key: the field.
+            default: the value of a field that is absent or null; None if the field is required.
+            least: the smallest allowed value.
+            most: the largest allowed value.
+
+        Returns:
+            The number.
+
+        Raises:
+            ConfigError: the field is missing, or is not a whole number in the range.
+        """
         value = self.value(key)
         value = default if value is None else value
         if value is None:
@@ -109,7 +122,20 @@ class Config:
         return value
 
     def choice(self, key: str, default: str, choices: Mapping[str, T], needed: str) -> T:
-        """Returns the entry of `choices` that a field names. `needed` is what another value would need."""
+        """Returns the entry of `choices` that a field names.
+
+        Args:
+            key: the field.
+            default: the name if the field is absent or null.
+            choices: the entries by name.
+            needed: the hint of the error for another name.
+
+        Returns:
+            The entry.
+
+        Raises:
+            ConfigError: the field has another value.
+        """
         value = self.value(key)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:
@@ -117,7 +143,7 @@ class Config:
         return choices[value]
 
     def fixed(self, key: str, values: Sequence[Any], needed: str) -> None:
-        """Checks that a field, if it is present, has one of a few values. `needed` is what another value would need."""
+        """Checks that a field, if it is present, has one of a few values. `needed` is the hint of the error."""
         value = self.value(key)
         if key in self.fields and not any(type(value) is type(known) and value == known for known in values):
             raise self.error(key, "is not supported", needed)
@@ -136,7 +162,7 @@ class Config:
         return sorted(key for key in self.fields if key not in self.read)
 
     def finish(self, needed: str) -> None:
-        """Checks that every field of a section was read. `needed` is what an unknown field would need."""
+        """Checks that every field of a section was read. `needed` is the hint of the error for an unknown field."""
         for key in self.unread():
             if self.fields[key] is not None:
                 raise self.error(key, "is not a known field here", needed)
@@ -151,7 +177,7 @@ def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> l
         ignored: fields that the user tells specc to ignore.
 
     Raises:
-        ConfigError: if a field is neither read nor known to be harmless, and is neither null, false nor empty.
+        ConfigError: if an unknown field has a value. Fields that are null, false or empty have none.
     """
     for key in config.unread():
         value = config.fields[key]

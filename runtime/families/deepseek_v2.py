@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, and experts of which some serve all tokens."""
+"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, and layers of routed and shared experts."""
 
 from collections.abc import Sequence
 
@@ -40,10 +40,10 @@ def model(config: Config) -> Data:
     latent = _latent(config)
     number = config.whole("n_routed_experts", 64, most=32768)
     config.fixed("topk_method", ("greedy", None), NO_GROUPS)
-    config.fixed("scoring_func", ("softmax",), "only DeepSeek-V3 has other scores of experts")
-    config.fixed("norm_topk_prob", (False, None), "Transformers ignores this field in DeepSeek-V2, so no model has it")
-    config.fixed("moe_layer_freq", (1,), "experts in every n-th layer need a change of the blocks")
-    for name in ("n_group", "topk_group", "head_dim", "qk_head_dim"):  # derived, or of another method
+    config.fixed("scoring_func", ("softmax",), "other scores of experts exist only in DeepSeek-V3")
+    config.fixed("norm_topk_prob", (False, None), "remove the field: Transformers ignores it in DeepSeek-V2")
+    config.fixed("moe_layer_freq", (1,), "specc does not support experts in every n-th layer of DeepSeek-V2")
+    for name in ("n_group", "topk_group", "head_dim", "qk_head_dim"):  # derived, or not used by this method
         config.value(name)
     factor = config.number("routed_scaling_factor", 1.0)
     shared = config.whole("n_shared_experts", 2, least=0, most=1024)
@@ -53,7 +53,7 @@ def model(config: Config) -> Data:
     count, first = config.whole("num_hidden_layers", most=1000), config.whole("first_k_dense_replace", 0, least=0)
     if first >= count:
         raise config.error("first_k_dense_replace", "no layer has experts", f"use a number below {count}")
-    config.fixed("mlp_bias", (False,), "biases of experts are not in specc")
+    config.fixed("mlp_bias", (False,), "specc has no biases of experts")
     dense = {"changes": [{"where": f"layer < {first}", "mlp": mlp(config)}]} if first else {}
     config.value("intermediate_size")
     eps = config.number("rms_norm_eps", 1e-6)
@@ -64,7 +64,7 @@ def _latent(config: Config) -> Data:
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if config.whole("num_key_value_heads", heads) != heads:
         raise config.error("num_key_value_heads", f"is not the number of heads, {heads}", "use that number")
-    config.fixed("attention_bias", (False,), "biases of latent attention need names of their tensors")
+    config.fixed("attention_bias", (False,), "specc does not know the tensor names of biases of latent attention")
     keys, rotated = config.whole("qk_nope_head_dim", 128), config.whole("qk_rope_head_dim", 64)
     values = config.whole("v_head_dim", 128)
     turned, scale = rope(config, pairs="neighbors"), {}
@@ -108,7 +108,7 @@ def config(model: Decoder) -> Data:
 
 
 def _scale(latent: Latent, size: int) -> Data:
-    """Returns `mscale_all_dim` of a scale of scores, and the `mscale` that leaves the magnitude as it is."""
+    """Returns `mscale_all_dim` for a scale of the scores, and the `mscale` that does not change the magnitude."""
     scaling = latent.rope.scaling
     if latent.scale is None or not isinstance(scaling, Yarn):
         return {}

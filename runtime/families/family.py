@@ -15,7 +15,7 @@ class NotOfFamily(Exception):
     """A spec lacks a part that every model of the family has.
 
     Attributes:
-        distance: how far the model is from the family, compared with differences of fields, each of which counts 1.
+        distance: the distance of the model from the family. A difference of one field has a distance of 1.
     """
 
     def __init__(self, message: str, distance: int = 100) -> None:
@@ -29,13 +29,13 @@ class Family:
 
     Attributes:
         name: `model_type` in config.json.
-        title: the name for readers.
+        title: the name in messages and pages.
         architecture: the class of Transformers.
         model: converts a config to the `model` section of a spec, as data, without defaults.
         config: converts a model to the fields of a config, which the caller checks with `model`. Raises NotOfFamily.
         table: returns the rows of all tensors that a model with a given config can have.
         buffers: patterns of tensors in files of older versions that hold no parameter.
-        prefix: the prefix of tensor names that is missing in files of the model without a head.
+        prefix: a prefix of tensor names. Files of the model without its head omit it.
     """
 
     name: str

@@ -43,9 +43,9 @@ def model(config: Config) -> Data:
     every = config.whole("sliding_window_pattern", 6)
     usual = [FULL if i % every == every - 1 else LOCAL for i in range(count)]
     kinds = layer_types(config, count, (LOCAL, FULL)) or usual
-    needed = "attention to later tokens needs an encoder"
+    needed = "attention to later tokens needs an encoder, which specc does not import"
     config.fixed("use_bidirectional_attention", (False, None), needed)
-    config.fixed("attn_logit_softcapping", (None,), "Transformers ignores this field in Gemma 3, so no model has it")
+    config.fixed("attn_logit_softcapping", (None,), "remove the field: Transformers ignores it in Gemma 3")
     masks = {LOCAL: f"j <= i and i - j < {config.whole('sliding_window', 4096)}", FULL: "j <= i"}
     turned = {kind: rope(config, base, kind, old) for kind, (base, old) in BASES.items()}
     first = LOCAL if LOCAL in kinds else FULL
@@ -87,7 +87,7 @@ def config(model: Decoder) -> Data:
 
 
 def _scalar(layer: Attention, dim: int) -> float:
-    """Returns n of a scale 1/sqrt(n); a scale in another form is refused later, when the config is read back."""
+    """Returns n of a scale 1/sqrt(n). A scale in another form is rejected later, when the config is read back."""
     text = str(layer.scale).replace(" ", "") if layer.scale is not None else ""
     number = text.removeprefix("1/sqrt(").removesuffix(")")
     size = layer.size(dim)

@@ -19,8 +19,8 @@ def model(config: Config) -> Data:
     eps = config.number("layer_norm_epsilon", 1e-5)
     if dim % heads:
         raise config.error("n_head", f"does not divide n_embd, {dim}", "use a divisor of it")
-    config.fixed("scale_attn_weights", (True,), "scores without a scale need `scale: 1` of attention")
-    config.fixed("add_cross_attention", (False,), "attention to another sequence needs an encoder")
+    config.fixed("scale_attn_weights", (True,), "specc does not import scores without a scale")
+    config.fixed("add_cross_attention", (False,), "cross attention needs an encoder, which specc does not import")
     config.value("reorder_and_upcast_attn")  # the same function in another precision
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
     scale = {"scale": "1/sqrt(head_dim)/(layer + 1)"} if by_layer else {}
@@ -61,7 +61,7 @@ def config(model: Decoder) -> Data:
 
 
 def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[Row, ...]:
-    """Returns the rows of LayerNorms before layers: pairs of a layer and the norm of a file, in `block`."""
+    """Returns the rows of the LayerNorms before layers. `names` are pairs of a layer and its norm in a file."""
     return tuple(
         same(f"{BLOCK}.{layer}.norm_{part}", f"{block}.{theirs}.{part}")
         for layer, theirs in names

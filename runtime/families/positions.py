@@ -1,5 +1,6 @@
-"""Converts between the field `rope` of a spec and `rope_parameters` of a config, `rope_theta` and `rope_scaling` in old
-ones."""
+"""Converts between the field `rope` of a spec and the fields of a config.
+
+The field is `rope_parameters`, or in older configs `rope_theta` and `rope_scaling`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +9,9 @@ from specc.compiler.blocks.rope import Llama3, RopeSpec, Yarn
 from specc.runtime.families.config import Config
 
 Data = dict[str, Any]
-LAYERS = ("sliding_attention", "full_attention")  # of models with a base of each
+LAYERS = ("sliding_attention", "full_attention")  # kinds of layers, each of which may have its own base
 KINDS = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
-NEEDED = "specc has rope_type default, linear, llama3 and yarn; another needs an expression of frequencies"
+NEEDED = "specc has the rope_type default, linear, llama3 and yarn"
 
 
 def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_theta", **more: Any) -> Data:
@@ -18,8 +19,8 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
 
     Args:
         config: the config.
-        base: the base of the family if the config states none.
-        key: the entry of `rope_parameters` for a kind of layers, if the family has several; empty if it has one.
+        base: the default of the family for the base.
+        key: the entry of `rope_parameters` for a kind of layers; empty if the family has only one kind.
         old: the field of the base in older configs.
         more: further fields of the section.
     """
@@ -40,11 +41,11 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     parameters.value("type"), parameters.value("finetuned")
     kind = parameters.choice("rope_type", parameters.fields.get("type") or "default", KINDS, NEEDED)
     if "dims" in more:
-        parameters.value("partial_rotary_factor")  # of which GPT-NeoX computes `dims`
+        parameters.value("partial_rotary_factor")  # GPT-NeoX computes `dims` from this share
     else:
         parameters.fixed("partial_rotary_factor", (1, 1.0, None), "only GPT-NeoX rotates a part of each head")
     if kind == "default":
-        for name in parameters.unread():  # left over from other kinds, and without effect
+        for name in parameters.unread():  # fields of other kinds, which have no effect
             parameters.value(name)
         return turned
     factor = parameters.number("factor", least=0.999)

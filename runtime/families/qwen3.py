@@ -25,7 +25,7 @@ from specc.runtime.families.sections import (
 )
 
 KINDS = ("full_attention", "sliding_attention")
-WINDOW = 4096  # tokens, of a config with use_sliding_window that states none
+WINDOW = 4096  # tokens, the default with use_sliding_window
 
 
 def model(config: Config) -> Data:
@@ -61,7 +61,7 @@ def layer_types(config: Config, count: int, kinds: tuple[str, ...]) -> list[str]
         return None
     if not isinstance(listed, list) or len(listed) != count or any(kind not in kinds for kind in listed):
         message = f"does not list {' or '.join(kinds)} for each of the {count} layers"
-        raise config.error("layer_types", message, "another kind of layer needs a block of its own in specc")
+        raise config.error("layer_types", message, "specc has no block for other kinds of layers")
     return listed
 
 

@@ -17,7 +17,7 @@ from specc.runtime.families.tensors import Row, same, with_biases
 L = TypeVar("L")
 LAYER = "model.layers.{i}"
 BLOCK = "blocks.{i}"
-EPS = {"rms": 1e-6, "layer": 1e-5}  # defaults of the spec
+EPS = {"rms": 1e-6, "layer": 1e-5}  # these values are the defaults of a spec
 
 
 def norm(kind: str, eps: float, **more: Any) -> Data:
@@ -38,10 +38,9 @@ def attention(
     Args:
         config: the config.
         rope: the rotary positions.
-        head_dim: the channels of a head if the config states none; None for the features divided by the heads.
-        kv_heads: the number of key heads if the config lacks the field. None, like null in the config, stands for the
-            number of query heads.
-        more: further fields, in front of the rotary positions.
+        head_dim: the default for the channels of a head; None for the features divided by the heads.
+        kv_heads: the default for the number of key heads. None, like null in the config, is the number of query heads.
+        more: further fields, which precede the rotary positions.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     groups = config.whole("num_key_value_heads", config.absent("num_key_value_heads", kv_heads) or heads)
@@ -55,14 +54,28 @@ def attention(
 
 
 def require_divisor(config: Config) -> None:
-    """Checks that the heads divide the features. Transformers requires it of some families, whatever `head_dim` is."""
+    """Checks that the heads divide the features. Transformers requires this of some families for any `head_dim`."""
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if dim % heads:
         raise config.error("num_attention_heads", f"does not divide hidden_size, {dim}", "use a divisor of it")
 
 
 def mlp(config: Config, act: str = "silu", key: str = "hidden_act", gated: bool = True, **more: Any) -> Data:
-    """Returns a dense feed-forward layer. `act` is the activation of the family, and `key` the field that names it."""
+    """Returns a dense feed-forward layer.
+
+    Args:
+        config: the config.
+        act: the default of the family for the activation.
+        key: the field that names the activation.
+        gated: whether the layer has a gate.
+        more: further fields of the layer.
+
+    Returns:
+        The layer as data of a spec.
+
+    Raises:
+        ConfigError: a field is not valid, or the activation is unknown.
+    """
     hidden = config.whole("intermediate_size")
     return {"kind": "mlp", "hidden": hidden, "act": activation(config, key, act, gated), **more}
 
@@ -79,7 +92,7 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
         config: the config.
         norm: the norm of the blocks.
         layers: the layers of a block.
-        tied: whether the family ties the head if the config does not say.
+        tied: the default of the family for a tied head.
         blocks: further fields of the blocks.
     """
     last = {key: value for key, value in norm.items() if key not in ("places", "shared")}
@@ -99,8 +112,7 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
 
 
 def window(config: Config, usual: int | None = None) -> Data:
-    """Returns the mask of a window of tokens; nothing if the field is null. `usual` is the window of a config that
-    lacks the field."""
+    """Returns the mask of a window of tokens; empty if the field is null. `usual` is the default of the field."""
     size = config.whole("sliding_window") if config.stated("sliding_window") else config.absent("sliding_window", usual)
     return {"mask": f"j <= i and i - j < {size}"} if size is not None else {}
 
@@ -128,7 +140,7 @@ def eps_of(norm: Norm | None) -> float:
 
 
 def sizes(model: Decoder) -> Data:
-    """Returns the fields of the sizes of a model."""
+    """Returns the fields of a config that state the sizes of a model."""
     return {
         "vocab_size": model.vocab,
         "hidden_size": model.dim,
@@ -156,7 +168,20 @@ def heads(model: Decoder) -> Data:
 
 
 def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidden_act", gated: bool = True) -> Data:
-    """Returns the fields of the width and the activation of the first layer of a kind."""
+    """Returns the fields of a config that state the width and the activation of the first layer of a kind.
+
+    Args:
+        model: the model.
+        kind: the kind of the layer.
+        key: the field that names the activation.
+        gated: whether the layers of the family have a gate.
+
+    Returns:
+        The fields of a config.
+
+    Raises:
+        NotOfFamily: the model has no layer of this kind, or configs have no name for its activation.
+    """
     layers = [layer for _, _, layer in model.blocks.all_layers if isinstance(layer, kind)]
     if not layers:
         raise NotOfFamily(f"the model has no layer of kind {kind.__name__.lower()}")
@@ -167,7 +192,21 @@ def feed_forward(model: Decoder, kind: type[FeedForward] = Mlp, key: str = "hidd
 
 
 def moe(config: Config, experts: int, hidden: int, router: Data, **more: Any) -> Data:
-    """Returns a layer of experts that is named `mlp`."""
+    """Returns a layer of experts with the name `mlp`.
+
+    Args:
+        config: the config.
+        experts: the number of experts.
+        hidden: the inner features of an expert.
+        router: the fields of the router; may be empty.
+        more: further fields of the layer.
+
+    Returns:
+        The layer as data of a spec.
+
+    Raises:
+        ConfigError: a field is not valid, or the router could not learn.
+    """
     chosen = {"experts": experts, "top_k": config.whole("num_experts_per_tok", most=experts)}
     if chosen["top_k"] == 1 and "normalize" in router:
         hint = "specc needs a num_experts_per_tok of at least 2 in this family"

@@ -13,7 +13,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Parameters, and the tensors of a file with the same values.
+    """A row of the correspondence: parameters, and the tensors of a file that contain the same values.
 
     Attributes:
         parameters: the names of the parameters. `{i}` is the index of a block.
@@ -70,7 +70,7 @@ def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
 
 
 def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> Row:
-    """Returns the row of matrices whose outputs, `sizes` of them, are consecutive rows of one matrix."""
+    """Returns the row of matrices that the file joins in one matrix. Matrix i has `sizes[i]` consecutive rows."""
 
     def split(tensors: Tensors) -> Tensors:
         return [tensors[0][first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
@@ -82,8 +82,17 @@ def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> 
 
 
 def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Sequence[int]) -> Row:
-    """Returns the row of matrices, or biases, whose outputs are ordered by head in the file: `sizes` rows of each
-    matrix for the first head, then for the second, and so on."""
+    """Returns the row of matrices, or biases, whose outputs are ordered by head in the file.
+
+    Args:
+        parameters: the names of the matrices.
+        tensor: the name of the joint tensor. For each head, it has `sizes[i]` rows of matrix i, for all i in order.
+        heads: the number of heads.
+        sizes: the rows per head of each matrix.
+
+    Returns:
+        The row.
+    """
 
     def split(tensors: Tensors) -> Tensors:
         of_heads = tensors[0].reshape(heads, sum(sizes), *tensors[0].shape[1:])
@@ -97,7 +106,7 @@ def joint_heads(parameters: Sequence[str], tensor: str, heads: int, sizes: Seque
 
 
 def experts(parameter: str, tensor: str) -> Row:
-    """Returns the row of the matrices of all experts [E, outputs, inputs], each a tensor of its own in the file."""
+    """Returns the row of the matrices of all experts [E, outputs, inputs]. The file has one tensor per expert."""
 
     def split(tensors: Tensors) -> Tensors:
         return [torch.stack(list(tensors))]
@@ -109,8 +118,8 @@ def experts(parameter: str, tensor: str) -> Row:
 
 
 def with_biases(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Returns the rows, and a row for the bias of each matrix whose tensor is a `weight`. Biases are never
-    transposed."""
+    """Returns the rows, and one more row for the bias of each matrix whose tensor name ends in `weight`. Biases are
+    never transposed."""
 
     def bias(row: Row) -> Row:
         parameters = tuple(f"{name}_bias" for name in row.parameters)

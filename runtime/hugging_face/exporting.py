@@ -32,13 +32,13 @@ from specc.runtime.storage.atomic import sync_folder, write_atomically
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.safetensors_stream import Entry, stream
 
-SHARD = 5_000_000_000  # bytes of a file of weights
+SHARD = 5_000_000_000  # maximum bytes of a file of weights
 DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ExportFolderError(RuntimeFailure):
-    """The folder cannot be written there (exit code 2)."""
+    """The folder cannot be written at this path (exit code 2)."""
 
     code = "U012"
     exit_code = 2
@@ -70,12 +70,12 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
 
     Args:
         path: the run directory.
-        options: the place, the dtype and the size of files.
+        options: the path, the dtype and the size of files.
         say: called with lines of text for the user.
 
     Raises:
         NoFamily: no family of Transformers has the model of the run (exit code 2).
-        ExportFolderError: the place is not free (2).
+        ExportFolderError: the path exists and must not be replaced (2).
         RunDirectoryError: `path` is not a run (2).
         EnvironmentFailure: the folder cannot be written (3).
         RunFailure: the run has no checkpoint (4).
@@ -124,7 +124,7 @@ def export_folder(path: Path, options: ExportOptions, say: Say) -> Path:
 
 
 def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor], dtype: str) -> None:
-    """Writes config.json and the weights of a model alone, which `from_pretrained` loads.
+    """Writes only config.json and the weights of a model, which `from_pretrained` loads.
 
     Args:
         folder: the folder, which exists.
@@ -145,7 +145,7 @@ def write_model(folder: Path, model: Architecture, weights: Mapping[str, Tensor]
 
 
 def _require_free(out: Path, force: bool) -> None:
-    """Raises ExportFolderError unless nothing is at `out`, or, with `force`, a folder that an export wrote."""
+    """Raises ExportFolderError if `out` exists. With `force`, it may be a folder that an export wrote."""
     if not out.exists() and not out.is_symlink():
         return
     if not force:
@@ -154,12 +154,14 @@ def _require_free(out: Path, force: bool) -> None:
     other = not out.is_dir() or out.is_symlink() or not (out / CONFIG).is_file()
     strange = [] if other else [e.name for e in out.iterdir() if e.name not in known and e.suffix != ".safetensors"]
     if other or strange:
-        what = f"has {sorted(strange)[0]}, which" if strange else "is something that"
-        raise ExportFolderError(f"{out} {what} no export wrote", "name another folder with --out")
+        what = (
+            f"has {sorted(strange)[0]}, which is not a file of an export" if strange else "exists, and is not an export"
+        )
+        raise ExportFolderError(f"{out} {what}", "name another folder with --out")
 
 
 def _describes(match: Recognized, config: Data, model: Any) -> bool:
-    """Returns whether a config describes the model, which may have changed since the import."""
+    """Returns whether a config still describes the model, which may have changed since the import."""
     try:
         return config.get("model_type") == match.family.name and same_programs(model, decoder_of(match.family, config))
     except ConfigError:
@@ -190,7 +192,7 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 
 
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer and of generation: the imported ones, or else those of the run's tokenizer."""
+    """Returns the files of the tokenizer and of generation: imported files, or those of the run's tokenizer."""
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
         return carried
@@ -200,7 +202,7 @@ def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, byte
         say(f"the folder has no tokenizer: {error.message}")
         return carried
     if not written:
-        say("the folder has no tokenizer: the tokenizer of the run has no form in Transformers")
+        say("the folder has no tokenizer: Transformers cannot represent the tokenizer of the run")
     return {**carried, **written}
 
 
@@ -214,7 +216,7 @@ def _write_weights(
         rows: the rows.
         weights: the parameters, f32 by name.
         dtypes: the dtype of each tensor.
-        shard: the bytes of a file.
+        shard: the maximum bytes of a file.
     """
     files: list[list[Entry]] = [[]]
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -233,7 +235,9 @@ def _write_weights(
     for i, entries in enumerate(files):
         file = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" if several else WEIGHTS
         placed |= {entry.name: file for entry in entries}
-        ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)  # so that each starts at a multiple of it
+        ordered = sorted(
+            entries, key=lambda entry: -entry.dtype.itemsize
+        )  # so that each tensor starts at a multiple of its item size
         write_atomically(folder / file, stream(ordered, read, {"format": "pt"}))
     if several:
         total = sum(entry.size for entries in files for entry in entries)

@@ -23,7 +23,7 @@ LARGEST_JSON = 1 << 26  # bytes
 LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 FLOATS: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
-# Small files that belong to a model and come back unchanged.
+# Small files of a model, which an export writes without change.
 CARRIED = (
     CONFIG,
     "generation_config.json",
@@ -51,7 +51,7 @@ class Stored:
         file: the file.
         dtype: the dtype as the header spells it, such as `BF16`.
         shape: the dims.
-        start: the place of the first byte in the file.
+        start: the offset of the first byte in the file.
         size: the number of bytes.
     """
 
@@ -67,7 +67,7 @@ class Stored:
         with open(self.file, "rb") as file:
             file.seek(self.start)
             if file.readinto(buffer) != self.size:
-                raise IntegrityError(f"{self.file}: it changed while it was read", "copy the folder again")
+                raise IntegrityError(f"{self.file}: the file changed while it was read", "copy the folder again")
         tensor = torch.frombuffer(buffer, dtype=FLOATS[self.dtype]) if buffer else torch.empty(0)
         return tensor.reshape(self.shape)
 
@@ -131,7 +131,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name, value in pairs:
         if name in data:
-            raise ValueError(f"the key {name!r} stands there twice")
+            raise ValueError(f"the key {name!r} occurs twice")
         data[name] = value
     return data
 
@@ -154,8 +154,8 @@ def _tensors(path: Path) -> dict[str, Stored]:
         return _header(path / WEIGHTS)
     pickles = [name for name in PICKLES if (path / name).is_file()] or sorted(p.name for p in path.glob("*.bin"))
     if pickles:
-        message = f"{path / pickles[0]}: reading a pickle would run code from it, so it is refused"
-        raise ConfigError(message, f"convert it where that is safe: {CONVERT.format(path)}")
+        message = f"{path / pickles[0]}: specc does not read pickles, because they can run code"
+        raise ConfigError(message, f"if you trust the file, convert it: {CONVERT.format(path)}")
     raise ConfigError(f"{path}: has neither {WEIGHTS} nor {INDEX}", "name a folder with safetensors")
 
 
@@ -220,5 +220,5 @@ def _stored(path: Path, entry: Any, offset: int) -> Stored | None:
 
 
 def _is_list(value: Any) -> TypeGuard[list[int]]:
-    """Returns whether a value is a list of numbers of JSON that can be sizes or offsets."""
+    """Returns whether a value is a list of JSON numbers that can be sizes or offsets."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)

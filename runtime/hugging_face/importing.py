@@ -32,7 +32,7 @@ from specc.runtime.storage.run_directory import Run, default_run, lasting, locke
 from specc.runtime.storage.safetensors_stream import Entry, stream
 
 NOT_OF_CONFIG = "the weights do not belong to this config.json"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that the folder has
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first of these that the folder contains is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
 
     Args:
         path: a folder with config.json and safetensors.
-        options: names and places.
+        options: names and paths.
         say: called with lines of text for the user.
 
     Raises:
         ConfigError: the folder has no model, or a model with a feature that specc lacks (exit code 2).
-        RunDirectoryError: the run directory is not free (2).
+        RunDirectoryError: the run directory is not empty (2).
         EnvironmentFailure: a file cannot be written (3).
         IntegrityError: a file of the folder is damaged, or does not fit its config (5).
     """
@@ -118,7 +118,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         run = Run(directory, spec, choose_target(spec, None), data, options.overrides)
         run.checkpoints.mkdir(parents=True, exist_ok=True)
         entries = [Entry(key, torch.float32, shapes[key]) for row in rows for key in row.parameters]
-        if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # of an interrupted import
+        if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # remains of an interrupted import
             committed.discard(left)
         checkpoint.save_weights(run.checkpoints, stream(entries, fitted.read), run.spec_digest)
         run.create(folder.carried)
@@ -148,13 +148,13 @@ def _slug(path: Path) -> str:
 def _require_writable(place: Path, text: str) -> None:
     """Raises SpeccError if a file with another text is at `place`."""
     if place.exists() and (not place.is_file() or place.read_text(encoding="utf-8") != text):
-        raise SpeccError(f"{place} exists, and is another spec", "choose another --name, or --spec FILE")
+        raise SpeccError(f"{place} exists, and contains another spec", "choose another --name, or --spec FILE")
 
 
 def matched_rows(
     family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]], blocks: int, folder: Folder
 ) -> list[Row]:
-    """Returns the rows of all parameters, with tensors that the folder has.
+    """Returns the rows of all parameters. Their tensors are in the folder.
 
     Args:
         family: the family.
@@ -177,7 +177,7 @@ def matched_rows(
         for name, shape in row.shapes(shapes).items():
             stored = folder.tensors[name]
             if stored.shape != shape:
-                message = f"{name} is {list(stored.shape)}, and by {CONFIG} it is {list(shape)}"
+                message = f"{name} is {list(stored.shape)}, but {CONFIG} requires {list(shape)}"
                 raise IntegrityError(f"{stored.file}: {message}", NOT_OF_CONFIG)
             if stored.dtype not in FLOATS:
                 message = f"{stored.file}: {name} is {stored.dtype}; specc reads {', '.join(FLOATS)}"
@@ -193,7 +193,7 @@ def matched_rows(
 
 
 def _is_tied(folder: Folder, name: str, rows: Sequence[Row]) -> bool:
-    """Returns whether a tensor is a second copy of the token table, as some programs write a tied head."""
+    """Returns whether a tensor is a second copy of the token table, which some programs write for a tied head."""
     table = next(row.tensors[0] for row in rows if row.parameters[0] == "embed.token")
     head, stored = folder.tensors[name], folder.tensors[table]
     same = (head.dtype, head.shape) == (stored.dtype, stored.shape) and name.rpartition(".")[2] == "weight"
@@ -201,7 +201,7 @@ def _is_tied(folder: Folder, name: str, rows: Sequence[Row]) -> bool:
 
 
 class FittedWeights:
-    """The weights of a folder as parameters of a model, f32. Reading one reads the tensors of its row, and no more.
+    """The weights of a folder as parameters of a model, f32. Reading a parameter reads only the tensors of its row.
 
     Attributes:
         family: the family.
@@ -226,7 +226,7 @@ class FittedWeights:
         self._folder, self._ready = folder, dict[str, Tensor]()
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter, and keeps the other parameters of the same row until they are read.
+        """Returns a parameter, and caches the other parameters of the same row until they are read.
 
         Raises IntegrityError if a tensor is damaged, or not finite.
         """
@@ -240,7 +240,9 @@ class FittedWeights:
         stored = self._folder.tensors[key]
         tensor = stored.read().float()
         if not bool(torch.isfinite(tensor).all()):
-            raise IntegrityError(f"{stored.file}: {key} has NaN or infinity", "start from sound weights")
+            raise IntegrityError(
+                f"{stored.file}: {key} has NaN or infinity", "start from weights without NaN and infinity"
+            )
         return tensor
 
 
@@ -265,7 +267,7 @@ def fitted_weights(
     without_effect = require_known(config, family.name, ignored)
     if len(folder.tensors) < section["blocks"]["count"]:
         count = section["blocks"]["count"]
-        message = f"{count:,} layers have only {len(folder.tensors):,} tensors"
+        message = f"{count:,} layers, but the folder has only {len(folder.tensors):,} tensors"
         raise IntegrityError(f"{folder.path}: {message}", NOT_OF_CONFIG)
     model = checked_model(name, section, tokenizer)
     shapes = {param.name: param.shape for param in model.lower(name).params}

@@ -1,4 +1,4 @@
-"""The record, in an imported run, of the dtypes of the folder that the run was imported from."""
+"""Records, in an imported run, the dtypes of the tensors in the original folder."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ ORIGIN = "origin.json"
 
 
 class _Record(StrictModel):
-    """The content of the file: the dtype of the tensors, and of those that differ."""
+    """The content of the file: the dtype of most tensors, and the tensors with other dtypes."""
 
     format: Literal[1]
     dtype: str
@@ -44,8 +44,8 @@ class Origin:
 
     @classmethod
     def of(cls, run: Run) -> "Origin":
-        """Returns the origin of a run. A run that was not imported has an origin of f32 tensors. Raises IntegrityError
-        if the file is damaged."""
+        """Returns the origin of a run. If the run was not imported, all dtypes are f32. Raises IntegrityError if the
+        file is damaged."""
         path = run.files / ORIGIN
         if not path.is_file():
             return cls()

@@ -1,4 +1,4 @@
-"""A spec as YAML that a person would have written: short mappings on one line, long ones over several."""
+"""Formats a spec as YAML in the style of a person: short mappings on one line, long mappings on several lines."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 WIDTH = 110
-BROKEN = ("model", "blocks", "train", "quant")  # mappings that always stand over several lines
+BROKEN = ("model", "blocks", "train", "quant")  # mappings that always take several lines
 _PLAIN = re.compile(r"[A-Za-z_0-9(][^,:\[\]{}#\"'&!|>@`]*(?<! )")
 _RESERVED = re.compile(r"(?i)true|false|null|yes|no|on|off|~|[-+.0-9_e]+|0x[0-9a-f]+")
 
@@ -49,13 +49,13 @@ def _entry(key: str, value: Any, indent: int) -> Iterator[str]:
 
 
 def _has_lines(value: Any) -> bool:
-    """Returns whether each item of a list deserves a line: several mappings, or changes."""
+    """Returns whether each item of a list has its own line. This holds for several mappings, and for changes."""
     mappings = [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
     return len(mappings) > 1 or any("where" in item for item in mappings)
 
 
 def _item(value: Any, indent: int) -> Iterator[str]:
-    """Yields the lines of one item of a list. An entry of a list needs no braces."""
+    """Yields the lines of one item of a list. An item with a single entry needs no braces."""
     start = f"{' ' * indent}- "
     flat = start + _flow(value)
     listed = isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value.values())), list)
@@ -85,7 +85,7 @@ def _scalar(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Returns a float as people write it: whole numbers without a point, small ones without an exponent."""
+    """Returns a float in a readable form: whole numbers without a point, small numbers without an exponent."""
     if value == int(value) and abs(value) < 1e15:
         return str(int(value))
     text = repr(value)

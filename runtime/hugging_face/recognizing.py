@@ -1,4 +1,4 @@
-"""Finds the family and the config of the model of a spec, or the first feature that no family has."""
+"""Finds the family and the config of the model of a spec, or the first feature that no family supports."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ class Recognized:
 def recognized(model: Architecture, first: str = "") -> Recognized:
     """Returns the family of a model, and its config.
 
-    A family fits if its config, read as `specc import` reads it, gives the same programs.
+    A family fits if `specc import` would convert its config to the same programs.
 
     Args:
         model: the model of a spec.
@@ -65,7 +65,7 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
 
 
 def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
-    """Returns the model as a member of a family, or the differences from the family, the one to show first."""
+    """Returns the model as a member of a family, or its differences from the family, the most important first."""
     try:
         config = family.config(model)
         said = decoder_of(family, config)
@@ -91,7 +91,7 @@ def same_programs(model: Decoder, other: Decoder) -> bool:
 
 
 def _function_of(model: Decoder) -> Decoder:
-    """Returns the model without dropout, which only training applies, and without the layout of a cache."""
+    """Returns the model without dropout, which only training applies, and without settings of the cache."""
 
     def strip(value: Any) -> Any:
         if isinstance(value, dict):
@@ -102,7 +102,7 @@ def _function_of(model: Decoder) -> Decoder:
 
 
 def _sizes(model: Decoder) -> tuple[int, int, int, int]:
-    """Returns the sizes that are compared before anything is lowered."""
+    """Returns the sizes of a model. They are compared first, because a comparison of programs is slow."""
     return model.vocab, model.dim, model.context, model.blocks.count
 
 
@@ -113,10 +113,13 @@ def _facts(programs: Programs) -> object:
 
 
 def differences(model: Decoder, other: Decoder) -> list[str]:
-    """Returns the fields in which a model differs from another: `blocks.0.mlp.act is relu(x), and not gelu(x)`."""
+    """Returns the fields in which a model differs from another, for example:
+
+    blocks.0.mlp.act is relu(x), but gelu(x) in the family
+    """
     here, there = dict(_fields(model)), dict(_fields(other))
     paths = [path for path in {**here, **there} if here.get(path) != there.get(path)]
-    return [f"{path} is {_shown(here.get(path))}, and in the family {_shown(there.get(path))}" for path in paths]
+    return [f"{path} is {_shown(here.get(path))}, but {_shown(there.get(path))} in the family" for path in paths]
 
 
 def _shown(value: Any) -> str:

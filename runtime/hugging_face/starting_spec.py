@@ -37,7 +37,7 @@ def written_spec(name: str, model: Data, shapes: Shapes, tokenizer: str, comment
         comment: lines of text above the spec.
 
     Raises:
-        ConfigError: if specc cannot build such a model; the message has the first reason.
+        ConfigError: if specc cannot build the model. The message states the first reason.
     """
     data = _unquantized(name, model, tokenizer)
     data = {**data, "quant": quantization(shapes), "train": data.pop("train")}
@@ -45,7 +45,7 @@ def written_spec(name: str, model: Data, shapes: Shapes, tokenizer: str, comment
 
 
 def _unquantized(name: str, model: Data, tokenizer: str) -> Data:
-    """Returns a spec without quantization, with all targets and fusion points."""
+    """Returns the data of a spec without quantization, with all targets and fusion points."""
     data: Data = {"spec_version": 2, "name": name, "targets": list(TARGETS[0]), "model": model}
     return data | {"fuse": list(fusion_points(model)), "train": training(model, tokenizer)}
 
@@ -70,7 +70,7 @@ def _buildable(data: Data) -> Data:
             tried = data | {"targets": list(targets), "fuse": chosen}
             problems = _problems(tried)
             refused |= {every.index(chosen[i]) for i in _points_in(problems)}
-            if problems and _points_in(problems):  # the error names the points: without them, it may build
+            if problems and _points_in(problems):  # the error names the fusion points; without them, the spec may build
                 tried["fuse"] = [point for point in chosen if every.index(point) not in refused]
                 problems = _problems(tried)
             if not problems:

@@ -19,9 +19,11 @@ TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokeni
 
 
 def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer of a spec by name: those of a tokenizer that puts the separator of documents
-    before a text, as `specc generate` does. A SentencePiece model remains as it is. There are none for a rank file
-    whose special tokens do not follow the ranks, because it has no such form.
+    """Returns the files of the tokenizer of a spec, by name.
+
+    The tokenizer of the files puts the separator of documents before a text, as `specc generate` does. A SentencePiece
+    model does not change. The result is empty for a rank file whose special tokens do not follow the ranks, because
+    tokenizer.json cannot represent it.
 
     Raises DataError if a file is not found, or is not valid.
     """
@@ -69,7 +71,7 @@ def _separated(content: Mapping[str, Any], bos: str, identity: int) -> Mapping[s
         "special_tokens": {bos: {"id": bos, "ids": [identity], "tokens": [bos]}},
     }
     before = content.get("post_processor")
-    if before is not None and before["type"] == "ByteLevel":  # which trims offsets, and inserts nothing
+    if before is not None and before["type"] == "ByteLevel":  # this step trims offsets, and inserts nothing
         return {**content, "post_processor": {"type": "Sequence", "processors": [before, template]}}
     return {**content, "post_processor": template}
 

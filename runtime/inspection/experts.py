@@ -1,4 +1,4 @@
-"""The load of each expert on each kind of documents: whether experts specialize."""
+"""The load of each expert on each kind of documents, which shows whether experts specialize."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class ExpertLoad:
 
 
 def expert_loads_by_kind(measured: Mapping[str, Sequence[Mapping[str, Sequence[float]]]]) -> Iterator[ExpertLoad]:
-    """Yields the load of each layer on each kind, layer by layer.
+    """Yields the load of the experts of each layer on each kind of documents, layer by layer.
 
     Args:
         measured: for each kind, the loads of each layer on batches of equal size, as from `expert_loads`.

@@ -1,7 +1,7 @@
-"""The types of attention heads, by where they look.
+"""The types of attention heads, by the tokens that they attend to.
 
-Every attention of the unfused program is observed: the reference of its op gives the scores, with its own mask, score
-function and sinks, so that no architecture has code here.
+Every attention node of the unfused program is observed. The reference of its op computes the scores, including mask,
+score function and sinks. Therefore this module has no code for specific architectures.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.attention import Attention
 
 PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
-THRESHOLD = 0.4  # of the mean attention that makes a head one of a type
-FROM = 2  # the first query that counts: before it, the previous token, the first token and all tokens are the same
+THRESHOLD = 0.4  # minimum mean attention of a head to the tokens of its type
+FROM = 2  # the first query that is measured; for earlier queries, the previous and the first token hardly differ
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where an attention head looks. All numbers are 0 to 1.
+    """The tokens that an attention head attends to. All numbers are 0 to 1.
 
     Attributes:
         layer: the attention node, such as `blocks.0.attention.y`.
         head: the index of the head.
         previous: the mean attention to the token before the query.
         first: the mean attention to the first token of the window.
-        induction: on a sequence of random tokens and its repetition, the mean attention of the second part to the
-            token after the earlier occurrence of the query ("prefix matching", Olsson et al. 2022, "In-context Learning
-            and Induction Heads"). None if it was not measured.
-        content: the mean total variation distance between the attention of the same position in two texts: 0 for a head
-            that looks only at positions.
+        induction: "prefix matching" (Olsson et al. 2022, "In-context Learning and Induction Heads"), measured on random
+            tokens and their repetition. It is the mean attention of the second part to the token after the earlier
+            occurrence of the query. None if it was not measured.
+        content: the mean total variation distance between the attention of the same position in two texts. It is 0 for
+            a head whose attention depends only on positions.
     """
 
     layer: str
@@ -43,8 +43,8 @@ class Head:
 
     @property
     def type(self) -> str:
-        """The type with the largest attention of at least `THRESHOLD`; `content` if only the text decides where the
-        head looks; else `mixed`."""
+        """The type with the largest attention, if this is at least `THRESHOLD`. Otherwise `content`, if the attention
+        depends mainly on the text, or else `mixed`."""
         scores = {PREVIOUS: self.previous, FIRST: self.first, INDUCTION: self.induction or 0.0}
         best = max(scores, key=lambda name: scores[name])
         if scores[best] >= THRESHOLD:
@@ -54,7 +54,7 @@ class Head:
 
 @dataclass(slots=True)
 class _Sums:
-    """Sums over batches of one attention: f64 [heads] and counts, by score."""
+    """Accumulates the scores of one attention node over batches. Each score has a sum, f64 [heads], and a count."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -73,10 +73,10 @@ class HeadPatterns:
     """Accumulates the attention of all heads. `observe` and `observe_repeated` are observers of `reference.run`.
 
     Args:
-        graph: the flattened program, whose types tell self-attention from attention to another sequence.
+        graph: the flattened program. Its types distinguish self-attention from attention to another sequence.
 
     Attributes:
-        refused: the reasons why an attention has no types, by node.
+        refused: the reason why an attention node has no types, by node.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -100,8 +100,8 @@ class HeadPatterns:
         sums.add("previous", weights.diagonal(offset=-1, dim1=-2, dim2=-1)[..., FROM - 1 :])
         sums.add("first", weights[..., FROM:, 0])
         if pairs := len(weights) // 2:
-            one, other = weights[: 2 * pairs : 2, :, FROM:], weights[1 : 2 * pairs : 2, :, FROM:]
-            sums.add("content", (one - other).abs().sum(-1) / 2)
+            even, odd = weights[: 2 * pairs : 2, :, FROM:], weights[1 : 2 * pairs : 2, :, FROM:]
+            sums.add("content", (even - odd).abs().sum(-1) / 2)
 
     def observe_repeated(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Adds the attention of a node over rows that are a random sequence and its repetition."""
@@ -112,7 +112,7 @@ class HeadPatterns:
             self._layers.setdefault(node.name, _Sums()).add("induction", after_earlier)
 
     def _weights(self, node: Node, inputs: Sequence[Tensor]) -> Tensor | None:
-        """Returns the attention [B, H, T, T] of a node; None if it is no attention of a sequence to itself."""
+        """Returns the attention [B, H, T, T] of a node; None if the node is not self-attention."""
         if not isinstance(node.op, Attention) or node.name in self.refused:
             return None
         queries, keys = self._lengths.get(node.name, (None, None))
@@ -140,8 +140,17 @@ class HeadPatterns:
 def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
     """Returns random tokens and their repetition, i64 [rows, 2 * length].
 
-    All tokens of a row are different if the vocabulary is large enough. The last id, which often separates documents,
-    is left out.
+    All tokens of a row are different if the vocabulary is large enough. The last id is not used, because it often
+    separates documents.
+
+    Args:
+        rows: the number of rows.
+        length: the number of random tokens of a row.
+        vocabulary: the number of ids.
+        seed: the seed of the random numbers.
+
+    Returns:
+        The tokens. The second half of each row equals the first.
     """
     generator = torch.Generator().manual_seed(seed)
     count = max(vocabulary - 1, 1)

@@ -46,17 +46,17 @@ class InspectOptions:
 
     Attributes:
         parts: the parts to measure, of `PARTS`.
-        bits: the numbers of bits at which sensitivity is measured. If empty, those of the spec.
+        bits: the numbers of bits at which sensitivity is measured. If empty, the numbers of the spec.
         top: the number of singular values whose share of the energy is stated. None for a tenth of them.
-        sequences: the number of rows of text that heads, units and norms are measured on.
+        sequences: the number of rows of text on which heads, units and norms are measured.
         window: the length of these rows in tokens, at most the context.
-        max_tokens: the number of tokens of the validation split that sensitivity is measured on.
-        data: the data; None for those of the run.
+        max_tokens: the number of tokens of the validation split on which sensitivity is measured.
+        data: the data; None for the data of the run.
         target: a target of the spec. None selects the best target that this machine can run.
         search: folders to search for the tokenizer.
         cache: the folder of tokenized text.
-        kinds: the data of each kind of documents that the load of experts is measured on, by the name of the kind. If
-            empty, the validation split of `data`.
+        kinds: the data on which the load of experts is measured, by the name of the kind of documents. If empty, the
+            validation split of `data` is the only kind.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -79,9 +79,9 @@ class Inspection:
     Attributes:
         name: the name of the spec.
         step: the step of the checkpoint.
-        rows: the rows of text of heads, units and norms, and their length in tokens.
-        scored: the tokens, bytes and bits per byte of the text of the sensitivities, without quantization.
-        notes: the reasons for missing results, by the place in the model or the part.
+        rows: the number and the length in tokens of the rows of text for heads, units and norms.
+        scored: the tokens, bytes and bits per byte of the text for the sensitivities, without quantization.
+        notes: the reasons for missing results, by part or by location in the model.
     """
 
     name: str
@@ -177,8 +177,8 @@ class _Work:
         return tuple(uses)
 
     def activations(self, result: Inspection) -> Inspection:
-        """Returns the result with heads, units and norms, of one pass over rows of text and one over repeated random
-        tokens."""
+        """Returns the result with heads, units and norms. They are measured in one pass over rows of text and one pass
+        over repeated random tokens."""
         graph = flatten(self.programs, self.programs.program("score"))
         heads, units, norms = HeadPatterns(graph), UnitActivity(graph), ResidualNorms(graph)
         parts = {"heads": heads.observe, "units": units.observe, "norms": norms.observe}
@@ -202,13 +202,13 @@ class _Work:
             self.notes |= {name: f"no types of heads: {reason}" for name, reason in heads.refused.items()}
             result = replace(result, heads=heads.heads())
             if not result.heads:
-                self.notes["heads"] = "the model has no self-attention whose heads have types"
+                self.notes["heads"] = "the model has no self-attention for which types of heads are defined"
         if "units" in self.options.parts:
             result = replace(result, units=tuple(units.layers()))
             if not result.units:
                 self.notes["units"] = "the model has no pointwise activation between two products"
             for layer in (row.layer for row in result.units if not row.tokens):
-                self.notes[layer] = "no token chose this expert"
+                self.notes[layer] = "no token was routed to this expert"
         if "norms" in self.options.parts:
             result = replace(result, norms=tuple(norms.blocks()))
             self.notes |= {block: f"no norms: {reason}" for block, reason in norms.refused.items()}
@@ -222,7 +222,7 @@ class _Work:
             reference.run(self.programs, "score", inputs, self.on_device, observe)
 
     def _batches(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yields pairs of rows: of the validation split for text, of the training data for lines."""
+        """Yields pairs of rows, from the validation split for text, and from the training data for lines."""
         spec, options = self.run.spec, self.options
         if not self.is_text:
             data = source_of(spec)(spec, self.opened.search).open(*data_of(self.run, self.options), self.stack)
@@ -251,10 +251,10 @@ class _Work:
                 for ids, targets in self._windows(path, cache):
                     loads.append(expert_loads(model, score, ids.to(device), targets.to(device)))
                     self.progress(f"experts, {kind}", 2 * len(loads), self.options.sequences)
-        found = tuple(expert_loads_by_kind(measured))
-        if self.options.kinds and not found:
+        loads_by_kind = tuple(expert_loads_by_kind(measured))
+        if self.options.kinds and not loads_by_kind:
             self.notes["experts"] = "the model has no mixture of experts"
-        return found
+        return loads_by_kind
 
     def _repeated(self, heads: HeadPatterns) -> None:
         """Measures induction on random tokens and their repetition."""

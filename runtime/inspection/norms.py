@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
-A block is all nodes whose names begin with the same index, such as `blocks.3`, if it has a product of weights. The
-stream after a block is the last value of the block that has the width of the model and that a node outside the block
-reads.
+A block consists of all nodes whose names begin with the same index, such as `blocks.3`, if one of them is a product
+with weights. The stream after a block is a value of the block that has the width of the model and that a node outside
+of the block reads. If there are several, it is the last.
 """
 
 import re
@@ -14,7 +14,7 @@ from torch import Tensor
 from specc.compiler.ir.graph import Graph, Node
 from specc.runtime.inspection.units import is_product
 
-_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+(?:\.again\d+)?)\.")  # a repeated block has a name for each run
+_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+(?:\.again\d+)?)\.")  # a repeated block has one name per repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class BlockNorm:
         block: the name of the block.
         before: the root mean square of the stream that the block reads; None if it has another shape than the result.
         after: the root mean square of the stream after the block.
-        change: |after - before| / |before|, the relative size of what the block adds; None if `before` is None.
+        change: |after - before| / |before|, the relative size of the change by the block; None if `before` is None.
     """
 
     block: str
@@ -50,11 +50,11 @@ class ResidualNorms:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._stream: dict[str, str] = {}  # the name of a node -> the block that it ends
-        self._before: dict[str, str] = {}  # a block -> the value that it reads
+        self._stream: dict[str, str] = {}  # name of the last node of a block -> block
+        self._before: dict[str, str] = {}  # block -> the value that it reads
         self._values: dict[str, Tensor] = {}
         self.refused: dict[str, str] = {}
-        self._sums: dict[str, list[float]] = {}  # a block -> sums of squares before, after, of the change; counts
+        self._sums: dict[str, list[float]] = {}  # block -> sums of squares before, after, and of the change; counts
         width = _width(graph)
         blocks: dict[str, list[Node]] = {}
         readers: dict[str, set[str]] = {}
@@ -76,7 +76,7 @@ class ResidualNorms:
             ]
             if not ends:
                 if block:
-                    self.refused[block] = "its result is not a single residual stream of the width of the model"
+                    self.refused[block] = "its result is not a single residual stream with the width of the model"
                 continue
             self._stream[ends[-1].name] = block
             reads = [
@@ -89,12 +89,12 @@ class ResidualNorms:
             if before:
                 self._before[block] = before
             previous = ends[-1].name
-        self._kept = frozenset(self._before.values())
+        self._inputs = frozenset(self._before.values())
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Adds the stream after a block."""
         value = outputs[0].detach()
-        if node.name in self._kept:
+        if node.name in self._inputs:
             self._values[node.name] = value
         block = self._stream.get(node.name)
         if block is None:
@@ -126,7 +126,7 @@ def _block(name: str) -> str:
 
 
 def _width(graph: Graph) -> int | None:
-    """Returns the width that most values between blocks have: the width of the model."""
+    """Returns the width of the model: the most frequent width of values between blocks."""
     readers: dict[str, set[str]] = {}
     for node in graph.nodes:
         for ref in node.inputs:

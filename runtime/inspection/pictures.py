@@ -1,7 +1,6 @@
 """Pictures of an inspection, one PNG per part. Needs matplotlib.
 
-Lines differ in dashes and marks, and maps state their values as shades of one color, so that all are readable without
-color.
+All pictures are readable without color: lines differ in dashes and marks, and maps show values as shades of one color.
 """
 
 import re
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 COLORS = ("#0b5cad", "#b3440e", "#0f766e", "#7b2d8b", "#8a6100", "#4a5560", "#b01e4a", "#3f6f1d")
 DASHES = ("-", "--", ":", "-.")
 MARKS = ("o", "s", "^", "D", "v", "x", "P", "*")
-LETTERED = 24  # a map of more columns or rows has no numbers in its cells
+LETTERED = 24  # maximum columns or rows of a map with numbers in its cells
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
@@ -131,7 +130,7 @@ def _ranks(result: Inspection) -> "Figure":
 
 
 def _heads(result: Inspection) -> "Figure":
-    """Draws a map of layers and heads for each score."""
+    """Draws one map per score, with layers as rows and heads as columns."""
     scores = ("previous", "first", "induction", "content")
     titles = ("previous token", "first token", "induction", "content")
     layers = list(dict.fromkeys(head.layer for head in result.heads))
@@ -208,7 +207,7 @@ def _norms(result: Inspection) -> "Figure":
         float("nan") if norm.change is None or norm.before is None else norm.change * norm.before
         for norm in result.norms
     ]
-    axes.plot(places, changes, "--^", color=COLORS[2], label="what the block adds")
+    axes.plot(places, changes, "--^", color=COLORS[2], label="change by the block")
     axes.set_xticks(list(places), names, rotation=90, fontsize=7)
     axes.set_ylabel("root mean square")
     axes.set_ylim(bottom=0)

@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RankUse:
-    """How a matrix spreads its energy over its singular values s_1 >= s_2 >= ...
+    """The distribution of the energy of a matrix over its singular values s_1 >= s_2 >= ...
 
     Attributes:
-        name: the parameter; the matrix of an expert has its index, as in `blocks.0.moe.up[3]`.
+        name: the parameter. For an expert, it includes the index, as in `blocks.0.moe.up[3]`.
         shape: the rows and columns.
         largest: s_1, the spectral norm.
         stable_rank: sum s_i^2 / s_1^2, the squared ratio of Frobenius norm and spectral norm; 0 for a zero matrix.
         effective_rank: exp of the entropy of s_i / sum s (Roy and Vetterli 2007, "The effective rank").
-        top: the number of largest singular values that `energy` counts.
-        energy: the share of these singular values in sum s_i^2.
+        top: the number of largest singular values that `energy` includes.
+        energy: the share of their squares in sum s_i^2.
         spectrum: the singular values, in descending order.
     """
 
@@ -39,7 +39,7 @@ class RankUse:
 
 
 def is_matrix(shape: tuple[int, ...]) -> bool:
-    """Returns whether a parameter of this shape holds matrices with several rows and columns."""
+    """Returns whether a parameter of this shape consists of matrices with several rows and columns."""
     return len(shape) in (2, 3) and min(shape[-2:]) > 1
 
 

@@ -1,4 +1,4 @@
-"""The sensitivity of each matrix to quantization: the measured rise of the loss when it alone is quantized."""
+"""The sensitivity of each matrix to quantization: the measured rise of the loss if only this matrix is quantized."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ class Sensitivity:
         scheme: the label of the quantization scheme.
         bits: bits per value.
         mse: the mean squared error of the quantized values.
-        rise: the measured rise of bits per byte, against the same text with no matrix quantized.
-        estimate: the rise by the second-order estimate that bit allocation uses (`added_nats`), in bits per byte.
+        rise: the measured rise of bits per byte on the text, compared with the model without quantization.
+        estimate: the rise in bits per byte according to the second-order estimate of bit allocation (`added_nats`).
     """
 
     name: str
@@ -46,13 +46,13 @@ class Sensitivity:
 def schemes_at(
     base: Mapping[str, Scheme], names: Sequence[str], bits: Sequence[int], weights: Mapping[str, Tensor]
 ) -> tuple[list[tuple[str, Scheme]], dict[str, str]]:
-    """Returns the (parameter, scheme) pairs to measure, and the reason for each parameter that has none.
+    """Returns the (parameter, scheme) pairs to measure, and the reason for each parameter without a pair.
 
     Args:
-        base: the scheme of each parameter by the spec.
+        base: the scheme of each parameter according to the spec.
         names: the parameters.
-        bits: the numbers of bits to measure. If empty, each parameter has the scheme of the spec; one without a scheme
-            that quantizes has GPTQ with 4 bits.
+        bits: the numbers of bits to measure. If empty, each parameter has the scheme of the spec. If this scheme does
+            not quantize, it is replaced by GPTQ with 4 bits.
         weights: the parameters.
     """
     pairs, refused = [], {}
@@ -78,7 +78,7 @@ def sensitivities(
     measure: Callable[[], BitsPerByte],
     refused: dict[str, str],
 ) -> Iterator[Sensitivity]:
-    """Yields the sensitivity of each pair. At each result, the parameters of `model` have their original values again.
+    """Yields the sensitivity of each pair. Before each result, the parameters of `model` are restored.
 
     Args:
         model: the model that `measure` scores.
@@ -119,5 +119,5 @@ def sensitivities(
 
 
 def _size(score: BitsPerByte) -> int:
-    """Returns the number of bytes that a score is divided by."""
+    """Returns the number of bytes by which a score is divided."""
     return score.document_bytes if score.bpb is not None and score.document_bytes else score.piece_bytes

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 
 from specc.runtime.inspection.inspect import Inspection
 
-SHOWN = 16  # experts of a layer that a table shows
+SHOWN = 16  # maximum experts of a layer in a table
 
 
 def tables(result: Inspection) -> Iterator[str]:
-    """Yields one table per part that was measured, each with a line that explains it, then the notes."""
+    """Yields one table per measured part, each with a line of explanation, and then the notes."""
     if result.ranks:
-        yield "ranks        of each matrix, by its singular values: how many of them carry it"
+        yield "ranks        of each matrix, from its singular values"
         head = ("matrix", "shape", "largest", "stable rank", "effective rank", "of", "energy in the top")
         yield _aligned(
             head,
@@ -35,7 +35,7 @@ def tables(result: Inspection) -> Iterator[str]:
             ],
         )  # fmt: skip
     if result.units:
-        yield f"units        of MLPs, on {text}: dead are zero at every token, weak stay below 1 % of the median"
+        yield f"units        of MLPs, on {text}; dead: always zero; weak: always below 1 % of the median"
         yield _aligned(
             ("activation", "units", "dead", "weak", "active"),
             [(u.layer, f"{u.units:,}", f"{u.dead:,}", f"{u.weak:,}", f"{u.active:.1%}") for u in result.units],
@@ -71,7 +71,7 @@ def tables(result: Inspection) -> Iterator[str]:
     if result.sensitivity:
         assert result.scored is not None
         over = f"{result.scored['tokens']:,} tokens at {result.scored['bpb']:.4f} bits per byte"
-        yield f"sensitivity  rise of bits per byte if one matrix alone is quantized, on {over}"
+        yield f"sensitivity  rise of bits per byte if only this matrix is quantized, on {over}"
         yield _aligned(
             ("matrix", "scheme", "MSE", "measured", "estimated", "ratio"),
             [

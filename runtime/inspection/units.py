@@ -1,7 +1,7 @@
 """Dead units: features between two products that are zero, or nearly zero, at every token.
 
-A layer of units is found in the graph of the program: a pointwise node that depends only on outputs of products and is
-itself multiplied by a weight, such as the activation of an MLP, with or without a gate, or of experts.
+A layer of units is a pointwise node in the graph of the program. It depends only on outputs of products, and is an
+input of a product with a weight. An example is the activation of an MLP, with or without a gate, or of experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.runtime.calibration.hessian import rows_of_experts
 
-WEAK = 0.01  # of the median of the largest magnitudes of the units of a layer
+WEAK = 0.01  # share of the median over a layer of the largest magnitude of each unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Units:
     """The units of a layer, or of one expert.
 
     Attributes:
-        layer: the node of the activation; that of an expert has its index, as in `blocks.0.moe.act[3]`.
+        layer: the node of the activation. For an expert, it includes the index, as in `blocks.0.moe.act[3]`.
         units: the number of units.
-        tokens: the number of tokens that reached the units. An expert that no token chose has none.
+        tokens: the number of tokens that reached the units; 0 for an expert to which no token was routed.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose magnitude is at most 1 % of the median largest magnitude of a unit at every
-            token. It includes the dead ones.
+        weak: the number of units whose magnitude is small at every token, including the dead units. Small means at most
+            1 % of the median over units of their largest magnitude.
         active: the mean share of tokens at which a unit is not zero.
     """
 
@@ -49,7 +49,7 @@ class UnitActivity:
     """
 
     def __init__(self, graph: Graph) -> None:
-        # the first product that multiplies each activation -> the activation
+        # first product that reads an activation -> activation
         self._read_by: dict[str, str] = {}
         by_name = {node.name: node for node in graph.nodes}
         for node in graph.nodes:
@@ -104,7 +104,7 @@ def is_product(node: Node) -> bool:
 
 
 def _bends(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node, or one before it, is nonlinear. The addition of a bias, for example, is not."""
+    """Returns whether a pointwise node, or a pointwise node before it, is nonlinear. The addition of a bias is not."""
     if not isinstance(node.op, Pointwise):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +121,7 @@ def _first(value: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _of_products(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node depends on nothing but products, parameters and numbers."""
+    """Returns whether a pointwise node depends only on products, parameters and numbers."""
     if not isinstance(node.op, Pointwise):
         return False
     read = [ref for ref in node.inputs if ref[0] not in "@$"]

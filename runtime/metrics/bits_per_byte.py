@@ -1,8 +1,8 @@
 """Bits per byte: the loss of a model over a stream, in a unit that does not depend on the tokenizer.
 
 `bpb` divides by the bytes of the documents in the source, or by the byte counts beside the shards. `bpb_pieces` divides
-by the bytes that the scored tokens represent (PieceBytes). For a lossless tokenizer both numbers must be equal, and
-this is checked.
+by the bytes that the scored tokens represent (PieceBytes). For a lossless tokenizer, both divisors must be equal, which
+is verified.
 """
 
 import math
@@ -31,8 +31,8 @@ class BitsPerByte:
     Attributes:
         nats: sum of the loss over the scored tokens, in nats.
         tokens: number of scored tokens, including separators, which have no bytes.
-        document_bytes: bytes of the documents: the byte counts of the scored tokens, if the stream has them. Otherwise
-            None if only a part was scored, or if the source does not state them.
+        document_bytes: bytes of the documents. If the stream has byte counts, they are the sum over the scored tokens.
+            Otherwise, None if only a part was scored or the source does not state them.
         piece_bytes: bytes that the scored tokens represent.
         bpb: bits per document byte. None if the document bytes are unknown and the tokenizer is lossy.
         bpb_pieces: bits per piece byte.
@@ -133,10 +133,9 @@ class ScoredText:
 class Account:
     """Accumulates the loss and the bytes of the targets that batches of windows score.
 
-    Every token except the first is a target exactly once. The first token is BOS. It has no bytes, so neither the loss
-    nor the bytes lack anything. Separators contribute to the loss. Batches do not depend on the number of processes,
-    and their sums are added exactly. The total is therefore identical on any number of processes if the model returns
-    identical losses.
+    Every token except the first is a target exactly once. The first token is BOS, which has no bytes. Separators
+    contribute to the loss. Batches do not depend on the number of processes, and their sums are added exactly. The
+    total is therefore identical on any number of processes if the model returns identical losses.
 
     Args:
         text: the text to score.
@@ -170,7 +169,7 @@ class Account:
         return int(self._sums[-3])
 
     def span(self, batches: range) -> tuple[int, int]:
-        """Returns (after, end): a range of batches scores the targets at positions after + 1 .. end."""
+        """Returns (after, end) of a range of batches, which scores the targets at positions after + 1 .. end."""
         first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
         return self.windows.before(first), self.windows.before(end)
 

@@ -20,11 +20,11 @@ class ExactMatch:
     """The score of a set of pairs.
 
     Attributes:
-        nats: sum of the teacher-forced loss over all target tokens, with stop tokens and without pads.
+        nats: sum of the teacher-forced loss over all target tokens, including stop tokens but not pads.
         tokens: number of these tokens.
         lines: number of scored pairs.
         exact: number of pairs whose decoded line equals the target.
-        matching: number of target tokens, with stop tokens, that the decoded line has at the same position.
+        matching: number of these tokens that the decoded line has at the same position.
     """
 
     nats: float
@@ -69,7 +69,7 @@ def exact_match(
     Args:
         score: maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B, width], 0 at
             pads. B is always `batch`: the last batch is padded with copies of its last pair, which do not count.
-        translates: decodes the sources.
+        translates: the decoder of the sources.
         pairs: the pairs to score.
         tokenizer: the characters of the pairs.
         batch: number of pairs per batch.

@@ -1,4 +1,4 @@
-"""The load of experts: the share of the rows of a layer that each expert multiplies."""
+"""The load of experts: the share of the rows of a layer that are routed to each expert."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,5 +56,5 @@ def expert_loads(
 
 
 def imbalance(loads: Mapping[str, Sequence[float]]) -> float:
-    """Returns the largest load of an expert in any layer divided by the mean load: 1 if all loads are equal."""
+    """Returns the largest load of an expert in any layer, divided by the mean load. It is 1 if all loads are equal."""
     return max(len(load) * max(load) for load in loads.values())

@@ -13,8 +13,9 @@ def loss_terms(
 ) -> dict[str, float]:
     """Returns the mean of each term over a batch, without its weight, by the title of the term.
 
-    The loss of the program is linear in the weights of the terms that are functions of tokens, so it is computed with a
-    weight of 1 for one term at a time. A loss that layers state is the gradient of its weight: its sum over the blocks.
+    For terms that are functions of tokens, the loss of the program is linear in their weights. The program therefore
+    runs with a weight of 1 for one term at a time. For a loss that layers state, the value is the gradient with respect
+    to the weight of the term, which is the sum over the blocks.
 
     Args:
         model: the model. The buffers that the program writes, such as statistics of 8-bit products, are restored.
@@ -34,7 +35,7 @@ def loss_terms(
     values: dict[str, float] = {}
     try:
         with torch.no_grad():
-            rest = float(loss()[0])  # of the terms without a weight
+            rest = float(loss()[0])  # the sum of the terms without a weight
             for term in terms:
                 if not term.states:
                     values[term.title] = float(loss(term)[0]) - rest if term.input else rest

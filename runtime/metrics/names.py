@@ -1,4 +1,4 @@
-"""The metrics of specs by name: how a value is read from a log or a score, shown, and compared."""
+"""The metrics of specs by name: reads a value from a log or a score, formats it, and states which value is better."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,8 +52,8 @@ def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> M
         scores: the validations; None for a run without one.
 
     Returns:
-        The first metric of the spec that all validations have. Bits per byte are unknown for some data, which have bits
-        per piece byte.
+        The first metric of the spec that all validations have. For some data, bits per byte are unknown; the metric is
+        then bits per piece byte.
     """
     known = [score for score in scores if score is not None]
     choices = (*_OF_SPECS[spec_metric], NATS)

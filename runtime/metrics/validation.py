@@ -69,8 +69,8 @@ class Validates(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """A measurement of the first `max_tokens` targets of a text stream (None: all), with `batch` windows per batch. The
-    first `unscored` targets of a window do not count."""
+    """A measurement of the first `max_tokens` targets of a text stream, or of all targets if it is None. A batch has
+    `batch` windows. The first `unscored` targets of a window do not count."""
 
     stream: TokenStream
     tokenizer: Tokenizer

@@ -1,7 +1,8 @@
 """The cache of generated and compiled code: private folders, whose files are loaded as code.
 
-By default, torch uses a folder of a known name in /tmp, which another user can create first. Every entry is named by
-the content that it was made from, so runs and processes share entries, and a stale entry is never read.
+By default, torch uses a folder with a predictable name in /tmp, which another user can create first. The name of an
+entry is a digest of the source that it was made from. Runs and processes therefore share entries, and never read an
+outdated entry.
 """
 
 import hashlib
@@ -18,18 +19,18 @@ from filelock import FileLock
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.support.native import cache_folder, cache_root, private_folder
 
-# The variable that each compiler reads, and the name of its folder in the cache of specc.
+# The environment variable that each compiler reads, and the name of its folder in the cache of specc.
 CACHES: Mapping[str, str] = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 FOLDERS = ("generated", "native", *CACHES.values())
 LIMIT = 20.0  # GB, without SPECC_CACHE_GB
-IN_USE = 24 * 3600  # seconds: entries that were used this recently are kept at any size
+IN_USE = 24 * 3600  # seconds: entries that were used within this time are never removed
 
 
 def use_private_caches() -> None:
-    """Sets the variables of `CACHES`, for this process and those that it starts. Folders that the user set are kept.
+    """Sets the variables of `CACHES`, for this process and those that it starts. Variables that the user set remain.
 
-    Also lets torch.compile cache graphs with an `autograd.Function`, as generated groups are. Torch does not by
-    default, although the forward and the backward of the function are parts of the graph, and thus of the key.
+    Also lets torch.compile cache graphs that contain an `autograd.Function`, such as generated groups. Torch does not
+    do so by default. It is safe, because the cache key covers the forward and the backward of the function.
 
     Raises IntegrityError if a folder is a link, belongs to another user, or is writable by others.
     """
@@ -80,7 +81,7 @@ class Entry:
     Attributes:
         path: a file or a folder.
         size: its bytes.
-        used: the time of its last use that the file system recorded, in seconds since 1970.
+        used: the time of its last use according to the file system, in seconds since 1970.
     """
 
     path: Path
@@ -89,7 +90,7 @@ class Entry:
 
 
 def entries() -> Iterator[Entry]:
-    """Yields the entries of the cache, without folders outside of it that the user set."""
+    """Yields the entries of the cache. Folders outside of the cache, which the user set, are not included."""
     for name in FOLDERS:
         folder = cache_root() / name
         # Inductor's files are independent of each other, and its folders are named by two letters of a key.
@@ -111,11 +112,11 @@ def size_limit() -> float:
 
 
 def trim() -> None:
-    """Removes the entries that were not used for the longest time, until the cache is within its limit. Entries of the
-    last day are kept, because a run may read them."""
-    found = sorted(entries(), key=lambda entry: entry.used)
-    excess = sum(entry.size for entry in found) - size_limit()
-    for entry in found:
+    """Removes the least recently used entries until the cache is within its limit. Entries of the last day remain,
+    because a run may read them."""
+    oldest_first = sorted(entries(), key=lambda entry: entry.used)
+    excess = sum(entry.size for entry in oldest_first) - size_limit()
+    for entry in oldest_first:
         if excess <= 0 or entry.used > time.time() - IN_USE:
             return
         if entry.path.is_dir():

@@ -14,7 +14,7 @@ from specc.compiler.ir.graph import Named
 from specc.compiler.ir.types import TensorType
 from specc.compiler.programs.programs import Programs
 
-PLACES = ("starts", "table")  # inputs that are no ids
+PLACES = ("starts", "table")  # inputs that do not contain ids
 STATE_PREFIXES = ("state.", "cache.")  # prefixes of the names of inputs that persist between decoding steps
 
 
@@ -35,6 +35,12 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int, least:
     A wrapped program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id.
     Checking ids synchronizes with a GPU once per call. Programs that accept a single token run once per decoding step,
     and therefore do not check ids on a GPU.
+
+    Args:
+        model: the module whose methods are wrapped, in place.
+        programs: the programs, with the types of their inputs.
+        vocabulary: the number of ids.
+        least: the minimum length of a new sequence, in tokens.
     """
     for graph in programs.programs:
         trains = {"train", *(phase.train for phase in programs.phases)}
@@ -63,7 +69,7 @@ def _checked(
                 if type.shape and name not in PLACES and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
         if sizes.get("T", least) < least and not int(tensors.get("start", 0)):
-            raise ValueError(f"{names[0]} has {sizes['T']} tokens a row; the model needs at least {least}, its prefix")
+            raise ValueError(f"{names[0]} has {sizes['T']} tokens per row; its prefix needs at least {least}")
         for state in (*args[len(names) :], *(value for name, value in kwargs.items() if name not in names)):
             if "B" in sizes:  # pages belong to no row
                 _require_rows(state, names[0], sizes["B"])
@@ -91,9 +97,9 @@ def _require(
         name: name of the input, for messages.
         value: the value to check.
         expected: the expected type. Its shape dims are numbers or names.
-        sizes: sizes of the named dims that are known so far. Dims first seen in this input are added.
-        context: the maximum length of a sequence, in tokens. A scalar input is a position, and on the CPU it must be
-            less than `context`. None is unlimited.
+        sizes: sizes of the named dims that are known so far. New dims of this input are added.
+        context: the maximum length of a sequence, in tokens; None is unlimited. A scalar input is a position, and on
+            the CPU it must be less than `context`.
         device: the expected device; None accepts any.
 
     Raises:
@@ -110,7 +116,7 @@ def _require(
         raise ValueError(f'{name} is on {value.device}, and the model on {device}; use {name}.to("{device}")')
     if not expected.shape:
         if not value.is_cuda and context is not None and not 0 <= int(value) < context:
-            raise ValueError(f"{name} is {int(value)}; the model's context is {context} tokens, from 0 on")
+            raise ValueError(f"{name} is {int(value)}; the positions of the model are 0 to {context - 1}")
         return
     for i, (dim, size) in enumerate(zip(expected.shape, value.shape, strict=True)):
         known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
@@ -120,7 +126,7 @@ def _require(
         if size == 0:
             raise ValueError(f"{name} is empty: its shape is {list(value.shape)}; it must be {shape}")
         if i and context is not None and size > context:
-            raise ValueError(f"{name} has {size} tokens a row; the model's context is {context}")
+            raise ValueError(f"{name} has {size} tokens per row; the model's context is {context}")
 
 
 def _require_rows(state: Any, name: str, rows: int) -> None:

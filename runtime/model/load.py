@@ -53,7 +53,7 @@ class Loaded:
 def instantiate(
     spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK, deployed: bool = False
 ) -> Loaded:
-    """Generates the code of `spec` and creates its module, with f32 parameters that are not filled yet.
+    """Generates the code of `spec` and creates its module. Its f32 parameters have no values yet.
 
     Args:
         spec: the spec.
@@ -61,8 +61,8 @@ def instantiate(
         directory: the folder that the code is written to.
         fuse: whether to apply fusion points. Without them, plain ops compute the same function.
         lock: measured tile sizes of the kernels.
-        deployed: generate the module that runs from an artifact. Allowed only for a spec whose deployed module differs
-            from its training module.
+        deployed: whether to generate the module that runs from an artifact. Allowed only if it differs from the
+            training module of the spec.
 
     Returns:
         The module with its spec, target, programs and code folder. The code of a GPU target is loaded from the cache.
@@ -72,7 +72,7 @@ def instantiate(
     """
     if TARGETS[target].arch:  # code for the CPU is not compiled
         use_private_caches()
-    spec = spec if fuse else replace_fuse(spec)
+    spec = spec if fuse else spec.plain
     built = compile_loaded(spec, None, (target,), lock)
     write(directory, built.files, force=True)
     code = directory / target / DEPLOYED if deployed else directory / target
@@ -89,7 +89,7 @@ def instantiate(
 
 
 def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Module":
-    """Returns the module of other programs of a loaded model, with the current parameters of that model.
+    """Creates a module for other programs of a loaded model. The two modules share their parameters.
 
     Args:
         loaded: the model.
@@ -97,7 +97,7 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
         directory: the folder that the files are written to.
 
     Returns:
-        The module, in eval mode. Its parameters are those of the loaded model, in the same memory.
+        The module, in eval mode. Its parameters are the tensors of the loaded model, without a copy.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
@@ -107,10 +107,6 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
     for name, parameter in model.named_parameters():
         parameter.data = weights[name].data
     return model.eval()
-
-
-def replace_fuse(spec: Spec) -> Spec:
-    return spec.plain
 
 
 def import_model(directory: Path) -> ModuleType:
@@ -123,9 +119,9 @@ def import_model(directory: Path) -> ModuleType:
 def import_file(directory: Path, name: str) -> ModuleType:
     """Imports a Python file of a generated folder.
 
-    The package name contains a digest of the folder's content, and so do the names of its custom ops, which are in the
-    keys of the caches of torch.compile: equal code of two runs shares their entries, and different code never does.
-    Raises RunFailure if the file does not exist.
+    The name of the package, and the names of its custom ops, contain a digest of the folder's content. The cache keys
+    of torch.compile contain these names. Therefore runs with equal code share cache entries, and runs with different
+    code do not. Raises RunFailure if the file does not exist.
     """
     if not (directory / f"{name}.py").is_file():
         raise RunFailure(f"{directory} has no {name}.py", "build the spec first: specc build")
@@ -133,7 +129,9 @@ def import_file(directory: Path, name: str) -> ModuleType:
     if f"{package}.{name}" in sys.modules:
         return sys.modules[f"{package}.{name}"]
     holder = sys.modules.setdefault(package, ModuleType(package))
-    holder.__path__ = [str(directory.resolve())]  # also if another folder with this content was deleted since
+    holder.__path__ = [
+        str(directory.resolve())
+    ]  # a folder with the same content may have been imported before and then deleted
     spec = importlib.util.spec_from_file_location(f"{package}.{name}", directory / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -149,25 +147,27 @@ def import_file(directory: Path, name: str) -> ModuleType:
 
 
 def _keep_sources(package: str) -> None:
-    """Keeps the source lines of a package's modules, which another folder with this content may use after the files are
-    deleted: tracebacks and `inspect.getsource` read them."""
+    """Stores the source lines of a package's modules in `linecache`, for tracebacks and `inspect.getsource`.
+
+    Another folder with the same content uses the modules too, even after the files of this folder are deleted.
+    """
     for name, module in list(sys.modules.items()):
         file = module.__file__ if name.startswith(f"{package}.") else None
-        if file is not None and Path(file).is_file():  # those of a deleted folder are kept since their import
+        if file is not None and Path(file).is_file():  # lines of a deleted folder were stored when it was imported
             text = Path(file).read_text()
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
 
 
 def initialize(loaded: Loaded, seed: int) -> None:
-    """Fills every f32 parameter according to its `init`. Each parameter has a random generator, seeded by `seed` and
-    the name of the parameter."""
+    """Fills every f32 parameter by its `init`. Each parameter has its own random generator. Its seed is derived from
+    `seed` and the name of the parameter."""
     from specc.runtime.model.parameters import fill
 
     fill(loaded.model, initial_values(loaded.programs), seed)
 
 
 def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
-    """Returns, by parameter name, the initial distribution and its number, such as the standard deviation."""
+    """Returns (distribution, number) by parameter name. The number is, for example, the standard deviation."""
     return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
 

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 
 from specc.runtime.errors import IntegrityError
 
-# In-place initializers by the distribution's name in a spec. The float is the distribution's number.
+# In-place initializers, by the name of the distribution in a spec. The float is its number, e.g. a standard deviation.
 DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
     "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
     "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),
@@ -50,12 +50,12 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             if parameter.shape != tensors[name].shape:
                 stored, expected = list(tensors[name].shape), list(parameter.shape)
                 message = f"{name} is {stored} in the file but {expected} in the model"
-                raise IntegrityError(message, "the file is of another spec")
+                raise IntegrityError(message, "the file belongs to another spec")
             parameter.copy_(tensors[name])
 
 
 def place(model: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-    """Converts parameters to `dtypes`, by name, moves parameters and buffers to `device`, and sets eval mode."""
+    """Converts parameters to their `dtypes`, by name, moves parameters and buffers to `device`, and sets eval mode."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(device, dtypes[name])
     for buffer in model.buffers():

@@ -14,33 +14,43 @@ State = dict[str, tuple[Tensor, ...]]  # by location in the spec, tensors with o
 class GeneratedText(Protocol):
     """A generated text model. Ids and targets are i64 [B, T], logits f32 [B, vocabulary].
 
-    `features` and `nats`, the two parts of `score`, exist if `eval` of the spec has `adapt`.
+    The methods `features` and `nats` are the two parts of `score`. They exist only if `eval.adapt` is in the spec.
     """
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Returns the loss of each target in nats, f32 [B, T]."""
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Appends `ids` to `cache`, which has `start` (i64 []) tokens, and returns the logits after the last id."""
+        """Appends `ids` to a cache of `start` (i64 []) tokens, and returns the logits after the last id."""
 
     def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Runs `prefill` for a single token per row, ids i64 [B, 1]."""
+        """Does the same as `prefill` for one token per row, ids i64 [B, 1]."""
 
     def new_cache(self, rows: int, positions: int) -> Cache:
         """Returns an empty cache for `rows` texts of up to `positions` tokens."""
 
     def features(self, ids: Tensor) -> Tensor:
-        """Returns the input of the head, [B, T, D]."""
+        """Returns the hidden states that the head reads, [B, T, D]."""
 
     def nats(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Returns the loss of each target in nats, f32 [B, T], from the input of the head, x [B, T, D]."""
+        """Returns the loss of each target in nats, f32 [B, T]. `x` [B, T, D] is the result of `features`."""
 
 
 class GeneratedPages(Protocol):
-    """A generated text model whose cache is in pages. Row r of `table` i64 [R, N] lists the pages of text r."""
+    """A generated text model whose cache is in pages. Row r of `table`, i64 [R, N], lists the pages of text r."""
 
     def step(self, ids: Tensor, starts: Tensor, table: Tensor, cache: Cache) -> Tensor:
-        """Appends ids i64 [R, K] to texts of `starts` (i64 [R]) tokens, and returns the logits after the last ids."""
+        """Appends tokens to texts.
+
+        Args:
+            ids: the tokens, i64 [R, K].
+            starts: the number of tokens in the cache of each text, i64 [R].
+            table: the pages of each text, i64 [R, N].
+            cache: the pages, which are updated in place.
+
+        Returns:
+            The logits after the last token of each text, [R, vocabulary].
+        """
 
     def new_cache(self, pages: int) -> Cache:
         """Returns empty pages."""
@@ -63,7 +73,7 @@ class GeneratedLines(Protocol):
 
 
 def text_model(module: Any) -> GeneratedText:
-    """Casts a module that was generated from a text spec."""
+    """Casts a module that was generated from a text spec to its type."""
     return cast(GeneratedText, module)
 
 
@@ -73,5 +83,5 @@ def paged_model(module: Any) -> GeneratedPages:
 
 
 def line_model(module: Any) -> GeneratedLines:
-    """Casts a module that was generated from a spec of lines."""
+    """Casts a module that was generated from a spec of lines to its type."""
     return cast(GeneratedLines, module)

@@ -24,7 +24,7 @@ class AdamW(UpdateRule[AdamWSpec]):
         self._torch = torch.optim.AdamW(
             self.tensors, 0.0, spec.betas, spec.eps, decay or 0.0, fused=fused, foreach=False, capturable=fused
         )
-        self._torch._warned_capturable_if_run_uncaptured = True  # silences a warning: capture is optional here
+        self._torch._warned_capturable_if_run_uncaptured = True  # silences a warning about capture
         # Torch creates its state in the first step, but the state names must exist before it.
         for parameter in self.tensors:
             self._torch.state[parameter] = {

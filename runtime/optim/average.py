@@ -10,8 +10,7 @@ from specc.runtime.optim.schedule import Moment
 
 
 class Average:
-    """An f32 mean of the master weights, by name. The initial value is a copy of the master weights, which `weights`
-    returns.
+    """An f32 mean of the master weights, by name. Its initial value is a copy of the master weights.
 
     An `ema` is an exponential moving average: each update moves it 1 - `decay` of the way to the masters (Polyak and
     Juditsky, 1992). An `swa` is the plain mean of the masters, sampled after every `every` steps while the warm-down is
@@ -25,7 +24,7 @@ class Average:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The current mean, not copied. Before the first update, it equals the master weights."""
+        """The current mean, without a copy. Before the first update, it equals the initial master weights."""
         if not self.begun:
             self._move(1.0)
         return self._tensors
@@ -36,7 +35,7 @@ class Average:
         return isinstance(self._spec, EmaSpec) or bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:
-        """Updates the mean from the masters after `step` updates, the last of which happened at `moment`."""
+        """Updates the mean from the masters after `step` updates. `moment` is that of the last update."""
         if isinstance(self._spec, EmaSpec):
             self._move(1 - self._spec.decay)
         elif step % self._spec.every == 0 and moment.warm_down < self._spec.below:
@@ -49,12 +48,12 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state in addition to the mean, by name, not copied."""
+        """Returns the state besides the mean, by name. The tensors are not copies."""
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Copies `weights` into the mean and `state` into the state. Each must have the current names and shapes; other
+        """Copies `weights` into the mean and `state` into the state. Both must have the current names and shapes. Other
         names in `state` are ignored."""
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])

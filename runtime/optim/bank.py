@@ -18,7 +18,7 @@ class Bank:
 
     Attributes:
         local: the matrices of this process, as a slice of [all matrices, ...].
-        gradient: f32 [local matrices, rows, columns], valid after the result of `add_up` has been waited for. With
+        gradient: f32 [local matrices, rows, columns]. It is valid after the pending call of `add_up` is complete. With
             several processes, it is the sum over the processes. The address never changes, because a CUDA graph of the
             update reads it.
     """
@@ -52,7 +52,7 @@ class Bank:
         return self._world.add_parts(torch.stack([*gradients, *padding]), self._sum)
 
     def join(self, part: Tensor) -> tuple[Waiting, Tensor]:
-        """Begins an all-gather of `part`. Returns the pending call and the result, [all matrices, rows, columns], in
+        """Begins an all-gather of `part`. Returns the pending call and its result, [all matrices, rows, columns], in
         the dtype of `part`."""
         if self._world.size == 1:
             return Waiting(), part

@@ -15,8 +15,8 @@ class FakeQuantized:
         masters: the f32 master weights, by name.
         parameters: the parameters of the model, by name.
         schemes: the scheme of each parameter, by name. Parameters whose scheme has no grid (floats) are not changed.
-        input_shares: f32 [K] for a weight [N, K], by name. Such a weight is multiplied by the shares, rounded, and
-            divided by the shares.
+        input_shares: f32 [K] for a weight [N, K], by name. These weights are multiplied by their shares, rounded, and
+            divided by their shares.
 
     Attributes:
         schemes: the given schemes.
@@ -65,5 +65,5 @@ class FakeQuantized:
 
 
 def _without_match(scheme: Scheme) -> Scheme:
-    """Returns the scheme without its `match` pattern, so that schemes of rules with equal settings compare equal."""
+    """Returns the scheme without its `match` pattern. Schemes of two rules with equal settings are then equal."""
     return scheme.model_copy(update={"match": ""}) if "match" in type(scheme).model_fields else scheme

@@ -14,7 +14,7 @@ from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.fake_quantized import FakeQuantized
 
 _ALONE = World.alone()
-ALIGNMENT = 64  # in elements, of each gradient in a flat buffer, so that kernels can use vector loads
+ALIGNMENT = 64  # alignment in elements of each gradient in a flat buffer, so that kernels can use vector loads
 
 
 class Masters:
@@ -32,12 +32,11 @@ class Masters:
     Args:
         model: has f32 parameters under exactly the names of `dtypes`, on the device that it will run on.
         dtypes: the compute dtype of each parameter, by name.
-        sharded: the parameters whose gradients are summed in banks, a part per process.
-        copied: the parameters with a separate master although the model computes with them in f32.
-        unclipped: the parameters whose gradients are neither in the norm of `finish` nor clipped. None of these
-            parameters is sharded.
-        in_bf16: whether parameters that the model computes with in bf16 are their own masters. None of these parameters
-            is in `copied`.
+        sharded: the parameters whose gradients are summed in banks, one part per process.
+        copied: the parameters that have a separate master, although the model computes with them in f32.
+        unclipped: the parameters whose gradients are not clipped, and do not count in the norm of `finish`. They must
+            not be in `sharded`.
+        in_bf16: whether the bf16 parameters of the model are themselves the masters. They must not be in `copied`.
 
     Attributes:
         tensors: the masters.
@@ -45,8 +44,8 @@ class Masters:
         gradients: f32, in the order of `tensors`. Views of `sums`.
         quantized: the quantized weights that the model computes with. None if it computes with the masters.
         loss: f32 [], the last element of `sums`, in which the caller accumulates the losses.
-        sums: f32 [N], one buffer of everything that a step sums.
-        common: the end of `sums`, without the gradients of `sharded`. Several processes sum it in one call.
+        sums: f32 [N], one buffer for all sums of a step.
+        common: the part of `sums` after the gradients of `sharded`. Several processes sum it in one call.
 
     Raises:
         ValueError: if the names of the model's parameters differ from those of `dtypes`.
@@ -118,16 +117,16 @@ class Masters:
     ) -> bool:
         """Switches the model to quantized weights: the values that a scheme stores without calibration data.
 
-        Every later `refresh` writes quantized values. Gradients are evaluated at the quantized values and applied to
-        the masters unchanged: the straight-through estimator (Bengio et al. 2013). A call with the current schemes does
-        nothing.
+        Every later `refresh` writes quantized values. Gradients are computed at the quantized values, and applied to
+        the masters without change. This is the straight-through estimator (Bengio et al. 2013). A call with the current
+        schemes does nothing.
 
         Args:
             schemes: the scheme of each parameter, by name. None switches back to the masters.
             input_shares: as in `FakeQuantized`.
 
         Returns:
-            Whether `refresh` launches different work after this call.
+            Whether `refresh` launches other kernels after this call than before.
 
         Raises:
             ValueError: if a parameter to be rounded is the same tensor as its master.
@@ -148,8 +147,8 @@ class Masters:
         return before != schemes
 
     def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str], unclipped: Collection[str]) -> None:
-        """Allocates one f32 buffer for all gradients and the loss: first those of `sharded`, last those of `unclipped`,
-        those of one compute dtype adjacent."""
+        """Allocates one f32 buffer for all gradients and the loss. The gradients of `sharded` are first, and those of
+        `unclipped` last. Within each part, gradients of one compute dtype are adjacent."""
         groups: dict[tuple[int, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
         for name in sorted(dtypes, key=place.__getitem__):
@@ -207,8 +206,8 @@ class Masters:
                 gradients of the loss itself.
 
         Returns:
-            The 2-norm over all gradients but those of `unclipped`, before clipping, f32 [], with the same bits on every
-            rank.
+            The 2-norm of all gradients except those of `unclipped`, before clipping, f32 []. It has the same bits on
+            every rank.
         """
         self.attach()
         local: list[Tensor] = []
@@ -222,7 +221,7 @@ class Masters:
             for tensor in (self.common, *local):
                 tensor.mul_(1 / passes)
         if scale is not None:
-            for tensor in (self.common[:-1], *local):  # without the loss itself
+            for tensor in (self.common[:-1], *local):  # without the last element, the loss
                 tensor.div_(scale)
         norm = get_total_norm(self._in_norm)
         if local:
@@ -231,7 +230,7 @@ class Masters:
             norm = (norm.square() + squares).sqrt()
         if clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            # a non-finite norm must not spread to all gradients: the parameter at fault could no longer be named
+            # a non-finite norm would make all gradients non-finite, and the failing parameter could no longer be named
             factor = torch.where(norm.isfinite(), factor, 1.0)
             for tensor in (self._clipped, *local):
                 tensor.mul_(factor)
@@ -268,8 +267,8 @@ class Masters:
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:
-        """Returns the first parameter whose value contains NaN or infinity. If there is none, returns the first
-        parameter with such a gradient, or None.
+        """Returns the first parameter whose value contains NaN or infinity. If all values are finite, returns the first
+        parameter whose gradient is not finite, or None.
 
         Values are checked first. One step after the failure, all gradients may be non-finite, but the values still
         identify the parameter that failed first.
@@ -279,7 +278,8 @@ class Masters:
         return next((name for name, tensor in pairs if not bool(torch.isfinite(tensor).all())), None)
 
     def digests(self) -> dict[str, int]:
-        """Returns the sum of each master's bits, read as i32, by name. Equal weights have equal sums on any device."""
+        """Returns a checksum of each master by name: the sum of its bits, read as i32. Equal weights have equal sums on
+        any device."""
         sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.weights().values()]
         return dict(zip(self.tensors, torch.stack(sums).tolist(), strict=True))
 
@@ -314,11 +314,12 @@ class _Group:
 
 
 def _round_stochastically(values: Tensor) -> None:
-    """Rounds f32 `values` to values of bf16 in place: away from zero with the probability of the share of the way to
-    the next value, else toward zero. Infinity and NaN remain.
+    """Rounds f32 `values` to values of bf16 in place, stochastically. Infinity and NaN remain.
 
-    bf16 has the first 16 bits of f32. A uniform integer of 16 bits is added to the others, which are then cut off; the
-    sum carries into the first with that probability.
+    Let a value be the fraction p of the way from the bf16 value toward zero to the next one away from zero. It is
+    rounded away from zero with probability p, otherwise toward zero. A bf16 number consists of the upper 16 bits of an
+    f32 number. A uniform integer of 16 bits is added to the lower 16 bits, which are then set to zero. The sum carries
+    into the upper bits with probability p.
     """
     bits = values.view(torch.int32)
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)

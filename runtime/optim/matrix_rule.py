@@ -41,7 +41,8 @@ class MatrixRule(UpdateRule[S]):
         return {names[id(param)]: matrix for param, matrix in zip(bank.params, tensor, strict=False)}
 
     def gradients(self) -> list[Tensor]:
-        """Returns f32 [local matrices, ..., rows, columns] per bank. Sums those that have not been summed yet."""
+        """Returns the gradients of each bank, f32 [local matrices, ..., rows, columns]. Sums them if this is not done
+        yet."""
         for bank in self.banks:
             if bank.gradient is None:
                 bank.add_up().wait()
@@ -70,7 +71,7 @@ class MatrixRule(UpdateRule[S]):
         return 1.0
 
     def exact_in_bf16(self, direction: Tensor) -> bool:
-        """Returns whether a direction loses nothing if it is sent in bf16."""
+        """Returns whether directions can be sent in bf16 without a loss of precision."""
         return False
 
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:
@@ -88,7 +89,7 @@ class MatrixRule(UpdateRule[S]):
             self._apply(*last, lr)
 
     def _apply(self, bank: Bank, pending: Waiting, directions: Tensor, lr: Tensor) -> None:
-        """Waits for `directions`, [all matrices, ..., rows, columns], and moves the parameters of a bank."""
+        """Waits for `directions`, [all matrices, ..., rows, columns], and updates the parameters of a bank."""
         pending.wait()
         rows, columns = bank.params[0].shape[-2:]
         moves = directions[: len(bank.params)].to(bank.params[0].dtype) * (lr * self.factor(rows, columns))

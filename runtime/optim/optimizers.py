@@ -31,7 +31,7 @@ def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are summed in parts, one part per process. Raises the same errors as
+    """Returns the parameters whose gradients are summed in parts, with one part per process. Raises the same errors as
     `owners`."""
     return frozenset(name for name, index in owners(specs, shapes).items() if rule_of(specs[index]).sharded)
 
@@ -40,8 +40,8 @@ class Optimizers:
     """The optimizers of one model.
 
     `set` writes the numbers that change from step to step, such as learning rates, to the device. `update` reads
-    nothing else from the host, and launches the same kernels for the same `work`. Unless `waits`, it can therefore be
-    captured in one CUDA graph per `work`.
+    nothing else from the host, and launches the same kernels for the same `work`. It can therefore be captured in one
+    CUDA graph per `work`, except if `waits` returns True.
 
     Args:
         masters: the f32 master weights, by name, with gradients in `.grad`.
@@ -50,7 +50,7 @@ class Optimizers:
             sharded parameters.
 
     Raises:
-        LoweringError: as `owners`.
+        LoweringError: under the conditions of `owners`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Optimizers:
             bank.gather()
 
     def state(self) -> dict[str, Tensor]:
-        """Returns all state, not copied, under the keys `kind.slot/parameter`, e.g. `adamw.exp_avg/blocks.0.mlp.up`."""
+        """Returns all state, without a copy. Keys are `kind.slot/parameter`, e.g. `adamw.exp_avg/blocks.0.mlp.up`."""
         return {
             f"{rule.name}.{slot}/{name}": tensor
             for rule in self._rules

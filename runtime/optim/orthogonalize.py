@@ -37,8 +37,8 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides row i by the square root of the sum of |A| over row i: an almost-orthogonal layer (Prach and Lampert,
-    2022)."""
+    """Divides row i of X by the square root of the sum of |A| over row i, with A = X X^T. This is an almost-orthogonal
+    layer (Prach and Lampert, 2022)."""
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
     return x * scale, gram * scale * scale.mT
@@ -47,8 +47,8 @@ def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
 # The quintic of Jordan (2024): steepest at 0, so that small singular values grow fast. Maps (0, 1] to near 1.
 NEWTON_SCHULZ = Method("newton_schulz", ((3.4445, -4.7750, 2.0315),), _plain)
 
-# The minimax quintics of Amsel et al. (2025) for five iterations, one after the other, with the safety margins of the
-# records that use them.
+# The five minimax quintics of Amsel et al. (2025), one per iteration, with the safety margins of the speed-run records
+# that use them.
 POLAR_EXPRESS = Method(
     "polar_express",
     (
@@ -73,9 +73,9 @@ METHODS: Mapping[str, Method] = {method.name: method for method in (NEWTON_SCHUL
 
 
 def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) -> Tensor:
-    """Returns approximately the nearest semi-orthogonal matrix of each matrix: singular values become roughly 0.7 ..
-    1.2. `turbo` first rescales the rows of a wide matrix or the columns of a tall matrix. The result then approximates
-    that of the rescaled matrix.
+    """Returns an approximation of the nearest semi-orthogonal matrix of each matrix. The singular values of the result
+    are roughly 0.7 .. 1.2. The method `turbo` first rescales the rows of a wide matrix or the columns of a tall matrix,
+    and then orthogonalizes the rescaled matrix.
 
     Products are in bf16 on a GPU and in f32 on the CPU.
 
@@ -87,7 +87,7 @@ def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) 
     Returns:
         [..., rows, columns], in the dtype of `matrices`. A matrix of zeros stays zero.
     """
-    # Turbo's result does not depend on this scale, but without it the products of small gradients would underflow.
+    # The result of `turbo` does not depend on this scale. Without it, products of small gradients would underflow.
     x: Tensor = matrices.reshape(-1, *matrices.shape[-2:])
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + EPS)
     if x.is_cuda:

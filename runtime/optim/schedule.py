@@ -17,7 +17,7 @@ class Moment:
 
     Attributes:
         multiplier: the factor of learning rates.
-        warm_down: the multiplier without the warm-up. Settings that begin late in a run are compared with it.
+        warm_down: the multiplier without the warm-up. Settings that begin late in a run begin below a value of it.
         done: the share of the run that is complete, 0 to 1.
         step: the number of updates so far.
     """
@@ -53,9 +53,9 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
         if not warmdown and step:
             warmdown = schedule.warmdown_steps * seconds / step
         left, done = max(0.0, budget - seconds), seconds / budget
-    # step + 1: with a known warm-up the first update has a multiplier above 0, as an update at 0 would change nothing
+    # step + 1, because an update with a multiplier of 0 would change nothing
     up = min(1.0, (step + 1) / warmup) if warmup else 1.0
-    # after the last update, which a benchmark can pass, `left` is at most 0
+    # `left` is at most 0 after the last update, where a benchmark may continue
     down = schedule.down(left / warmdown) if warmdown and left < warmdown else 1.0
     return Moment(min(up, down), down, min(1.0, done), step)
 

@@ -1,4 +1,4 @@
-"""signSGD: steps of one size against the sign of the gradient."""
+"""signSGD: all elements move by the learning rate, against the sign of the gradient."""
 
 from collections.abc import Mapping, Sequence
 

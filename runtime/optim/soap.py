@@ -12,7 +12,7 @@ from specc.runtime.optim.matrix_rule import MatrixRule
 from specc.runtime.optim.schedule import Moment
 from specc.runtime.optim.update_rule import SUM
 
-NULL = 1e-5  # eigenvalues below this share of the largest are zero up to the rounding of gradients
+NULL = 1e-5  # eigenvalues below this share of the largest count as zero: they come from the rounding of gradients
 BEGIN, REFRESH = "begin", "refresh"  # updates that compute the bases: the first, and one in `basis_every`
 
 
@@ -21,7 +21,7 @@ class _Side:
     """The preconditioner of the rows or of the columns of a bank.
 
     Attributes:
-        rows: whether it is that of the rows.
+        rows: whether this is the preconditioner of the rows.
         gram: the running mean of g g^T, or of g^T g for columns, [all matrices, ..., n, n].
         basis: the eigenvectors of the preconditioner as columns, largest eigenvalue first, [all matrices, ..., n, n].
     """
@@ -38,17 +38,17 @@ class _Side:
         return _Side(self.rows, self.gram[local], self.basis[local])
 
     def rotated(self, x: Tensor, back: bool = False) -> Tensor:
-        """Returns `x` in the coordinates of the basis, or from these coordinates."""
+        """Transforms `x` to the coordinates of the basis, or back from these coordinates."""
         basis = self.basis.mT if self.rows != back else self.basis
         return basis @ x if self.rows else x @ basis
 
     def add(self, gradient: Tensor, share: float) -> None:
-        """Moves the mean a share of the way to the products of a gradient."""
+        """Updates the mean `gram` with the products of a gradient. `share` is the weight of the new products."""
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        """Computes the eigenvectors. Those of the null space, which rounding would choose, are the ones that rank the
-        axes in it."""
+        """Computes the eigenvectors. In the null space they would depend on rounding. A term that ranks the axes in the
+        null space makes them unique."""
         gram = self.gram.nan_to_num()  # a gradient that is not finite is reported elsewhere
         values, vectors = torch.linalg.eigh(gram)
         largest = values[..., -1:].unsqueeze(-1)
@@ -70,13 +70,14 @@ class _Side:
 
 
 class Soap(MatrixRule[SoapSpec]):
-    """L = b2 L + (1 - b2) g g^T and R likewise of g^T g, with the eigenvectors U of L and V of R. Adam's second moment
-    is that of U^T g V. Its update, of the first moment in these bases, is rotated back (Vyas et al. 2024, arXiv
-    2409.11321).
+    """SOAP (Vyas et al. 2024, arXiv 2409.11321).
 
-    As in the authors' code, the first update computes U and V alone, because a gradient in bases of its own is nearly
-    diagonal, and Adam would divide rounding errors by their size. A refresh replaces U by the Q of L U, after the
-    columns of U, and the second moment, are sorted by eigenvalue.
+    L = b2 L + (1 - b2) g g^T and R = b2 R + (1 - b2) g^T g. U and V are the eigenvectors of L and R. Adam's second
+    moment is that of U^T g V. The first moment is rotated into the same bases. Adam's update is then rotated back.
+
+    As in the authors' code, the first update only computes U and V. A gradient in the bases of that same gradient is
+    nearly diagonal, and Adam would divide rounding errors by their size. A refresh first sorts the columns of U, and
+    the second moment, by eigenvalue. It then replaces U by the factor Q of the QR decomposition of L U.
     """
 
     name = "soap"

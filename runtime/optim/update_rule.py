@@ -19,10 +19,10 @@ UPDATE, SUM = "update", "sum"  # the work of a step: an update, or a gradient th
 class UpdateRule(ABC, Generic[S]):
     """One entry of `train.optimizers`, with the parameters that the entry updates.
 
-    Each subclass is one kind of optimizer, in a file of this package; the settings are in
-    `specc.compiler.spec.optimizers`. Weight decay and the sums of gradients between updates are common to all kinds. A
-    step reads the numbers that change from step to step, such as the learning rate, from the device. Steps of equal
-    `work` launch the same kernels and never wait for a GPU, so that CUDA graphs can contain them.
+    Each subclass is one kind of optimizer, in a file of this package. The settings are in
+    `specc.compiler.spec.optimizers`. Weight decay and the sums of gradients between updates are common to all kinds.
+    Numbers that change from step to step, such as the learning rate, are read from the device. Steps of equal `work`
+    launch the same kernels and never wait for a GPU, so that CUDA graphs can contain them.
 
     Args:
         spec: the entry.
@@ -49,19 +49,19 @@ class UpdateRule(ABC, Generic[S]):
         self._sums = self.new_slot() if spec.every > 1 else []
 
     def new_slot(self) -> list[Tensor]:
-        """Returns new state of zeros, with one number for each number of the parameters."""
+        """Returns new state of zeros, in the shapes of the parameters."""
         return [torch.zeros_like(tensor) for tensor in self.tensors]
 
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the part of a slot that this process updates, in the shapes of `gradients`."""
+        """Returns the part of a state slot that this process updates, in the shapes of `gradients`."""
         return list(slot)
 
     def by_name(self, slot: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors of a slot by parameter name."""
+        """Returns the tensors of a state slot by parameter name."""
         return dict(zip(self.parameters, slot, strict=True))
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients that this process updates from. Raises ValueError if a parameter has none."""
+        """Returns the gradients of the update on this process. Raises ValueError if a parameter has none."""
         gradients = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
         if len(gradients) < len(self.tensors):
             raise ValueError("an update needs the gradient of every parameter")
@@ -112,7 +112,7 @@ class UpdateRule(ABC, Generic[S]):
         torch._foreach_mul_(self.tensors, 1 - share)
 
     def discard(self) -> None:
-        """Releases the gradients of this step, which later updates read from the sums."""
+        """Releases the gradients of this step. Later updates read their sums instead."""
 
     @abstractmethod
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:
@@ -125,8 +125,8 @@ class UpdateRule(ABC, Generic[S]):
 
     @abstractmethod
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Returns the tensors that persist between updates, not copied: slot -> parameter name -> tensor. All exist
-        before the first update, with their final shapes."""
+        """Returns the tensors that persist between updates, by slot and parameter name, without a copy. All tensors
+        exist before the first update, in their final shapes."""
 
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns `state` and the sums of gradients between updates."""

@@ -1,6 +1,6 @@
 """The scheme of each parameter: `base_schemes` reads it from the rules, `resolved` writes it back into a spec.
 
-The schemes themselves are in compiler/quant, where a new scheme also goes.
+The schemes themselves are in compiler/quant.
 """
 
 from collections.abc import Mapping

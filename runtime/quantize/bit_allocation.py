@@ -26,12 +26,11 @@ Costs = Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """Returns the index of the chosen option of each item. The choice has the smallest total cost with at most `budget`
-    bytes.
+    """Solves a multiple-choice knapsack problem: the smallest total cost with at most `budget` bytes.
 
-    Returns None if even the smallest options exceed the budget. Sizes are rounded up to whole cells of budget / 65536
-    bytes, so the result is optimal up to this rounding and never exceeds the budget. Options of equal cost rank by
-    size in cells, then by index.
+    Returns the index of the chosen option of each item, or None if even the smallest options exceed the budget. Sizes
+    are rounded up to whole cells of budget / 65536 bytes. The result is optimal up to this rounding, and never exceeds
+    the budget. Among options of equal cost, the smallest in cells is chosen, then the lowest index.
     """
     smallest = sum(min(size for size, _ in item) for item in options)
     if smallest > budget:
@@ -39,7 +38,7 @@ def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...
     cell = max(1, -(-budget // CELLS))
     room = budget // cell
     sizes = [[-(-size // cell) for size, _ in item] for item in options]
-    if sum(map(min, sizes)) > room:  # the smallest options fit exactly but not after the rounding
+    if sum(map(min, sizes)) > room:  # the smallest options fit, but not after their sizes are rounded up
         return tuple(min(range(len(item)), key=lambda i: item[i]) for item in options)
     best = np.zeros(room + 1)
     picks = np.zeros((len(options), room + 1), dtype=np.int16)
@@ -83,8 +82,8 @@ def allocate_bits(
         base: the scheme of each parameter before allocation.
         costs: returns the rise of the loss by each parameter at each of its schemes, in nats per token.
         estimate: returns the estimated bytes of a parameter at a scheme.
-        exact: returns the bytes of the whole artifact. This size decides whether an allocation fits, and corrects the
-            sum of the estimates.
+        exact: returns the bytes of the whole artifact. This size determines whether an allocation fits, and corrects
+            the sum of the estimates.
         say: called with a line of text for each allocation that is measured.
         reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
 
@@ -120,7 +119,7 @@ def allocate_bits(
     if tried[smallest] > budget:
         hint = "allow fewer bits or wider clips under quant.allocate, or a larger quant.budget_bytes"
         raise too_large(tried[smallest], "with the fewest bits", budget, reserved, hint)
-    low, high = estimated(smallest), None  # the largest estimate that fits and the smallest that does not
+    low, high = estimated(smallest), None  # the largest estimate that fits, and the smallest estimate that does not
     target = low + budget - tried[smallest]
     for _ in range(4 * ROUNDS):
         picks = knapsack(sized, target)
@@ -133,7 +132,9 @@ def allocate_bits(
         if 0 <= left < budget * ENOUGH:
             break
         low, high = (max(low, target), high) if left >= 0 else (low, target)
-        wanted = estimated(picks) + left  # corrects the estimate by its error on the last measured allocation
+        wanted = (
+            estimated(picks) + left
+        )  # the error of the estimate at the last measured allocation corrects the next estimate
         if (high is None and wanted <= target) or (high is not None and high - low <= 1):
             break
         target = wanted if high is None or low < wanted < high else (low + high) // 2
@@ -147,6 +148,6 @@ def _variants(name: str, scheme: Scheme, allocate: Allocate) -> tuple[Scheme, ..
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:
-    """Returns the `count` names whose errors have the largest Frobenius norm. Equal norms rank by name."""
+    """Returns the `count` names whose errors have the largest Frobenius norms. Equal norms are ordered by name."""
     norms = {name: float(torch.linalg.vector_norm(errors(name).double())) for name in names}
     return tuple(sorted(names, key=lambda name: (-norms[name], name))[:count])

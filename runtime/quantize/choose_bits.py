@@ -29,7 +29,7 @@ def choose_bits(
     Args:
         quantizer: quantizes the weights and estimates their cost and size.
         quant: supplies `promote`, `allocate`, `correct` and `budget_bytes`.
-        base: the scheme of each parameter by the rules.
+        base: the scheme of each parameter according to the rules.
         measure: returns the exact bytes of the artifact.
         say: called with a line of text for each allocation that is measured.
         reserved: bytes of the budget that the artifact must not use, for the code of a submission.
@@ -53,7 +53,7 @@ def choose_bits(
     }
     try:
         return _widths(quantizer, quant, corrected, measure, say, reserved)
-    except QuantizeError as error:  # the artifact fits without corrections, or the first call had raised
+    except QuantizeError as error:  # the artifact fits without corrections; otherwise the first call would have raised
         message = f"with corrections of rank {quant.correct.rank}, for {', '.join(names)}: {error.message}"
         raise QuantizeError(
             message, "lower the rank or count of quant.correct; without corrections, the artifact fits"
@@ -61,8 +61,8 @@ def choose_bits(
 
 
 def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: Allocation) -> tuple[str, ...]:
-    """Returns the names of the parameters to correct: of those that `correct` matches, the ones with the largest
-    errors."""
+    """Returns the names of the parameters to correct: the parameters with the largest errors among those that `correct`
+    matches."""
     able = [
         name
         for name, scheme in base.items()
@@ -86,7 +86,9 @@ def _widths(
 
     def costs(options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
         others = {name: (scheme,) for name, scheme in base.items() if not isinstance(scheme, Unquantized)}
-        return quantizer.rises({**others, **options})  # the report states the rises of all quantized parameters
+        return quantizer.rises(
+            {**others, **options}
+        )  # estimated for the report, which states the rises of all quantized parameters
 
     return allocate_bits(
         quant.allocate,

@@ -45,7 +45,7 @@ from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
 from specc.runtime.storage.run_directory import SPEC, Run, locked, readable
 from specc.runtime.train.sources.source import source_of
 
-# Evaluation stops after this many lines of a set if none of them is exact, so that a barely trained model is cheap.
+# Evaluation of a set stops after this number of lines if none is exact. A barely trained model is then scored quickly.
 HOPELESS = 4096
 
 
@@ -65,8 +65,8 @@ class QuantizeResult:
         before: the validation score with the trained weights.
         after: the validation score with the quantized weights.
         calibration: the source of the calibration, as in report.json; None if nothing was calibrated.
-        seconds: the duration of the calibration; 0.0 without a calibration. It is not in report.json, which depends on
-            the run alone.
+        seconds: the duration of the calibration; 0.0 without a calibration. It is not in report.json, whose content
+            depends only on the run.
     """
 
     artifact: Path
@@ -85,14 +85,14 @@ class QuantizeResult:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """The options of `quantize`. An option that is None is taken from the run or the machine.
+    """The options of `quantize`. If an option is None, the run or the machine determines its value.
 
     Attributes:
-        data: a data source, as `specc.runtime.data.windows.stream.open_stream` accepts. The train split is the
+        data: a data source that `specc.runtime.data.windows.stream.open_stream` accepts. The train split is the
             calibration text, unless the model generates that text. The loss is measured on the val split.
-        max_tokens: the number of tokens to measure the loss on; None for all.
-        target: the name of the spec's target to compute with.
-        device: the torch device to compute on.
+        max_tokens: the number of tokens on which the loss is measured; None for all.
+        target: the target of the spec whose code computes.
+        device: the torch device that computes.
         search: additional folders to search for the tokenizer.
         cache: the folder of tokenized text.
         overrides: `--set` texts for the spec's `quant`.
@@ -172,18 +172,18 @@ class _Quantization:
             checkpoint.load(checkpoint.path_of(run.checkpoints, self.step)).optimizer, self.sources
         )
         if trained and run.spec.quant != Run.open(run.directory).spec.quant:
-            self.say("quant differs from the quant of the run, so scales are calibrated again")
+            self.say("the section `quant` was changed after training, so scales are calibrated again")
             return {}
         if trained:
-            self.say("inputs keep the scales of the training, and weights are rounded as in the training")
+            self.say("inputs have the same scales as in training, and weights are rounded as in training")
         return trained
 
 
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
     """Quantizes the final weights of a run by its spec's `quant` and writes the result to the run's `quantized/`.
 
-    That folder holds the artifact, spec.json (resolved) and report.json, and is replaced atomically. The result is
-    byte-identical for the same run on one machine with one number of threads. The trained weights are not changed.
+    That folder contains the artifact, spec.json (resolved) and report.json, and is replaced atomically. For the same
+    run, machine and number of threads, the result is byte-identical. The trained weights are not changed.
 
     Args:
         path: the run directory.
@@ -196,8 +196,8 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         The path and size of the artifact, the resolved spec and the report rows.
 
     Raises:
-        QuantizeError: the spec has no `quant`, a scheme refuses its parameter, or the budget cannot be met. Nothing is
-            written then.
+        QuantizeError: the spec has no `quant`, a scheme cannot store its parameter, or the budget cannot be met.
+            Nothing is written then.
         EnvironmentFailure: the disk is full.
         RunDirectoryError, RunFailure, IntegrityError, DataError: the run or the data cannot be read.
         SpecError: an override is invalid.
@@ -206,7 +206,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         run = Run.open(path).requantized(options.overrides)
         if run.spec.quant is None:
             raise QuantizeError(f"{run.spec.name} has no `quant` section", "add quant: to the spec")
-        with locked(run.staged.parent), ExitStack() as stack:  # locked first: fails early if the folder is read-only
+        with locked(run.staged.parent), ExitStack() as stack:  # locked first, so that a read-only folder fails early
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
         again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
@@ -316,7 +316,7 @@ def _write(
 
 
 def _clear(staging: Path) -> None:
-    """Removes folders and artifacts from the staging folder, including those of an interrupted run; keeps the lock."""
+    """Removes everything except the lock from the staging folder: folders and artifacts, also of an interrupted run."""
     for entry in staging.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)

@@ -39,19 +39,19 @@ def promote(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> Allocation:
-    """Returns `base` with the parameters of the largest Hessian traces promoted by `quant.promote` within the budget.
+    """Returns `base` with more bits for the parameters of the largest Hessian traces, within the budget.
 
-    A candidate has a Hessian trace, and a scheme with fewer bits that supports the bits of the promotion. Candidates
-    are promoted by descending trace, which is not divided by the size of the parameter (the ranking of parameter-golf
-    PR 1105). Promotion stops before the first candidate that exceeds the budget.
+    A candidate has a Hessian trace. Its scheme has fewer bits than `quant.promote` states, and supports that number.
+    Candidates are promoted by descending trace, which is not divided by the size of the parameter (the ranking of
+    parameter-golf PR 1105). Promotion stops before the first candidate that exceeds the budget.
 
     Args:
         quant: supplies `promote` and `budget_bytes`, with `reserved` already subtracted.
         base: the scheme of each parameter before promotion.
-        traces: the trace of the Hessian, by parameter name. Equal traces rank by name.
-        estimate: returns a quick estimate of the bytes of an allocation. The estimate, corrected by its error at
-            `base`, determines the first number of promotions to measure.
-        exact: returns the bytes of the compressed artifact. It decides whether an allocation fits.
+        traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.
+        estimate: returns a quick estimate of the bytes of an allocation. The estimate is corrected by its error at
+            `base`. It determines the first number of promotions to measure.
+        exact: returns the bytes of the compressed artifact. It determines whether an allocation fits.
         say: called with a line of text for each promotion that is undone because the artifact exceeds the budget.
         reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
 
@@ -65,7 +65,7 @@ def promote(
     promotion, budget = quant.promote, quant.budget_bytes
     smallest = exact(base) if budget is not None else 0
     if budget is not None and smallest > budget:
-        instead = "`quant.allocate: {bits: [4, 5, 6]}` in place of quant.promote chooses among widths that fit"
+        instead = "use `quant.allocate: {bits: [4, 5, 6]}` instead of quant.promote, to choose bits that fit"
         raise too_large(smallest, "before any promotion", budget, reserved, f"{instead}; or raise quant.budget_bytes")
     if promotion is None:
         return base
@@ -85,7 +85,7 @@ def promote(
     if count and (size := exact(first(count))) > budget:
         while count and size > budget:
             count -= 1
-            say(f"{size:,} bytes are over the budget of {budget:,}: {order[count]} keeps its bits")
+            say(f"{size:,} bytes are over the budget of {budget:,}: {order[count]} is not promoted")
             size = exact(first(count)) if count else smallest
     else:
         while count < len(order) and exact(first(count + 1)) <= budget:
@@ -94,11 +94,13 @@ def promote(
 
 
 def _candidates(promotion: Promote, base: Allocation, traces: Mapping[str, float]) -> dict[str, Scheme]:
-    """Returns the candidates at the bits of the promotion, by descending trace. Raises QuantizeError if the pattern
+    """Returns the candidates with their promoted schemes, by descending trace. Raises QuantizeError if the pattern
     matches no parameter."""
     names = [name for name in base if matches(promotion.match, name)]
     if not names:
-        raise QuantizeError(f"promote: {promotion.match!r} matches no parameter", "specc plan lists the names")
+        raise QuantizeError(
+            f"promote: {promotion.match!r} matches no parameter", "`specc plan` lists the names of the parameters"
+        )
     wider: dict[str, Scheme] = {}
     for name in sorted(traces.keys() & set(names), key=lambda name: (-traces[name], name)):
         if base[name].bits_per_value() < promotion.bits:
@@ -110,7 +112,7 @@ def _candidates(promotion: Promote, base: Allocation, traces: Mapping[str, float
 def promoted(base: Allocation, schemes: Allocation, traces: Mapping[str, float]) -> tuple[str, ...]:
     """Returns the names of the parameters with more bits than in `base`, by descending Hessian trace.
 
-    Equal traces rank by name. Parameters without a trace, such as tables that are only looked up, come last.
+    Equal traces are ordered by name. Parameters without a trace, such as tables that are only looked up, are last.
     """
     changed = [name for name in base if base[name].bits_per_value() < schemes[name].bits_per_value()]
     return tuple(sorted(changed, key=lambda name: (-traces.get(name, -1.0), name)))

@@ -20,7 +20,7 @@ class Statistics:
 
     Attributes:
         hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
-        uses: the uses of the parameters that have others than a single product.
+        uses: the uses of the parameters that have more uses than a single product.
         rises: returns the estimated rises of the loss, in nats per token, by errors of parameters; None if the
             quantization does not need them.
     """
@@ -79,7 +79,7 @@ class Quantizer:
     def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
         """Returns every parameter quantized by its scheme.
 
-        Raises QuantizeError, which names the parameter, if a scheme refuses it.
+        Raises QuantizeError, which names the parameter, if a scheme cannot store it.
         """
         for done, (name, scheme) in enumerate(schemes.items(), 1):
             if (name, scheme) not in self._stored:
@@ -148,7 +148,7 @@ class Quantizer:
         All of them are estimated in one pass over the calibration text.
 
         Raises:
-            QuantizeError: a scheme refuses its parameter, or a gradient is not finite.
+            QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.
             ValueError: the statistics have no estimate of rises.
         """
         if self.statistics.rises is None:
@@ -160,7 +160,7 @@ class Quantizer:
         return rises
 
     def rise(self, name: str, scheme: Scheme) -> float | None:
-        """Returns the rise of the loss that `rises` has estimated; None without an estimate."""
+        """Returns the rise of the loss for a (parameter, scheme), if it was estimated; otherwise None."""
         return self._rises.get((name, scheme))
 
     def estimate(self, schemes: Mapping[str, Scheme]) -> int:

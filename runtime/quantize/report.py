@@ -55,12 +55,12 @@ class InputRow:
         weights: the names of the weights that it is multiplied by.
         features: the number of features K.
         peak: the largest magnitude in the calibration.
-        rms: the root mean square in the calibration.
+        rms: the root mean square of its values in the calibration.
         scale: the largest scale of its features.
         spread: the largest scale divided by the smallest.
         bits: the bits of the input. With 16 bits a scale is divided into 254 steps.
-        reach: the largest magnitude divided by the range of its feature's scale. Inputs beyond the range are clipped.
-            `reach` can exceed 1 if the run trained with the scale.
+        reach: the largest ratio of a magnitude to the range of the scale of its feature. Inputs beyond the range are
+            clipped. `reach` can exceed 1 if the run trained with the scale.
         clipped: the share of values that clipping changes by more than half a scale. The second code of a 16-bit input
             covers smaller differences.
         error: the expected error of rounding to these scales, including clipping, relative to the root mean square:
@@ -84,8 +84,8 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
     """Returns one row per input of `sources`, in the order of their first products.
 
     Args:
-        sources: the int8 products. Products that share an input scale have the same `leader`, the first of their
-            weights.
+        sources: the int8 products. Products that share an input scale have the same `leader`, which is the first of
+            their weights.
         ranges: the measured range of each input. The key is the name of the leader.
         model: the quantized arrays, which hold the input scales.
     """
@@ -119,12 +119,13 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
 
 
 def clipped_line(rows: Sequence[InputRow]) -> str:
-    """Returns a line about the inputs that exceed the range of their scales, largest `reach` first; empty if none."""
+    """Returns a line about the inputs that exceed the range of their scales, the largest `reach` first. It is empty if
+    there are none."""
     clipped = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
     if not clipped:
         return ""
     inputs = [f"{row.weights[0]} (to {row.reach:.3g} times the range, {row.clipped:.2%} of values)" for row in clipped]
-    problem = "inputs exceed the range of their trained scale and are clipped"
+    problem = "inputs exceed the range of their scale from training and are clipped"
     return f"{problem}: {', '.join(inputs)}; with a smaller train.qat.below, training measures the scale later"
 
 
@@ -170,7 +171,7 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 
     If the trained output is zero, returns 0 if the quantized output is zero too, otherwise infinity.
     """
-    # The Hessian is scaled to a largest entry of 1 so that nothing under- or overflows; the ratio does not change.
+    # The largest entry of the Hessian is scaled to 1, to avoid underflow and overflow. The ratio does not change.
     largest = float(hessian.abs().max())
     hessian = hessian / largest if largest > 0 else hessian
     wrong = max(float((delta @ hessian * delta).sum()), 0.0)
@@ -183,7 +184,7 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 def solution_line(rows: Sequence[Row]) -> str:
     """Returns a line about the Hessian solutions; empty if no parameter was solved with its Hessian.
 
-    It states the damping, the parameters that needed more damping, and those with columns that had no input.
+    It states the damping, the parameters that needed more damping, and the parameters with columns that had no input.
     """
     solved = {row.name: row.solution for row in rows if row.solution is not None}
     if not solved:
@@ -194,8 +195,8 @@ def solution_line(rows: Sequence[Row]) -> str:
     ]
     dead = [f"{solution.dead:,} columns of {name}" for name, solution in solved.items() if solution.dead]
     parts = [f"{len(solved)} Hessians damped by {requested} mean diagonals"]
-    parts += [f"as Cholesky failed there, {', '.join(more)}"] if more else []
-    parts += [f"without input, so rounded to nearest: {', '.join(dead)}"] if dead else []
+    parts += [f"more where Cholesky failed: {', '.join(more)}"] if more else []
+    parts += [f"rounded to nearest, because they had no input: {', '.join(dead)}"] if dead else []
     return "; ".join(parts)
 
 
@@ -224,7 +225,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns the cells of `table` for rows that share a line, without the name."""
+    """Returns the cells of the line of `table` that these rows share, without the name."""
     bits = sorted({row.bits for row in rows})
     errors = [row.output_error for row in rows if row.output_error is not None]
     nats = [row.added_nats for row in rows if row.added_nats is not None]

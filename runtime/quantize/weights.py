@@ -31,11 +31,11 @@ class TrainedModel:
     """A trained model to quantize. `specc` renders the modules from the spec. A submission contains their code.
 
     Attributes:
-        text: the model as it runs, with its tokenizer and device.
+        text: the model that generates text, with its tokenizer and device.
         weights: the trained parameters, f32 on that device, by name.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        reused: the parameters with other uses than a single product, by `reused` of compiler/passes/assign_quant.py.
+        reused: the parameters with more uses than a single product, from `reused` of compiler/passes/assign_quant.py.
         unfused: returns the module without fusions, with `weights`, in eval mode on the device. Each linear is a node.
         windows: yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes of
             `quant.calibrate`.
@@ -58,7 +58,7 @@ class QuantizedWeights:
         schemes: the chosen scheme of each parameter.
         stored: the arrays of the artifact.
         quantizer: the cache of quantized parameters, with the statistics of the calibration.
-        text: the calibration text that the model generated; None if it was calibrated on other text.
+        text: the calibration text that the model generated; None if the calibration text is other text.
         seconds: the duration of the calibration; None if nothing was calibrated.
     """
 
@@ -86,19 +86,19 @@ def quantize_weights(
         model: the weights, the modules to calibrate, and the data.
         quant: the settings of the calibration and of the choice of bits, and the byte budget.
         base: the scheme of each parameter by the rules of `quant`.
-        measure: returns the exact bytes of an artifact, while bits are chosen.
+        measure: returns the exact bytes of an artifact. The choice of bits calls it.
         say: called with a line of text for each stage and each allocation that is measured.
         progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
             `quantize`.
-        integer_inputs: measures the inputs of int8 products on the given text, or on the training data if the text is
-            None. None if the model has no int8 products.
+        integer_inputs: measures the inputs of int8 products on a text. The text is the training data if its argument is
+            None. `integer_inputs` is None if the model has no int8 products.
         reserved: bytes of the budget that the artifact must not use, for the code of a submission.
 
     Returns:
         The chosen schemes, the stored arrays and the measurements.
 
     Raises:
-        QuantizeError: a scheme refuses its parameter, or the budget cannot be met.
+        QuantizeError: a scheme cannot store its parameter, or the budget cannot be met.
         RunFailure: GPU memory is full.
         DataError: the training data cannot be read.
     """
@@ -109,8 +109,8 @@ def quantize_weights(
         text = write_text(
             model.text, quant.calibrate, model.window, model.seed, lambda done, total: progress("write", done, total)
         )
-        capture = f", {text.capture_seconds:.1f} s of them to capture its steps" if text.capture_seconds else ""
-        say(f"wrote {text.tokens[:, 1:].numel():,} tokens to calibrate on in {text.seconds:.1f} s{capture}")
+        capture = f", of which {text.capture_seconds:.1f} s captured CUDA graphs" if text.capture_seconds else ""
+        say(f"generated {text.tokens[:, 1:].numel():,} calibration tokens in {text.seconds:.1f} s{capture}")
     try:
         statistics = _statistics(model, quant, base, text, progress) if hessians else Statistics()
         inputs = integer_inputs(text) if integer_inputs else IntegerInputs()
@@ -156,10 +156,10 @@ def statistics_of(
         reused: the parameters whose uses are measured.
         progress: called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and `gradients`.
         sequences: the rows of the text.
-        rises: measure the rise of the loss by errors too.
+        rises: whether to also estimate the rise of the loss by errors.
 
     Returns:
-        The Hessians of all weights, the uses of `reused`, and the estimate of rises, which runs when it is called.
+        The Hessians of all weights, the uses of `reused`, and a function that estimates rises.
     """
 
     def counted(stage: str) -> Callable[[int], None]:

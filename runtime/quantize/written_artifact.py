@@ -17,7 +17,7 @@ from specc.runtime.storage.data_digests import DataDigests
 def artifact_contents(spec: Spec, stored: QuantizedModel, trained_on: DataDigests | None) -> ArtifactContents:
     """Returns the contents of the artifact of `stored`, with zeros for the digests of interface and code.
 
-    The digests need a build and do not change the size of the file. `spec` is the spec of the trained run.
+    The digests would need a build, and do not change the size of the file. `spec` is the spec of the trained run.
     """
     text = canonical(resolved(spec, stored.schemes)).encode()
     table = described(stored.schemes, stored.tensors)

@@ -32,7 +32,7 @@ class TextModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WrittenText:
-    """Text that a model wrote.
+    """Text that a model generated.
 
     Attributes:
         tokens: i64 [sequences, length + 1] on the CPU. The first token of each row is the prompt.
@@ -58,11 +58,11 @@ def write_text(
 ) -> WrittenText:
     """Samples `calibrate.sequences` rows of `calibrate.length` tokens (`window` if unset) in one batch.
 
-    On one machine with one number of threads the rows depend on the weights, `calibrate` and `seed` alone. Row r is
-    sampled with the seed `seed * sequences + r`, modulo 2**63.
+    On the same machine and with the same number of threads, the rows depend only on the weights, `calibrate` and
+    `seed`. Row r is sampled with the seed `seed * sequences + r`, modulo 2**63.
 
     Args:
-        model: the model that writes the text.
+        model: the model that generates the text.
         calibrate: sizes, temperature and the first token.
         window: the length of the model's context in tokens.
         seed: the seed of the run.
@@ -90,7 +90,9 @@ def write_text(
     written[:, 0] = first.to(model.device)
     start = written[:, :1].clone()
     try:
-        decoder = decoder_of(model.text_model, length, model.device, rows)  # sampling ends before its cache is full
+        decoder = decoder_of(
+            model.text_model, length, model.device, rows
+        )  # sampling ends before the cache is full, so no prefill is repeated
         steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step
@@ -99,7 +101,7 @@ def write_text(
         tokens = written.cpu()
     except torch.OutOfMemoryError as error:
         hint = "lower quant.calibrate.sequences or its length"
-        raise RunFailure("out of GPU memory while writing text to calibrate on", hint) from error
+        raise RunFailure("out of GPU memory while generating calibration text", hint) from error
     if int(tokens.min()) < 0:
         raise RunFailure("the logits contain NaN or infinity", "the model is broken: calibrate an earlier checkpoint")
     separators = 0 if tokenizer.bos is None else int((tokens[:, 1:] == tokenizer.bos).sum())

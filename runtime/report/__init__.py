@@ -1,1 +1,1 @@
-"""The report of a run: one HTML page that needs nothing else."""
+"""The report of a run: one HTML page that loads no other files."""

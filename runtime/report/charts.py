@@ -1,7 +1,7 @@
 """Pictures of a report as inline SVG: curves and maps, with axes, units and a legend.
 
-Lines differ in color, dashes and marks, so that they are readable without color. Colors are classes of the page's style
-sheet, which has a dark and a light variant. Every text is escaped by Markup.
+Lines differ in color, dashes and marks, so that they are readable without color. The style sheet of the page defines
+the colors by class, in a dark and a light variant. Markup escapes every text.
 """
 
 import math
@@ -14,10 +14,10 @@ Point = tuple[float, float]
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 78, 16, 14, 46
-LEGEND_ROW, LETTER = 20, 6.6  # points per row of the legend, and per letter of its labels
-MOST_POINTS = 300  # a curve of more points shows the means of as many parts
-STYLES = 8  # of lines, in the style sheet
-LOG_RANGE = 30  # values that span more are drawn on a logarithmic axis
+LEGEND_ROW, LETTER = 20, 6.6  # SVG units: the height of a row of the legend, and the width of a letter of its labels
+MOST_POINTS = 300  # maximum points of a curve; longer curves show the means of this number of parts
+STYLES = 8  # number of line styles in the style sheet
+LOG_RANGE = 30  # ratio of values above which the axis is logarithmic
 MARKS = (
     '<circle r="3.4" cx="{x}" cy="{y}" class="{c}"/>',
     '<rect x="{a}" y="{b}" width="6" height="6" class="{c}"/>',
@@ -42,7 +42,7 @@ def curves(title: str, x_label: str, y_label: str, series: Sequence[Series], *, 
         title: a description for readers who do not see the picture.
         x_label: the quantity on the horizontal axis, with its unit.
         y_label: the quantity on the vertical axis, with its unit.
-        series: the curves. Those without points are left out.
+        series: the curves. Curves without points are omitted.
         zero: whether the vertical axis begins at zero.
     """
     shown = [Series(s.label, thinned(s.points), s.marks) for s in series if s.points]
@@ -87,13 +87,13 @@ def cells(
     text: str,
     column_label: str,
 ) -> Markup:
-    """Returns a map with a cell for each row and column, which shows its value as a shade and as text.
+    """Returns a map with one cell per row and column. A cell shows its value as a shade and as text.
 
     Args:
         title: a description for readers who do not see the picture.
         rows: the labels of the rows.
         columns: the labels of the columns.
-        values: the value of each (row, column). Cells without one are empty.
+        values: the value of each (row, column). Cells without a value are empty.
         text: the format of a value, such as `.1f`.
         column_label: the meaning of the columns.
     """
@@ -121,7 +121,7 @@ def cells(
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
-    """Returns at most `most` points: the means of that many parts of nearly equal size."""
+    """Returns at most `most` points. If there are more, they are the means of `most` parts of nearly equal size."""
     if len(points) <= most:
         return points
     parts = [points[i * len(points) // most : (i + 1) * len(points) // most] for i in range(most)]
@@ -130,7 +130,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """A map of values to places on an axis."""
+    """A mapping from values to positions on an axis."""
 
     low: float
     high: float
@@ -148,13 +148,13 @@ class _Axis:
 
     @property
     def step(self) -> float:
-        """The distance of two ticks of a linear axis: 1, 2 or 5 times a power of ten."""
+        """The distance between two adjacent ticks of a linear axis: 1, 2 or 5 times a power of ten."""
         rough = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(rough))
         return next(step * power for step in (1, 2, 5, 10) if step * power >= rough * (1 - 1e-9))
 
     def rounded(self) -> "_Axis":
-        """Returns an axis that ends at ticks. A logarithmic axis gets a margin instead."""
+        """Returns an axis that ends at ticks. A logarithmic axis has a margin instead."""
         if self.logarithmic:
             return replace(self, low=self.low / 1.2, high=self.high * 1.2)
         low, high = math.floor(self.low / self.step + 1e-9), math.ceil(self.high / self.step - 1e-9)
@@ -179,7 +179,7 @@ class _Axis:
 
 
 def _short(value: float, digits: int) -> str:
-    """Returns the text of a tick: with thousands separated, or as a multiple of a million."""
+    """Returns the text of a tick, with thousands separated. Large values are multiples of a million."""
     if digits == 0 and abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     return f"{value + 0.0:,.{digits}f}"

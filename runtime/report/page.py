@@ -23,7 +23,7 @@ from specc.runtime.storage.run_directory import readable
 from specc.runtime.storage.samples import Samples
 
 LIMIT = 2_000_000  # bytes of a page
-ROWS = 400  # of a table; a longer one says how many are left out
+ROWS = 400  # maximum rows of a table; a longer table states the number of omitted rows
 VALIDATED = [
     ("nats", "nats per token", 4),
     ("bpb", "bits per byte", 4),
@@ -36,7 +36,7 @@ VALIDATED = [
     ("piece_bytes", "token bytes", 0),
 ]  # the fields of a validation, their labels and digits
 WEIGHTS = {"raw": "plain", "average": "averaged"}
-WIDEST = 16  # experts of a layer that a map can show
+WIDEST = 16  # maximum experts of a layer in a map
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=\.)")
 
 
@@ -68,7 +68,7 @@ def report_page(facts: RunFacts, samples: Samples | None, no_samples: str = "") 
     Args:
         facts: the facts of the run.
         samples: the samples to show.
-        no_samples: the reason why there are none.
+        no_samples: the reason, if there are no samples.
     """
     curves_of_run = [picture for picture in _training(facts) if picture is not None]
     loads = facts.records.last("experts").get("loads")
@@ -108,7 +108,7 @@ def _template() -> jinja2.Template:
 
 
 def _tiles(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yields the main figures: a label and a value."""
+    """Yields the main figures as (label, value)."""
     yield "parameters", f"{facts.count:,}"
     if facts.step is not None:
         yield "steps", f"{facts.step:,}"
@@ -153,11 +153,11 @@ def _training(facts: RunFacts) -> Iterator[Picture | None]:
         averages = Series("averaged weights", records.series("validation", key, **averaged), True)
         yield chart(title, label, [plain, averages], zero=key == "exact_match")
     for name, points in _terms(records).items():
-        caption = "At each validation, on its first windows, before the factor of its weight."
+        caption = "Measured at each validation on its first windows, without the weight of the term."
         yield chart(f"Term of the loss: {name}", "mean", [Series(name, points, True)], caption)
     yield chart(
         "Learning rate", "multiplier of the rate", [Series("multiplier", records.series("step", "lr"))], zero=True,
-        caption=f"Each optimizer multiplies its own rate by it: {_rates(facts)}.",
+        caption=f"Each optimizer multiplies its rate by this value: {_rates(facts)}.",
     )  # fmt: skip
     yield chart("Norm of the gradient", "norm before clipping", [Series("norm", records.series("step", "grad_norm"))])
     rate = records.series("step", "tokens_per_second")
@@ -193,7 +193,7 @@ def _rates(facts: RunFacts) -> str:
 
 
 def _missing(facts: RunFacts) -> list[str]:
-    """Returns what the log does not have, in words."""
+    """Returns a text that states which records the log lacks."""
     records = facts.records
     if not records.of("step"):
         return ["The log of the run has no steps, so there are no curves."]
@@ -206,7 +206,7 @@ def _missing(facts: RunFacts) -> list[str]:
 
 
 def _parameters(facts: RunFacts) -> Table:
-    """Returns the parameters by role: those of the same name in all blocks are one row."""
+    """Returns the parameters by role. Parameters with the same name in all blocks share one row."""
     roles: dict[str, list[Any]] = {}
     for parameter in facts.parameters:
         roles.setdefault(_BLOCK.sub(lambda m: m[0].replace(m[1], "*"), parameter.name), []).append(parameter)
@@ -218,7 +218,7 @@ def _parameters(facts: RunFacts) -> Table:
 
 
 def _validations(facts: RunFacts) -> Table | None:
-    """Returns the validations of the log; None without any."""
+    """Returns a table of the validations in the log; None if there are none."""
     records = facts.records.of("validation")
     keys = [key for key in VALIDATED if any(is_number(record.get(key[0])) for record in records)]
     if all(record.get("bpb") == record.get("bpb_pieces") for record in records):
@@ -245,14 +245,14 @@ def _scores(facts: RunFacts) -> Table | None:
 
 
 def _sizes(facts: RunFacts) -> Iterator[tuple[str, str]]:
-    """Yields facts about the artifact: labels and values."""
+    """Yields (label, value) pairs about the artifact."""
     report = facts.quantization
     if report is None:
         return
     size, budget, reserved = (report.get(f"{key}_bytes") for key in ("artifact", "budget", "reserved"))
     yield "artifact", f"{_number(size)} bytes"
     if is_number(budget):
-        yield "budget", f"{budget:,} bytes" + (f", of which {reserved:,} are for code" if reserved else "")
+        yield "budget", f"{budget:,} bytes" + (f", of which {reserved:,} are reserved for code" if reserved else "")
     yield "step", _number(report.get("step"))
     calibration = report.get("calibration")
     if isinstance(calibration, Mapping):

@@ -1,4 +1,4 @@
-"""Generates the samples of a report with the final weights of a run, once: they are stored in the run."""
+"""Generates the samples of a report with the final weights of a run, and stores them in the run."""
 
 from dataclasses import dataclass
 from itertools import compress, islice
@@ -15,7 +15,7 @@ from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.samples import Sample, Samples, record_samples, recorded_samples
 
-LINES = 4  # of the validation split, if none are given
+LINES = 4  # number of lines of the validation split, if no prompts are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class SampleOptions:
     """The samples to show.
 
     Attributes:
-        prompts: the prompts, or the lines to transform. If empty: for a model of text the empty prompt with two seeds,
-            for a model of lines the first lines of its validation split.
+        prompts: the prompts, or the source lines. If empty, a text model has the empty prompt with two seeds, and a
+            model of lines has the first lines of its validation split.
         seed: the seed of each prompt.
         max_tokens: the maximum number of tokens of a text.
         temperature: the temperature of the sampling.
@@ -47,7 +47,7 @@ def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool,
         run: the run.
         step: the step of its newest checkpoint; None without one.
         options: the samples to generate.
-        stated: whether the user stated the options. If not, stored samples of other options are returned too.
+        stated: whether the user stated the options. If not, stored samples are returned even if their options differ.
         say: called with lines of text for the user.
 
     Raises:

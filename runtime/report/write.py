@@ -12,7 +12,7 @@ from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.samples import Samples, recorded_samples
 
 PAGE = "report.html"
-NONE = "specc report RUN generates them, without --no-samples."
+NONE = "`specc report RUN` without --no-samples generates them."
 
 
 def write_report(run: Path, out: Path | None, options: SampleOptions | None, stated: bool, say: Say) -> Path:
@@ -22,7 +22,8 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
         run: the run directory.
         out: the file; None for report.html in the run.
         options: the samples to generate if the run does not store them; None generates none.
-        stated: whether the user stated the options of the samples. If not, stored samples of other options are shown.
+        stated: whether the user stated the options of the samples. If not, stored samples are shown even if their
+            options differ.
         say: called with lines of text for the user.
 
     Raises:
@@ -47,7 +48,7 @@ def write_card(run: Path, out: Path | None) -> Path:
 
 
 def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: Say) -> tuple[Samples | None, str]:
-    """Returns the samples to show; None, and the reason, if there are none."""
+    """Returns the samples to show and an empty text, or None and the reason why there are none."""
     try:
         if options is not None:
             return samples_of(facts.run, facts.step, options, stated, say), ""
@@ -55,7 +56,7 @@ def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: 
         return (stored, "") if stored is not None and stored.step == facts.step else (None, NONE)
     except RuntimeFailure as error:
         if stated:
-            raise  # the user asked for these samples
+            raise  # not ignored, because the user requested these samples
         return None, error.message
 
 

@@ -1,1 +1,1 @@
-"""Files that are whole or absent: runs, checkpoints, quantized runs."""
+"""Storage of runs, checkpoints and quantized runs. A file or directory is written completely or not at all."""

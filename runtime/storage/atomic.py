@@ -1,4 +1,7 @@
-"""Writes a file whole or not at all: temporary file in the same folder, fsync, check, rename, fsync of the folder."""
+"""Writes a file completely or not at all.
+
+The steps: temporary file in the same folder, fsync, check, rename, fsync of the folder.
+"""
 
 import contextlib
 import fcntl
@@ -14,8 +17,8 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
     """Writes `parts` to `path`, replacing an existing file.
 
     Temporary files of interrupted writers are removed first. After an error no temporary file remains, and `path` is
-    unchanged, except if only the sync of the folder failed: `path` then has the new content, which a power failure may
-    still undo.
+    unchanged. One error is an exception: if only the sync of the folder fails, `path` has the new content, but a power
+    failure may still undo the write.
 
     Args:
         path: the file to write.
@@ -56,15 +59,15 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
-    """Creates a new file next to `path`, with a lock that ends with this process. A file without a lock is left over
-    from an earlier process."""
+    """Creates a new file next to `path` and locks it. The lock ends with this process, so a temporary file without a
+    lock belongs to a process that has ended."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
-        os.close(descriptor)  # another writer's sweep removed it between its creation and its lock
+        os.close(descriptor)  # another writer removed the file before it was locked
     try:
         yield temporary, descriptor
     finally:
@@ -74,7 +77,7 @@ def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _sweep(path: Path) -> None:
-    """Removes the temporary files for `path` that no living writer has locked."""
+    """Removes the temporary files for `path` that no running process has locked."""
     prefix = f".{path.name}."
     for entry in sorted(os.listdir(path.parent)):
         if not (entry.startswith(prefix) and entry.endswith(".tmp") and len(entry) == len(prefix) + 12):
@@ -83,7 +86,7 @@ def _sweep(path: Path) -> None:
         try:
             descriptor = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            continue  # gone meanwhile, or not a file of ours
+            continue  # removed by another process, or cannot be opened
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,9 @@
 """Checkpoints: one committed directory per step (see committed.py), of safetensors and JSON, never pickles.
 
-`checkpoints/step_00000400/` contains model.safetensors (the f32 masters), optimizer.safetensors,
-rng.safetensors, ema.safetensors if the run averages, state.json and COMMIT. Tensors are stored by parameter name.
-`checkpoints/step_00000000/` of a run that starts from given weights contains model.safetensors, state.json and COMMIT.
+`checkpoints/step_00000400/` contains model.safetensors (the f32 master weights), optimizer.safetensors,
+rng.safetensors, state.json and COMMIT. It also contains ema.safetensors if the run averages its weights. Tensors are
+stored by parameter name. If a run starts from given weights, `checkpoints/step_00000000/` contains only
+model.safetensors, state.json and COMMIT.
 """
 
 import platform
@@ -40,8 +41,8 @@ class Snapshot:
     Attributes:
         step: the number of updates.
         seconds: seconds of training.
-        weights: the masters.
-        average: the averaged weights. None if the run does not average.
+        weights: the master weights.
+        average: the averaged weights. None if the run does not average its weights.
         optimizer: the optimizers' state, by `kind.slot/parameter`.
         rng: the states of the random generators, u8.
         loader: the position of the data loader.
@@ -61,12 +62,12 @@ class Snapshot:
 
     @property
     def weights_alone(self) -> bool:
-        """True if a run starts from these weights: it has no state of optimizers, generators and data yet."""
+        """True if a run starts from these weights. There is then no state of optimizers, generators and data yet."""
         return self.step == 0 and not self.rng
 
     def copied(self) -> "Snapshot":
         """Returns a snapshot with copies of the weights, the average and the optimizer state in the memory of the
-        host, so that they need none of a GPU."""
+        host, so that they use no memory of a GPU."""
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -95,11 +96,11 @@ class State(StrictModel):
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     """Commits `snapshot` as `folder/step_NNNNNNNN` and then removes all but the `keep` newest checkpoints.
 
-    A sound checkpoint of that step is left unchanged; a damaged checkpoint is replaced. Raises
-    EnvironmentFailure if the checkpoint cannot be written, ValueError if `keep` is below 2.
+    A valid checkpoint of that step is left unchanged; a damaged checkpoint is replaced. Raises
+    EnvironmentFailure if the checkpoint cannot be written, and ValueError if `keep` is below 2.
     """
     if keep < 2:
-        raise ValueError("the newest checkpoint may get damaged: keep at least 2")
+        raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")
     path = path_of(folder, snapshot.step)
     try:
         if path.exists():
@@ -141,13 +142,13 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def all_in(folder: Path) -> list[Path]:
-    """Returns the checkpoint directories in `folder`, sound or not, oldest first."""
+    """Returns the checkpoint directories in `folder`, valid or damaged, oldest first."""
     paths = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """Returns the newest sound checkpoint in `folder`, or None. Calls `warn` with the reason for each newer checkpoint
+    """Returns the newest valid checkpoint in `folder`, or None. Calls `warn` with the reason for each newer checkpoint
     that is damaged."""
     for path in reversed(all_in(folder)):
         reason = fault(path)
@@ -190,7 +191,7 @@ def read_state(path: Path) -> State:
     except ValidationError as error:
         raise IntegrityError(f"{path / STATE}: {in_words(error)}", committed.HINT) from None
     if path.name != f"step_{state.step:08d}":
-        raise IntegrityError(f"{path / STATE}: is of step {state.step}", committed.HINT)
+        raise IntegrityError(f"{path / STATE}: states step {state.step}, unlike its directory", committed.HINT)
     return state
 
 
@@ -204,7 +205,7 @@ def weights(path: Path) -> dict[str, Tensor]:
 
 
 def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises IntegrityError, with the differences, unless both have the same names, shapes and dtypes."""
+    """Raises IntegrityError, which lists the differences, unless both have the same names, shapes and dtypes."""
     differences = [f"it has no {name}" for name in expected if name not in tensors]
     differences += [f"{name} is unknown" for name in tensors if name not in expected]
     differences += [

@@ -1,4 +1,4 @@
-"""Directories that are written whole or not at all, and are valid only with their COMMIT file.
+"""Directories that are written completely or not at all, and are valid only with their COMMIT file.
 
 COMMIT is JSON: size and SHA-256 of every other file. A directory is written under a temporary name. The files and the
 directory are synced before the rename, and the parent directory after it. Therefore neither a kill nor a power failure
@@ -23,7 +23,7 @@ from specc.runtime.errors import IntegrityError
 from specc.runtime.storage.atomic import sync_folder, write_all
 
 COMMIT = "COMMIT"
-HINT = "use an older one, or make it again"
+HINT = "use an older directory of this kind, or create it again"
 
 
 class Member(StrictModel):
@@ -79,7 +79,7 @@ class Committed:
         return data
 
     def in_full_size(self) -> bool:
-        """Returns whether all files exist with the sizes that COMMIT states. Does not read the files."""
+        """Returns whether all files exist with the sizes in COMMIT. Does not read the files."""
         try:
             sizes = {name: (self.path / name).stat().st_size for name in self.members}
         except OSError:
@@ -88,9 +88,9 @@ class Committed:
 
 
 def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
-    """Creates the directory `path`, which must not exist, with files from pairs of a name and the parts of its content.
+    """Creates the directory `path`, which must not exist. `files` are pairs of a name and the parts of the content.
 
-    Raises OSError if the operating system refuses; then nothing remains.
+    Raises OSError if an operation fails. Nothing remains then.
     """
     temporary = _aside(path)
     try:
@@ -118,7 +118,7 @@ def replace(path: Path, new: Path) -> None:
     disk.
 
     The previous directory moves next to `new` as `before`, for the caller to remove. A kill between the two renames
-    leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if the operating system refuses.
+    leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if an operation fails.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))
@@ -129,7 +129,7 @@ def replace(path: Path, new: Path) -> None:
 
 def settle(path: Path, new: Path) -> None:
     """Finishes an interrupted `replace`: if nothing is at `path` and `new` is committed, renames `new` to `path`. Any
-    process may call this at any time. Raises OSError if the operating system refuses."""
+    process may call this at any time. Raises OSError if an operation fails."""
     if path.exists() or not new.is_dir():
         return
     with suppress(IntegrityError, FileNotFoundError):  # incomplete, or another process renamed it first

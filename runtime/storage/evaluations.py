@@ -14,8 +14,8 @@ FOLDER = "evaluations"
 def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
     """Writes a result of a run, and returns the path of its file. A result of the same file and model is replaced.
 
-    `facts` are those of the task, `model` (`run` or `quantized`) and `step`. Raises EnvironmentFailure if the file
-    cannot be written.
+    `facts` contains the results of the task, and the keys `model` (`run` or `quantized`) and `step`. Raises
+    EnvironmentFailure if the file cannot be written.
     """
     folder = run / FOLDER
     name = f"{Path(str(facts['file'])).stem}-{str(facts['sha256'])[:8]}-{facts['model']}.json"

@@ -32,11 +32,13 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     except IntegrityError as error:
         say(f"{error.message}: the step of the artifact is unknown")
         return path
-    from specc.runtime.storage import checkpoint  # imports torch, which reading an artifact alone does not need
+    from specc.runtime.storage import (
+        checkpoint,
+    )  # imported here, because it imports torch, which other readers of an artifact do not need
 
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is not None and checkpoint.read_state(newest).step > step:
-        say(f"the artifact is of step {step}, but {newest} is newer; to quantize it: {again}")
+        say(f"the artifact has the weights of step {step}, but {newest} is newer; to quantize it: {again}")
     return path
 
 

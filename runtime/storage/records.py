@@ -1,4 +1,4 @@
-"""The records of the log of a run, prepared for readers: each step once, and complete lines only."""
+"""Reads the records of the log of a run: only complete lines, and each step once."""
 
 import json
 import math
@@ -48,7 +48,7 @@ class Records:
         return cls(tuple(records), unreadable)
 
     def of(self, event: str, **fields: object) -> list[Record]:
-        """Returns the records of an event that have these values."""
+        """Returns the records of an event whose fields have these values."""
         return [
             record
             for record in self.all
@@ -56,7 +56,7 @@ class Records:
         ]
 
     def last(self, event: str, **fields: object) -> Record:
-        """Returns the last such record; an empty one if there is none."""
+        """Returns the last record of an event whose fields have these values; an empty record if there is none."""
         return next(iter(reversed(self.of(event, **fields))), {})
 
     def series(self, event: str, field: str, **fields: object) -> Sequence[tuple[float, float]]:

@@ -1,12 +1,12 @@
 """The run directory: the inputs, the settings and all results of a training run.
 
 runs/gpt_mini-001/
-    spec.json        the resolved spec, overrides applied; accepted wherever a spec is
+    spec.json        the resolved spec with its overrides; every command that reads a spec accepts it
     run.json         target, data and overrides, as given, and the weights that the run started from
-    lock.json        the measured kernels that it runs with, if the spec had any
-    files/           other files that it needs, such as its tokenizer
+    lock.json        the measured kernels of the run, if the spec had any
+    files/           other files that the run needs, such as its tokenizer
     generated/       the generated code
-    log.jsonl        a line per step, and the events between steps
+    log.jsonl        one line per step, and one per event between steps
     checkpoints/     see checkpoint.py
     quantized/       the output of `specc quantize`
 """
@@ -86,9 +86,10 @@ class Run:
         target: the target that it trains.
         data: the training data, as given to `--data`.
         overrides: the `--set` texts that `spec` contains.
-        lock: the measured kernels that it runs with.
-        data_digests: the digests of the content of `data` at the start of the run. None for a run of an older specc.
-        old_digest: the digest of the spec as the run recorded it, if the recorded spec has an old version.
+        lock: the measured kernels of the run.
+        data_digests: the digests of the content of `data` at the start of the run. None if an older version of specc
+            started the run.
+        old_digest: the digest of the recorded spec, if the spec has an old format version.
         start: the weights that the run started from; None for initial values.
     """
 
@@ -124,8 +125,8 @@ class Run:
 
     @property
     def staged(self) -> Path:
-        """The folder in which the next `quantized` is written. The parent folder has a separate lock, so that a run can
-        be quantized from its last checkpoint while it trains."""
+        """The folder in which the next `quantized` is written. Its parent folder has a lock of its own. A run can
+        therefore be quantized from its last checkpoint while it trains."""
         return self.directory / ".quantizing" / "quantized"
 
     @property
@@ -139,7 +140,7 @@ class Run:
         return self.old_digest or hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     def logged_loss(self, step: int) -> float | None:
-        """Returns the loss of the weights after `step`, in nats per token, if the log has a validation of them.
+        """Returns the validation loss after `step`, in nats per token; None if the log has no validation at that step.
 
         A validation of averaged weights does not count.
         """
@@ -148,7 +149,7 @@ class Run:
 
     def create(self, files: Sequence[Path] = ()) -> "Run":
         """Creates the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory
-        is not empty, EnvironmentFailure if it cannot be written."""
+        is not empty, and EnvironmentFailure if it cannot be written."""
         require_free(self.directory)
         try:
             for folder in (*([self.files] if files else []), self.generated, self.checkpoints, self.quantized):
@@ -160,12 +161,14 @@ class Run:
         if self.lock.targets:
             _write_text(self.directory / LOCK, self.lock.text())
         self.record()
-        _write_text(self.directory / SPEC, readable(self.spec))  # last: spec.json is what marks the directory as a run
+        _write_text(
+            self.directory / SPEC, readable(self.spec)
+        )  # written last, because spec.json marks the directory as a run
         return self
 
     @classmethod
     def open(cls, directory: Path) -> "Run":
-        """Reads a run directory. Raises RunDirectoryError if it is not a run, IntegrityError if it is damaged."""
+        """Reads a run directory. Raises RunDirectoryError if it is not a run, and IntegrityError if it is damaged."""
         if not is_run(directory):
             if directory.exists() and (whole := next(filter(is_run, directory.absolute().parents), None)):
                 raise RunDirectoryError(f"{directory}: is a part of a run", f"name the run, {whole}")
@@ -196,8 +199,8 @@ class Run:
         _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
 
     def requantized(self, overrides: Sequence[str]) -> "Run":
-        """Returns the run with `--set` overrides of the `quant` section of its spec. Only QAT reads this section in
-        training.
+        """Returns the run with `--set` overrides of the `quant` section of its spec. During training, only
+        quantization-aware training reads this section.
 
         Raises:
             SpecError: if a build of the resulting spec for the run's target fails.
@@ -207,19 +210,19 @@ class Run:
             return self
         spec, source, _ = check.load_recorded(self.directory / SPEC, tuple(overrides))
         if spec.model_copy(update={"quant": self.spec.quant}) != self.spec:
-            message = f"{self.directory} is trained: only `quant` of its spec can be changed"
+            message = f"{self.directory} is already trained: only `quant` of its spec can be changed"
             raise RunDirectoryError(message, "remove the other --set options")
         compile_loaded(spec.at_rest, source, (self.target,))
         return replace(self, spec=spec)
 
     def require_same(self, spec: Spec, target: str) -> None:
-        """Raises RunDirectoryError, with the differences, unless the run was started with this spec and target."""
+        """Raises RunDirectoryError, which lists the differences, unless the run has this spec and target."""
         here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
-        changed = [f"{path}: {old} there, {new} now" for path, old, new in differences(here, there)]
-        changed += [f"the target: {self.target} there, {target} now"] if target != self.target else []
+        changed = [f"{path}: {old} in the run, {new} now" for path, old, new in differences(here, there)]
+        changed += [f"the target: {self.target} in the run, {target} now"] if target != self.target else []
         if changed:
             hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
-            raise RunDirectoryError(f"{self.directory} is another run: {'; '.join(changed[:6])}", hint)
+            raise RunDirectoryError(f"{self.directory} has other settings: {'; '.join(changed[:6])}", hint)
 
     def require_data(self, digests: DataDigests) -> None:
         """Raises RunDirectoryError if the digests differ from those recorded at the start of the run. Does nothing if
@@ -232,8 +235,8 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """Returns the run with the data location `data`, a path from `lasting`. Does not check that the data are the
-        same. Raises RunDirectoryError if `data` is the recorded location and nothing is there."""
+        """Returns the run with the data location `data`, a path from `lasting`. Does not compare the data with those
+        of the run. Raises RunDirectoryError if `data` is the recorded location and nothing is there."""
         if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
             hint = f"state the new location: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
@@ -248,8 +251,8 @@ def lasting(data: str) -> str:
 
 
 def is_run(directory: Path) -> bool:
-    """Returns whether this directory is a run, sound or not. A quantized directory has a spec.json too, but also a
-    COMMIT."""
+    """Returns whether this directory is a run, valid or damaged. A quantized directory also has a spec.json, but in
+    addition a COMMIT."""
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 
@@ -270,7 +273,7 @@ def locked(directory: Path) -> Iterator[None]:
     """A context manager that creates the directory and locks it against other processes until the end of the block or
     of this process.
 
-    Raises RunDirectoryError if another process has the lock, EnvironmentFailure if the directory cannot be
+    Raises RunDirectoryError if another process has the lock, and EnvironmentFailure if the directory cannot be
     created.
     """
     try:
@@ -317,7 +320,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yields the path, the old and the new value of each difference between two values of JSON."""
+    """Yields (path, old value, new value) for each difference between two JSON values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys([*old, *new]):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)

@@ -1,4 +1,4 @@
-"""The log of a run, read back: steps, validations and the end, as if the run had never been interrupted."""
+"""Reads the history of a run from its log: steps, validations and the end, without the traces of interruptions."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class LoggedValidation:
     Attributes:
         step: the number of updates of the weights.
         weights: `raw` or `average`.
-        values: the measured values by name; `nats` is the mean loss per token. A value may be None.
+        values: the measured values by name; `nats` is the mean loss in nats per token. A value may be None.
     """
 
     step: int
@@ -48,8 +48,8 @@ class RunHistory:
 
     Attributes:
         steps, validations: the records in order of steps.
-        end: the fields of the last `end` record of a process that reached its end; None if there is none.
-        message: why the last process stopped or failed; empty if it did neither.
+        end: the fields of the last `end` record, which a process writes when it finishes; None if there is none.
+        message: the reason why the last process stopped early or failed; empty if it did neither.
     """
 
     steps: list[LoggedStep] = field(default_factory=list)
@@ -59,7 +59,7 @@ class RunHistory:
 
     @classmethod
     def read(cls, log: Path) -> "RunHistory":
-        """Reads a log. A missing log is an empty history, and lines that a killed process left torn are skipped."""
+        """Reads a log. A missing log gives an empty history. Incomplete lines of a killed process are skipped."""
         history = cls()
         for event in _events(log):
             history._add(event)
@@ -67,12 +67,12 @@ class RunHistory:
 
     @property
     def complete(self) -> bool:
-        """Whether the run has reached the end of its schedule, or the loss to stop at."""
+        """Whether the run has reached the end of its schedule, or `train.stop_at_loss`."""
         return self.end is not None and bool(self.end.get("complete"))
 
     @property
     def final(self) -> Mapping[str, Any] | None:
-        """The validation of the final weights of a complete run: of the averaged weights if the run averages."""
+        """The validation of the final weights of a complete run. These are the averaged weights if the run has any."""
         return self.scored(str(self.end["weights"])) if self.end is not None and self.complete else None
 
     def scored(self, weights: str) -> Mapping[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The texts that the final model of a run has generated, stored so that a report shows the same ones each time."""
+"""The texts that the final model of a run has generated. They are stored, so that each report shows the same texts."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HINT = "delete it; `specc report` generates it again"
 
 
 class Sample(StrictModel):
-    """A prompt, the seed of its random numbers, and the text that follows it. A line has no seed."""
+    """A prompt, the seed of its random numbers, and the generated text. The sample of a model of lines has no seed."""
 
     prompt: str
     text: str

@@ -11,7 +11,7 @@ class StartRecord(StrictModel):
 
     Attributes:
         path: the absolute path of the source.
-        kind: what the source is.
+        kind: the kind of the source.
         step: the step of the checkpoint of a run; None for files.
         tensors: the SHA-256 (hex) of the f32 bytes of each parameter that was taken, by name.
     """

@@ -1,8 +1,9 @@
-"""Builds train_gpt.py, one file of the entry program, the parts of specc that it needs, the model and the plan.
+"""Builds train_gpt.py: one file with the entry program, the parts of specc that it needs, the model and the plan.
 
 The needed code is extracted from the sources of specc (shake.py), stripped of docstrings and annotations, and
-compressed. At start train_gpt.py unpacks it into a temporary folder, because Triton and nvcc read sources from files.
-The file is in Latin-1, so that a string holds the compressed bytes as characters: base85 would be 25 % larger.
+compressed. At start, train_gpt.py unpacks the code into a temporary folder, because Triton and nvcc read sources from
+files. The encoding of the file is Latin-1, so that each character of a string is one compressed byte. The alternative,
+base85, would be 25 % larger.
 """
 
 import bz2
@@ -28,7 +29,7 @@ from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.model.load import initial_values, replace_fuse
+from specc.runtime.model.load import initial_values
 from specc.runtime.optim.optimizers import rule_of
 from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
@@ -52,7 +53,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The facts about a submission that decide what it needs.
+    """The facts about a submission that determine which functions it needs.
 
     Attributes:
         spec, quant: the settings.
@@ -71,7 +72,7 @@ class _Facts:
 
     @property
     def writes_text(self) -> bool:
-        """Returns True if the model writes its calibration text."""
+        """Returns True if the model generates its calibration text."""
         return self.quant.calibrate.source == "self"
 
     @property
@@ -81,7 +82,7 @@ class _Facts:
         return self.quant.correct is not None or any(ranks)
 
 
-# The functions and classes that only some submissions call.
+# Functions and classes that only some submissions need, with the condition for each.
 _WHEN_USED: Mapping[Symbol, Callable[[_Facts], bool]] = {
     ("specc.runtime.quantize.written_text", "write_text"): lambda facts: facts.writes_text,
     ("specc.runtime.quantize.promotion", "promote"): lambda facts: facts.quant.allocate is None,
@@ -103,7 +104,7 @@ _BUFFERS: Mapping[str, Symbol] = {
     dropout.STORAGE: ("specc.runtime.train.dropout_draws", "DropoutDraws"),
 }  # the classes that set buffers of a model, by the storage of the buffers
 LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
-MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len; all are tried, as the best depends on the data
+MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len; all are tried, because the best value depends on the data
 # Matches the strings and characters of C++, which are preserved, and its comments, which are removed.
 _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
@@ -150,10 +151,11 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 def quoted(data: bytes) -> str:
     """Returns the content of a string literal in three single quotes, whose characters are the bytes of `data`.
 
-    Escaped are what a Python source in Latin-1 cannot contain, NUL and CR, and what has another meaning in the literal.
+    NUL and CR are escaped, because a Python source cannot contain them. Characters with another meaning in the literal
+    are escaped too.
     """
     text = data.decode("latin-1")
-    text = re.sub(r"\\|'(?=''|\Z)", lambda found: "\\" + found[0], text)
+    text = re.sub(r"\\|'(?=''|\Z)", lambda match: "\\" + match[0], text)
     text = re.sub(r"\0(?=[0-7])", r"\\x00", text).replace("\0", r"\0")
     return text.replace("\r", r"\r")
 
@@ -229,10 +231,10 @@ def _facts(spec: Spec, targets: Sequence[str]) -> _Facts:
 def _plan(
     facts: _Facts, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
 ) -> tuple[str, dict[str, str], set[str]]:
-    """Returns the source of the module `plan`, the generated files by path, and the storages of the model's buffers."""
+    """Returns the source of the module `plan`, the generated files by path, and the storage of the model's buffers."""
     spec, quant, base = facts.spec, facts.quant, facts.base
     assert isinstance(spec.eval, BitsSpec)
-    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, replace_fuse(spec)))
+    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, spec.plain))
     programs = {target: plan.programs for target, plan in built.plans.items()}
     params = {
         target: [dataclasses.replace(p, init=None, storage="") for p in program.params]  # type: ignore[arg-type]
@@ -283,10 +285,10 @@ def _plan(
 
 
 def spelled(value: Any, classes: set[type]) -> str:
-    """Returns a Python expression for `value`: settings, plain values, or tuples, lists and mappings of them.
+    """Returns a Python expression for `value`: settings, plain values, or tuples, lists and mappings of these.
 
-    Classes that the expression names are added to `classes`. Fields with default values are omitted. Raises TypeError
-    if `value` is of another type.
+    The classes in the expression are added to `classes`. Fields with default values are omitted. Raises TypeError if
+    `value` is of another type.
     """
 
     def call(kind: type, fields: Iterable[tuple[str, Any]]) -> str:

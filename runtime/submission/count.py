@@ -69,8 +69,8 @@ def is_submission(path: Path) -> bool:
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
     """Returns the size of the submission in the folder `path`, with its budget in bytes.
 
-    If `budget` is None, the `quant.budget_bytes` of the spec in its weights applies, or else the 16,000,000 bytes of
-    the challenge.
+    If `budget` is None, the budget is `quant.budget_bytes` of the spec in the weights file. If the spec has none, it is
+    the limit of the challenge, 16,000,000 bytes.
 
     Raises IntegrityError if the code or the weights are missing or not a regular file, or if `budget` is None and the
     weights are not a valid artifact.
@@ -83,7 +83,7 @@ def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
             hint = "export it again: specc export RUN --format submission --force"
             raise IntegrityError(f"{path / name}: {error.strerror}", hint) from error
         if not stat.S_ISREG(status.st_mode):
-            raise IntegrityError(f"{path / name} is not a regular file", "what a link leads to would not be counted")
+            raise IntegrityError(f"{path / name} is not a regular file", "replace a link by the file that it names")
         sizes.append(status.st_size)
     others = tuple(sorted(entry.name for entry in path.iterdir() if entry.name not in (CODE, WEIGHTS)))
     if budget is None:

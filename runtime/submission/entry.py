@@ -95,7 +95,7 @@ def _options(arguments: Sequence[str] | None) -> Any:
     parser.add_argument(
         "--budget", type=_count, help="the limit of code and weights in bytes; by default, that of the spec"
     )
-    parser.add_argument("--max-tokens", type=_count, help="score so many only")
+    parser.add_argument("--max-tokens", type=_count, help="score only this number of tokens")
     return parser.parse_args(arguments)
 
 
@@ -107,7 +107,7 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """The file of trained weights, which exists until they are quantized. The training loop saves its state here."""
+    """The file of trained weights, which exists until they are quantized. It replaces the checkpoints of a run."""
 
     weights: Path  # the path of the quantized weights, in the same folder
     target: str
@@ -123,14 +123,14 @@ class TrainedFile:
         return self.weights.with_name(f"{self.weights.name}.trained")
 
     def logged_loss(self, step: int) -> float | None:
-        """Returns None: a submission trains from the first step, without a log."""
+        """Returns None. A submission trains from the first step and has no log."""
         return None
 
     def save(self, snapshot: Snapshot) -> Path:
         """Writes the final weights atomically, f32, and returns the path.
 
-        Raises RunFailure if the run has not reached its last phase, because the weights file would then be scored as a
-        model that was not trained, or if the file cannot be written.
+        Raises RunFailure if the file cannot be written, or if the run has not reached its last phase. In an earlier
+        phase, the weights belong to another model than the one that is scored.
         """
         if any(snapshot.done < phase.until for phase in plan.PHASES):
             raise _too_few(snapshot.step)
@@ -154,14 +154,14 @@ class TrainedFile:
             message = f"there is no {self.path}"
             raise RunFailure(message, "train first: there are no trained weights to quantize") from None
         except Exception as error:
-            raise RunFailure(f"{self.path} holds no trained weights: {error}", "train again") from error
+            raise RunFailure(f"{self.path} contains no trained weights: {error}", "train again") from error
         if not isinstance(weights, dict) or {n: tuple(getattr(t, "shape", ())) for n, t in weights.items()} != SHAPES:
-            raise RunFailure(f"{self.path} holds the weights of another model", "train again")
+            raise RunFailure(f"{self.path} contains the weights of another model", "train again")
         return weights
 
 
 def _show(step: Step, done: float) -> None:
-    """Prints the first ten updates and every hundredth."""
+    """Prints the first ten updates, and every hundredth update."""
     if step.step % 100 == 0 or step.step <= 10:
         _print(f"step {step.step}: loss {step.loss:.4f}, {step.seconds:.1f} s")
 
@@ -170,7 +170,7 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     """Trains, unless the command is `quantize`, then quantizes on rank 0 and writes `options.weights`."""
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost
-        raise RunFailure(f"{out} is not a path of a file", "name a file in a folder that exists")
+        raise RunFailure(f"{out} is not the path of a file", "name a file in a folder that exists")
     compress(b"", 0, CODEC)  # raises before training if brotli is not installed
     places = [shlex.quote(str(place)) for place in (sys.argv[0], out, options.data)]
     chosen = f" --target {options.target}" if options.target else ""
@@ -211,7 +211,7 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
     Args:
         world: the ranks of the run, with their device.
         target: the target whose generated code is trained.
-        steps: the number of updates; None for all of the run.
+        steps: the number of updates; None for all updates of the run.
         streams: the training and validation tokens.
         trained: the file to save the weights to.
 
@@ -239,7 +239,7 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
 
 
 def _too_few(steps: int) -> RunFailure:
-    return RunFailure(f"{steps} steps end before the last phase of the run", "give a larger --steps, or none")
+    return RunFailure(f"--steps {steps} ends before the last phase of the run", "give a larger --steps, or none")
 
 
 def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: int | None) -> None:

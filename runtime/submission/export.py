@@ -46,8 +46,8 @@ def export_submission(
         targets: the targets to include; all targets of the spec if empty.
         search: additional folders to search for the tokenizer.
         force: overwrite existing files.
-        say: called with a line of text about requirements, about weights that are older than those of the run, and if
-            code and weights exceed the spec's `quant.budget_bytes` (or the challenge's limit if it is unset).
+        say: called with lines of text. They state the requirements of the code, whether the run has newer weights, and
+            whether code and weights exceed `quant.budget_bytes` of the spec, or else the limit of the challenge.
 
     Returns:
         The sizes of the code and the weights in bytes.
@@ -57,8 +57,8 @@ def export_submission(
             a kind that cannot be a submission.
         TargetError (2): a target is not valid for the spec.
         DataError: the tokenizer is missing.
-        RunDirectoryError, RunFailure, IntegrityError: as for `specc.runtime.export.run.export`; RunFailure also if the
-            run ended before its last phase or its spec changed after it was quantized.
+        RunDirectoryError, RunFailure, IntegrityError: under the conditions of `specc.runtime.export.run.export`.
+        RunFailure: the run ended before its last phase, or its spec changed after it was quantized.
     """
     run = _of_text(Run.open(path))
     say = say or (lambda _: None)
@@ -83,7 +83,7 @@ def export_submission(
             raise RunFailure(
                 f"{path} ended before its last phase; a submission needs the weights after it", run.resume_command
             )
-        raise RunFailure(f"{source} was written for another spec than the present spec of the run", again)
+        raise RunFailure(f"{source} was written for another spec than the current spec of the run", again)
     text = _code(run, targets, search, codec)
     with _removed_on_failure(out, weights):
         try:
@@ -106,13 +106,18 @@ def export_submission(
     if size.over:
         say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
         fits = f"{again} --for submission, then export again with --force"
-        say(f"to leave room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
+        say(
+            f"to leave room for the code: {fits}"
+            if codec == Codec.BROTLI
+            else f"use brotli, which compresses better, or {fits}"
+        )
     return size
 
 
 @contextmanager
 def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
-    """Removes `file`, `folder` and its parents if the block raises, except for those that existed before."""
+    """A context manager that removes `file`, `folder` and its parents if the block raises. Paths that existed before
+    remain."""
     fresh = [path for path in (file, folder, *folder.parents) if not path.exists()]
     try:
         yield
@@ -133,7 +138,8 @@ def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path]
 
 
 def _of_text(run: Run) -> Run:
-    """Returns the run. Raises ExportError if it is not a quantized text model or trains by teacher forcing."""
+    """Returns the run. Raises ExportError if it cannot be a submission: if it is not a quantized text model, trains by
+    teacher forcing, or starts from other weights."""
     spec = run.spec
     if spec.quant is None or not isinstance(spec.eval, BitsSpec):
         raise ExportError(f"{spec.name} is not a quantized model of text", "a submission is scored in bits per byte")

@@ -1,4 +1,4 @@
-"""Replacements, in a submission, for functions of specc that need the compiler, a text tokenizer or Pydantic."""
+"""Functions that replace others in a submission: those that need the compiler, a text tokenizer or Pydantic."""
 
 import json
 import math
@@ -43,16 +43,16 @@ def formula_at(text: str, t: float) -> float:
 
 
 def unused(*arguments: object) -> NoReturn:
-    """Takes the place of functions that the settings of the spec never call."""
+    """Replaces functions that the settings of the spec never call."""
     raise NotImplementedError("the spec of this submission does not call this function")
 
 
 def nothing(*arguments: object) -> None:
-    """Takes the place of `compile_ahead` for a model without sources to compile."""
+    """Replaces `compile_ahead` for a model without sources to compile."""
 
 
 class NoBuffers:
-    """Takes the place of the classes that set buffers of a model, for a model without such buffers."""
+    """Replaces the classes that set buffers of a model, for a model without such buffers."""
 
     def __init__(self, *arguments: object) -> None: ...
 
@@ -69,7 +69,7 @@ class NoBuffers:
 
 
 def open_cached(source: object, *how: object) -> NoReturn:
-    raise DataError(f"{source} holds no token shards", SHARDS)
+    raise DataError(f"{source} contains no token shards", SHARDS)
 
 
 def missing_source(path: Path) -> DataError:
@@ -79,7 +79,11 @@ def missing_source(path: Path) -> DataError:
 
 def parsed(text: bytes) -> "ShardRecord":
     """Parses the record of a folder of shards without Pydantic. Raises ValidationError if it is invalid."""
-    from specc.runtime.data.shards.record import ShardEntry, ShardRecord, SplitEntry  # which imports this module
+    from specc.runtime.data.shards.record import (
+        ShardEntry,
+        ShardRecord,
+        SplitEntry,
+    )  # imported here, because that module imports this module
 
     try:
         data = json.loads(text)

@@ -144,7 +144,7 @@ def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
         rules = data["quant"]["rules"]
         data["quant"]["rules"] = carried["quant"]["rules"] = []
         if data != carried:
-            raise ValueError("it is of another model")
+            raise ValueError("it belongs to another model")
         for rule in rules:
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items() if k != "match"}
             schemes[rule["match"]] = plan.SCHEMES[rule["scheme"]](**settings)

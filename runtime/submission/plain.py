@@ -15,7 +15,7 @@ from specc.runtime.submission.names import WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class PlainSize:
-    """The sizes of the same arrays in bytes: `artifact` of the artifact at `path`, `plain` in the plain format."""
+    """Two sizes of the same arrays in bytes: `artifact` in the artifact at `path`, and `plain` in the plain format."""
 
     path: Path
     artifact: int
@@ -24,16 +24,16 @@ class PlainSize:
     def report(self) -> str:
         """Returns the comparison as a line of text."""
         less, word = abs(1 - self.artifact / self.plain), "smaller" if self.artifact < self.plain else "LARGER"
-        scheme = "one byte a value, torch.save, brotli-11 over all, no transforms"
+        scheme = "one byte per value, torch.save, brotli-11 over all, no transforms"
         return f"plain scheme {self.plain:,} bytes ({scheme}); {self.path.name} {self.artifact:,}: {less:.2%} {word}"
 
 
 def plain_size(path: Path) -> PlainSize:
     """Measures the arrays of an artifact, a quantized run or a submission in the format of PR 1105.
 
-    The format is a dict of int8 codes, one byte per code, f16 scales and all other arrays, written by `torch.save` and
-    compressed by brotli of quality 11 in one stream. For 30 million codes this needs minutes. Raises under the
-    conditions of `specc.runtime.open_model.read_verified`.
+    The format is a dict of int8 codes (one byte per code), f16 scales and all other arrays. `torch.save` writes it, and
+    brotli of quality 11 compresses it in one stream. For 30 million codes, this takes minutes. Raises the errors of
+    `specc.runtime.open_model.read_verified`.
     """
     path = path / WEIGHTS if is_submission(path) else artifact_of(path, lambda _: None)
     arrays = read_verified(path).stored.tensors

@@ -13,11 +13,11 @@ NAME: str
 CODEC: int
 TARGETS: tuple[str, ...]
 WINDOW: int
-UNSCORED: int  # the number of first targets of a window that are not scored
+UNSCORED: int  # the number of targets at the start of a window that are not scored
 TRAIN: TrainSpec
 EVAL: BitsSpec
 PHASES: tuple[Phase, ...]
-QUANT: QuantSpec  # without rules and default
+QUANT: QuantSpec  # the settings of `quant`, without rules and default
 PARAMS: Mapping[str, Sequence[Parameter]]  # by target
 INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter and its numeric argument
 REUSED: Sequence[str]  # the parameters whose uses calibration measures

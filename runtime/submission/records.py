@@ -1,6 +1,6 @@
 """A minimal replacement for pydantic in a submission, whose settings were validated when it was exported.
 
-Only the rules in a weights file come from outside. Their fields are validated against the ranges in their annotations.
+Only the rules in a weights file are external input. Their fields are validated against the ranges in their annotations.
 """
 
 import inspect
@@ -17,7 +17,7 @@ class ValidationError(ValueError):
 
 
 class _Field:
-    """The default of a field, its range, and the condition under which a dump omits it."""
+    """The default of a field, its range, and the condition under which `model_dump` omits the field."""
 
     def __init__(self, default: Any = ..., **settings: Any) -> None:
         self.default, self.settings = default, settings
@@ -60,7 +60,7 @@ class BaseModel:
 
     @classmethod
     def model_construct(cls) -> Self:
-        """Returns the model with its default values."""
+        """Returns a record with the default values of its class."""
         return cls()
 
     def __init__(self, **values: Any) -> None:
@@ -69,7 +69,7 @@ class BaseModel:
         for name, default in self.model_fields.items():
             value = values.get(name, default)
             if value is ...:
-                raise ValidationError(f"{type(self).__name__} needs {name}")
+                raise ValidationError(f"{type(self).__name__} has no value for {name}")
             self._check(name, value)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "model_fields_set", set(values))

@@ -2,9 +2,9 @@
 
 Modules are parsed, never executed. The search starts at the entry function. A name leads to the statements that bind
 it, and an import leads to statements of other modules. Every reached statement is included. A class is included with
-its special methods, and with those other methods whose names occur anywhere in the included code as an attribute or a
-string. Docstrings and annotations are removed and imports are regenerated, so that a module that is used only in
-annotations is not included. Local variables and parameters have short names (shorten.py).
+its special methods. Its other methods are included if their names occur anywhere in the included code, as an attribute
+or a string. Docstrings and annotations are removed, and imports are regenerated. A module that is used only in
+annotations is therefore not included. Local variables and parameters get short names (shorten.py).
 """
 
 import ast
@@ -27,7 +27,8 @@ class _Module:
     """A parsed module without docstrings and annotations.
 
     `imports` maps the names that import statements bind to their symbols. `bound` maps all other names to the indices
-    of the statements that bind them. `needed` holds the indices of the statements to keep, and `used` their imports.
+    of the statements that bind them. `needed` contains the indices of the statements to include, and `used` the names
+    of their imports.
     """
 
     body: list[ast.stmt]
@@ -35,7 +36,7 @@ class _Module:
     bound: dict[str, list[int]] = field(default_factory=dict)
     needed: set[int] = field(default_factory=set)
     used: dict[str, Symbol] = field(default_factory=dict)
-    dotted: dict[str, list[str]] = field(default_factory=dict)  # for `a`, the modules of all `import a.b` statements
+    dotted: dict[str, list[str]] = field(default_factory=dict)  # maps `a` to the modules of all `import a.b` statements
 
 
 class Shaker:
@@ -57,11 +58,11 @@ class Shaker:
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
         self._named: set[str] = set()  # the attributes and strings of the included code
-        self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}  # by name, those that no included code names
+        self._methods: dict[str, list[tuple[str, ast.stmt]]] = {}  # methods by name that no included code names so far
         self._keywords: set[str] = set()  # the keyword arguments of the calls in the included code
 
     def reach(self, module: str, name: str) -> None:
-        """Keeps the statements that bind `name` in `module`, and all statements that they need."""
+        """Includes the statements that bind `name` in `module`, and all statements that they need."""
         self._reach(self._resolved((module, name)))
         self._drain()
 
@@ -194,14 +195,14 @@ class Shaker:
                 self._queue.append((name, statement))
 
     def _offer(self, owner: str, method: ast.FunctionDef) -> None:
-        """Includes a method if the included code names it, now or later."""
+        """Includes a method as soon as the included code names it."""
         if method.name in self._named:
             self._queue.append((owner, method))
         else:
             self._methods.setdefault(method.name, []).append((owner, method))
 
     def _name(self, node: ast.AST) -> None:
-        """Includes the methods that a node names: an attribute, or a string that `getattr` may get."""
+        """Includes the methods that a node names: by an attribute, or by a string that `getattr` may receive."""
         if isinstance(node, ast.keyword) and node.arg is not None:
             self._keywords.add(node.arg)
         name = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
@@ -258,12 +259,12 @@ class Shaker:
                 self._reach(symbol)
 
     def _through(self, module: str, attribute: str | None) -> None:
-        """Keeps the statements of `module.attribute`.
+        """Includes the statements of `module.attribute`.
 
         Raises ShakeError if the module does not bind the name itself, because its imports are regenerated.
         """
         if attribute is None or attribute not in self._module(module).bound:
-            raise ShakeError(f"{module} is used other than to look up a name ({attribute})")
+            raise ShakeError(f"{module} may only be used to look up a name that it defines ({attribute})")
         self._reach((module, attribute))
 
 
@@ -273,7 +274,7 @@ def _is_method(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
 
 
 def _without(statement: ast.stmt, left_out: Collection[int]) -> ast.stmt:
-    """Returns a class without those statements of its body whose ids are in `left_out`; other statements unchanged."""
+    """Returns a class without the statements of its body whose ids are in `left_out`. Other nodes are not changed."""
     if not isinstance(statement, ast.ClassDef):
         return statement
     body = [each for each in statement.body if id(each) not in left_out]
@@ -331,10 +332,10 @@ class _Imports(ast.NodeTransformer):
 
 
 class _Strip(ast.NodeTransformer):
-    """Removes docstrings; with `annotations`, also code for type checkers: annotations, casts and assertions.
+    """Removes docstrings. With `annotations`, also removes code for type checkers: annotations, casts and assertions.
 
-    Annotations in a class body become `int`, because dataclasses find their fields by them. An annotation that states
-    the range of a number with `Field(...)`, or that fields are given by name, is not changed.
+    Annotations in a class body become `int`, because dataclasses find their fields by annotations. Two kinds remain
+    unchanged: the range of a number in `Field(...)`, and the marker of keyword-only fields.
     """
 
     def __init__(self, annotations: bool) -> None:

@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterator
 from itertools import chain, product
 from string import ascii_lowercase
 
-INTROSPECTION = {"locals", "vars", "eval", "exec"}  # functions that call these keep the names of their variables
+INTROSPECTION = {"locals", "vars", "eval", "exec"}  # variables of functions that call these are not renamed
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def shorten(tree: ast.Module, outer: Collection[str], keywords: Collection[str], opaque: Collection[str]) -> None:
     """Renames the local variables and parameters of all functions and methods at the top of a module, in place.
 
-    A function and the functions inside it share one mapping of names. Names that are also bound outside of functions
-    keep their spelling, because a function inside another may read the outer one.
+    A function and the functions inside it share one mapping of names. A name that is also bound outside of functions
+    is not renamed, because a nested function may read the outer variable.
 
     Args:
         tree: the module.
@@ -37,7 +37,7 @@ def shorten(tree: ast.Module, outer: Collection[str], keywords: Collection[str],
 
 def _shorten_function(function: _Function, fixed: Collection[str], parameters: bool) -> None:
     nodes = list(ast.walk(function))
-    if any(isinstance(node, ast.ClassDef | ast.Match) for node in nodes):  # they bind names by other rules
+    if any(isinstance(node, ast.ClassDef | ast.Match) for node in nodes):  # these statements bind names by other rules
         return
     names = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
     if INTROSPECTION & names.keys():
@@ -45,17 +45,17 @@ def _shorten_function(function: _Function, fixed: Collection[str], parameters: b
     bound = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
     arguments = [node for node in nodes if isinstance(node, ast.arg)]
-    kept = {*fixed, "self", "cls"}
-    (bound if parameters else kept).update(argument.arg for argument in arguments)
+    reserved = {*fixed, "self", "cls"}
+    (bound if parameters else reserved).update(argument.arg for argument in arguments)
     for node in nodes:
         if isinstance(node, ast.Global | ast.Nonlocal):
-            kept.update(node.names)
+            reserved.update(node.names)
         elif isinstance(node, _Function) and node is not function:
-            kept.add(node.name)
+            reserved.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            kept.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
-    local = [*(name for name in names if name in bound - kept), *sorted(bound - kept - names.keys())]
-    taken = {*names, *kept} - set(local)
+            reserved.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    local = [*(name for name in names if name in bound - reserved), *sorted(bound - reserved - names.keys())]
+    taken = {*names, *reserved} - set(local)
     short = dict(zip(local, (name for name in _short_names() if name not in taken), strict=False))
     for node in nodes:
         if isinstance(node, ast.Name):

@@ -31,8 +31,8 @@ FLAGS = (
     "-std=c++17",
     "-DNDEBUG",
     "--expt-relaxed-constexpr",
-    "-ftz=true",  # without it every exp handles subnormals, which is a quarter of the instructions of gelu
-    "-prec-div=false",  # within 2 ulp of f32; exact division and roots branch and need registers the epilogue lacks
+    "-ftz=true",  # without this flag, every exp handles subnormals, which costs a quarter of the instructions of gelu
+    "-prec-div=false",  # within 2 ulp of f32; the exact forms need branches, and more registers than are free
     "-prec-sqrt=false",
     "-Xptxas=-v",
     "-shared",
@@ -119,7 +119,7 @@ def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -
 
 
 def _is_sound(compiled: Path) -> bool:
-    """Returns whether a library is in the cache and ends with the digest of its content, which loaders ignore."""
+    """Returns whether a library is in the cache and ends with the digest of its content. Loaders ignore this digest."""
     try:
         content = compiled.read_bytes()
     except FileNotFoundError:

@@ -19,7 +19,7 @@ class Setting(StrictModel):
     """An entry of the list of settings.
 
     Attributes:
-        name: the name, of which the names of the run directories are made.
+        name: the name. The names of the run directories contain it.
         set: overrides `path=value`, which follow those of the sweep.
         seeds: the seeds of this setting instead of those of the sweep.
     """
@@ -30,7 +30,7 @@ class Setting(StrictModel):
 
 
 class Quantization(StrictModel):
-    """A way to quantize finished runs of the sweep.
+    """An entry of `quantize`: settings to quantize finished runs of the sweep with.
 
     Attributes:
         name: the name.
@@ -52,9 +52,9 @@ class SweepFile(StrictModel):
         target: the target, as for `specc train --target`.
         set: overrides `path=value` of all runs.
         seeds: the values of `train.seed`; one run for each. By default, the seed of the spec.
-        grid: path in the spec -> values. Every combination is a setting; combined with every entry of `settings`.
-        settings: the list of settings. The first setting is the one that the table compares with.
-        quantize: the ways to quantize the finished runs.
+        grid: path in the spec -> values. Every combination of values, with every entry of `settings`, is a setting.
+        settings: the list of settings. The table compares all settings with the first.
+        quantize: the list of settings to quantize finished runs with.
     """
 
     described: ClassVar[str] = "the sweep"
@@ -94,7 +94,7 @@ def _repeated_names(path: tuple[str, ...], names: list[str]) -> Iterator[Problem
 def _repeated_seeds(path: Path, seeds: tuple[int, ...] | None) -> Iterator[Problem]:
     for seed, count in Counter(seeds or ()).items():
         if count > 1:
-            message = f"the seed {seed} is listed {count} times, and equal runs tell nothing about the spread"
+            message = f"the seed {seed} is listed {count} times, but equal runs do not measure the spread"
             yield Problem(path, "S502", message, "list each seed once")
 
 
@@ -105,4 +105,4 @@ def _set_seeds(path: Path, overrides: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def _seed_twice(path: Path) -> Problem:
-    return Problem(path, "S502", f"`{SEED}` is set here and by `seeds`", "keep one of them")
+    return Problem(path, "S502", f"`{SEED}` is set here and by `seeds`", "remove one of the two")

@@ -2,7 +2,7 @@
 
 runs/widths/
     sweep.json        the settings, seeds and overrides, and the digest of each spec
-    spec/             the spec and its lock when the sweep began, which all runs use
+    spec/             a copy of the spec and its lock from the start of the sweep, which all runs use
     output/           the output of each run
     dim_64-seed1/     an ordinary run
     results.json      the table of results, as `specc sweep --json` prints it
@@ -29,11 +29,11 @@ from specc.runtime.sweep.plan import PlannedQuantization, PlannedRun, PlannedSwe
 
 RECORD = "sweep.json"
 RESULTS = "results.json"
-SHOWN = 6  # differences that a message lists
+SHOWN = 6  # maximum differences in a message
 
 
 class SweepError(RuntimeFailure):
-    """The folder does not fit the sweep file, or is no folder of a sweep."""
+    """The folder does not fit the sweep file, or is not the folder of a sweep."""
 
     code = "U016"
     exit_code = 2
@@ -48,7 +48,8 @@ class RecordedWork(StrictModel):
     overrides: tuple[str, ...]
 
     def change(self, other: "RecordedWork | None") -> str | None:
-        """Returns what another record of the same name changes; None if nothing. `other` is None if there is none."""
+        """Returns the difference to `other`, the record of the same name, in words; None if they are equal. `other` is
+        None if it does not exist."""
         if other is None:
             return "nothing has the settings and seed"
         if other.overrides != self.overrides:
@@ -74,9 +75,9 @@ class SweepRecord(StrictModel):
     Attributes:
         format: the version of the format.
         data, target: as for `specc train`; None for the defaults.
-        threads: the number of CPU threads of each run. It is that of the first start, so that a resumed run rounds its
-            sums in the same order.
-        runs, quantizations: the work.
+        threads: the number of CPU threads of each run. It does not change after the first start, so that a resumed run
+            rounds its sums in the same order.
+        runs, quantizations: the runs and quantizations of the sweep.
     """
 
     format: Literal[1] = 1
@@ -114,7 +115,7 @@ class SweepRecord(StrictModel):
         """
         for name in ("data", "target"):
             if getattr(self, name) != getattr(new, name):
-                yield f"{name} is {getattr(new, name)}, and was {getattr(self, name)}"
+                yield f"{name} is {getattr(new, name)}, but was {getattr(self, name)}"
         others = {item.name: item for item in (*new.runs, *new.quantizations)}
         places: dict[str, list[str]] = {}
         for item in (*self.runs, *self.quantizations):
@@ -176,8 +177,8 @@ class SweepFolder:
 
     @classmethod
     def existing(cls, directory: Path, sweep: PlannedSweep) -> "SweepFolder":
-        """Opens the folder of a sweep to read its results. Raises SweepError if it is not there or is of another sweep,
-        IntegrityError if its record is damaged."""
+        """Opens the folder of a sweep to read its results. Raises SweepError if it does not exist or belongs to another
+        sweep, and IntegrityError if its record is damaged."""
         known = SweepRecord.read(directory)
         if known is None:
             raise SweepError(f"{directory} is not the folder of a sweep", "name it with --out, or run the sweep first")
@@ -211,8 +212,8 @@ class SweepFolder:
         return self.directory / "output" / f"{name}.txt"
 
     def history(self, run: PlannedRun) -> RunHistory:
-        """Returns the log of a run. Raises SweepError if the directory has another run, IntegrityError if it is
-        damaged."""
+        """Returns the log of a run. Raises SweepError if the directory contains another run, and IntegrityError if it
+        is damaged."""
         directory = self.run(run.name)
         if not is_run(directory):
             return RunHistory()
@@ -229,8 +230,8 @@ class SweepFolder:
         return self.run(entry.name) / "quantized" / "report.json"
 
     def copy_run(self, entry: PlannedQuantization) -> None:
-        """Copies the run that a quantization is of, unless it has been copied. Checkpoints, which are never changed in
-        place, are hard links."""
+        """Copies the run that is quantized, unless it has been copied. Checkpoints are hard links, because they are
+        never changed in place."""
         target, partial = self.run(entry.name), self.directory / f".{entry.name}"
         if target.exists():
             return
@@ -258,8 +259,8 @@ class SweepFolder:
 
 
 def require_free_or_begun(directory: Path) -> None:
-    """Raises SweepError if the directory has other files than those of a sweep. To be called before it is locked, which
-    would add a file."""
+    """Raises SweepError if the directory contains files that do not belong to a sweep. Must be called before the
+    directory is locked, because the lock adds a file."""
     if not directory.exists() or (directory / RECORD).is_file():
         return
     if not directory.is_dir() or any(entry.name[0] != "." for entry in directory.iterdir()):
@@ -270,9 +271,9 @@ def _require_unchanged(directory: Path, known: SweepRecord, new: SweepRecord, ex
     changes, added = list(known.changes(new)), known.added(new)
     if changes:
         more = f"; and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-        message = f"the sweep file has changed since {directory} was begun: {'; '.join(changes[:SHOWN])}{more}"
+        message = f"the sweep file has changed since the start of {directory}: {'; '.join(changes[:SHOWN])}{more}"
         raise SweepError(message, "restore the file, or start a new sweep with another --out")
     if added and not extend:
         more = f" and {len(added) - SHOWN} more" if len(added) > SHOWN else ""
-        message = f"{directory} was begun without {', '.join(added[:SHOWN])}{more}"
+        message = f"{directory} was started without {', '.join(added[:SHOWN])}{more}"
         raise SweepError(message, "add --extend to run them in the same folder, or name another folder with --out")

@@ -15,8 +15,8 @@ GRAY = "#6b7280"
 def sweep_picture(results: SweepResults, title: str) -> bytes:
     """Draws the results of a sweep.
 
-    The settings of a grid whose first path has numbers are lines over these numbers, one line per combination of the
-    other paths. All other settings are rows, in the order of the file.
+    If the first path of the grid has numbers, the settings of the grid are lines over these numbers. There is one line
+    per combination of the other paths. All other settings are rows, in the order of the file.
 
     Args:
         results: the results, with at least one finished run.
@@ -86,8 +86,8 @@ def _others(row: SettingResult, path: str) -> str:
     """Returns the name of a setting without the value of one path of the grid."""
     number = list(row.grid).index(path)
     parts = row.setting.split(", ")
-    own = len(parts) - len(row.grid) + number
-    return ", ".join(part for i, part in enumerate(parts) if i != own)
+    index = len(parts) - len(row.grid) + number
+    return ", ".join(part for i, part in enumerate(parts) if i != index)
 
 
 def _rows(axes: "Axes", results: SweepResults, rows: Sequence[SettingResult]) -> None:

@@ -1,4 +1,4 @@
-"""The runs of a sweep file: their names, overrides and checked specs, without starting any.
+"""Plans the runs of a sweep file: their names, overrides and checked specs. Starts no run.
 
 Imports no torch, so that a sweep can be checked on any machine.
 """
@@ -26,7 +26,7 @@ from specc.compiler.text.source import Source, read, read_from
 from specc.runtime.storage.run_directory import lasting, readable
 from specc.runtime.sweep.file import SEED, Quantization, Setting, SweepFile
 
-SHOWN = 3  # settings that a message names
+SHOWN = 3  # maximum settings in a message
 MAX_SETTINGS = 10_000
 
 
@@ -76,11 +76,11 @@ class PlannedSweep:
 
     Attributes:
         spec: the path of the spec.
-        model: the name of the model, under which its lock is found.
+        model: the name of the model, which is also the name of its lock.
         targets: the targets of the spec, or the single target of the sweep.
         data: the data as for `specc train --data`; None for the usual data of the spec.
         target: the target of all runs; None for the best one of the machine.
-        runs, quantizations: the work, in the order of the file.
+        runs, quantizations: the runs and quantizations, in the order of the file.
         values: setting -> path in the spec -> value, for the paths of the grid.
         metric: the name of the metric of the spec.
     """
@@ -107,7 +107,7 @@ class PlannedSweep:
 
 @dataclass(frozen=True, slots=True)
 class _Override:
-    """An override, and the place in the sweep file of the text `path=value`, or of a path and of a value."""
+    """An override, and its position in the sweep file: of the text `path=value`, or of a path and of a value."""
 
     text: str
     path: DataPath
@@ -118,7 +118,7 @@ class _Override:
         return f"{FLAG} {self.text.partition('=')[0].strip()}" if "=" in self.text else FLAG
 
     def moved(self, problem: Diagnostic, sweep: Source) -> Diagnostic:
-        """Returns a diagnostic about this override at its place in the sweep file."""
+        """Returns a diagnostic about this override at its position in the sweep file."""
         offset = problem.mark.column - 1
         if self.value is None:
             place = sweep.inside(self.path, offset)
@@ -153,7 +153,7 @@ def read_sweep(path: Path, data: str | None = None, target: str | None = None) -
     source = read(path)
     if isinstance(source.data, dict) and "spec_version" in source.data:
         hint = f"write a sweep file with the line `spec: {path}`"
-        raise SpeccError(f"{path} is a spec, and not a sweep file", hint)
+        raise SpeccError(f"{path} is a spec, not a sweep file", hint)
     file = check_as(SweepFile, source)
     spec = _spec_of(path, file)
     target, data = target or file.target, data or file.data
@@ -217,7 +217,7 @@ def _labels(keys: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
 
 
 def _as_yaml(value: Any) -> str:
-    """Returns YAML on one line for a value of a sweep file: as short as possible for texts, else JSON."""
+    """Returns YAML on one line for a value of a sweep file. Texts are as short as possible; other values are JSON."""
     if isinstance(value, str):
         try:
             bare = read_from(f"x={value}", "", 2).data == value
@@ -234,7 +234,7 @@ def _shown(value: Any) -> str:
 
 
 def _folders(names: Sequence[str]) -> dict[str, str]:
-    """Returns a readable folder name for each name. Names that would share one get a digest of the name."""
+    """Returns a readable folder name for each name. If two folder names would be equal, both contain a digest."""
     plain = {name: re.sub(r"[^A-Za-z0-9.=+]+", "_", name).strip("_.")[:80] or "setting" for name in names}
     counts = Counter(folder.lower() for folder in plain.values())  # for file systems that ignore case
     return {
@@ -257,8 +257,8 @@ class _Plan:
         self._spec, self._sweep, self._target, self._count = spec, sweep, target, count
         self._problems: dict[Diagnostic, list[str]] = {}
         self._texts: dict[str, str] = dict(sweep.texts)
-        self._known: dict[str, str] = {}  # digest of a spec without its seed -> setting
-        read(spec)  # a spec that cannot be read is one problem, and not one per setting
+        self._known: dict[str, str] = {}  # maps the digest of a spec without its seed to a setting
+        read(spec)  # if the spec cannot be read, this is one problem, and not one problem per setting
 
     def runs(self, setting: _Setting, folder: str) -> Iterator[tuple[PlannedRun, Spec]]:
         """Yields the runs of a setting; none if its spec has problems."""
@@ -294,7 +294,7 @@ class _Plan:
             if of not in firsts:
                 if entry.of is not None and not self._problems:
                     choices = ", ".join(quote(name) for name in names[:SHOWN])
-                    message = f"{quote(entry.name)} is of {quote(of)}, which is not a setting"
+                    message = f"{quote(entry.name)} quantizes {quote(of)}, which is not a setting"
                     place = self._at(("quantize", number, "of"))
                     self._problems[Diagnostic("S503", message, f"the settings are {choices}", *place)] = []
                 continue
@@ -316,7 +316,7 @@ class _Plan:
         try:
             other, source = load(readable(spec), tuple(override.text for override in overrides))
             if other.model_copy(update={"quant": spec.quant}) != spec:
-                message = f"{quote(name)} changes more than `quant` of a trained run"
+                message = f"{quote(name)} may change only `quant`, because the run is already trained"
                 self._problems[Diagnostic("S503", message, "add a setting instead", *place)] = []
                 return False
             plan_loaded(other.at_rest, source, (self._target,) if self._target is not None else ())
@@ -346,8 +346,8 @@ class _Plan:
         overrides: Sequence[_Override],
         instead: tuple[str, Any] | None = None,
     ) -> None:
-        """Notes the problems of the spec of a setting. Those of an override are placed in the sweep file. If the spec
-        is not a file, all other problems are placed at `instead`."""
+        """Records the problems of the spec of a setting. Problems of an override are located in the sweep file. If the
+        spec is not a file, all other problems are located at `instead`."""
         self._texts |= error.texts
         for diagnostic in error.diagnostics:
             override = next((over for over in reversed(overrides) if over.flag == diagnostic.file), None)
@@ -366,7 +366,7 @@ class _Plan:
         raise SpecError([Diagnostic("S104", message, hint, *self._at(("target",)))], self._texts)
 
     def _require_new(self, spec: Spec, setting: _Setting) -> None:
-        """Notes a problem if an earlier setting has the same spec."""
+        """Records a problem if an earlier setting has the same spec."""
         alike = digest_of(spec.model_copy(update={"train": spec.train.model_copy(update={"seed": 0})}))
         first = self._known.get(alike)
         if first is None:

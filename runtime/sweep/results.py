@@ -48,7 +48,7 @@ class SettingResult:
         seconds: mean seconds of training.
         tokens_per_second: mean tokens per second of training.
         bytes: the largest artifact of quantized runs, or else the estimate for the spec; None without `quant`.
-        measured: whether `bytes` is of artifacts.
+        measured: whether `bytes` is the size of an artifact, and not an estimate.
         unfinished: run -> reason.
     """
 
@@ -89,7 +89,7 @@ class QuantizedResult:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """All results of a sweep; the first of `settings` is the one that the others are compared with."""
+    """All results of a sweep. All settings are compared with the first of `settings`."""
 
     metric: Metric
     settings: tuple[SettingResult, ...]
@@ -118,7 +118,7 @@ class SweepResults:
             rows.append([f"quantized: {entry.setting} (*)", *cells, "", "", size])
             reasons += [f"{name}: {reason}" for name, reason in entry.unfinished.items()]
         notes = ["std: sample standard deviation over the seeds; ~: bytes estimated from the spec"]
-        notes += ["(*) difference to the same runs before quantization"] if self.quantized else []
+        notes += ["(*) difference from the same runs before quantization"] if self.quantized else []
         return [*aligned(rows), *notes, *(f"not finished: {reason}" for reason in reasons)]
 
     def _cells(self, sample: Sample | None, difference: float | None) -> list[str]:
@@ -146,7 +146,7 @@ def results_of(folder: SweepFolder, failed: Mapping[str, str]) -> SweepResults:
         The results so far.
 
     Raises:
-        SweepError, IntegrityError: as `SweepFolder.history`.
+        SweepError, IntegrityError: under the conditions of `SweepFolder.history`.
     """
     sweep = folder.sweep
     histories = {run.name: folder.history(run) for run in sweep.runs}
@@ -195,7 +195,7 @@ def _of(runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]) -> list
 def _reader(
     runs: Sequence[PlannedRun], histories: Mapping[str, RunHistory]
 ) -> Callable[[Callable[[RunHistory], float | None]], Sample | None]:
-    """Returns a function that measures all runs; None if a run lacks the value."""
+    """Returns the summary of a measurement over all runs; None if a run lacks the value."""
 
     def read(value: Callable[[RunHistory], Any]) -> Sample | None:
         values = [value(history) for history in _of(runs, histories)]

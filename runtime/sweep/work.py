@@ -1,4 +1,4 @@
-"""Runs the work of a sweep: one process per run, several at once, each on its own GPU or on a part of the CPU."""
+"""Runs the jobs of a sweep. Each run is one process, on one GPU or on a part of the CPU; several run at once."""
 
 import os
 import shlex
@@ -19,7 +19,7 @@ from specc.runtime.errors import EnvironmentFailure, RuntimeFailure, cannot_writ
 from specc.runtime.model.load import device_of
 
 Say = Callable[[str], None]
-POLL = 0.1  # seconds between two looks at the processes
+POLL = 0.1  # seconds between two polls of the processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Job:
     Attributes:
         name: the name of the run.
         arguments: the arguments of `specc`.
-        output: the file that its output is appended to.
-        prepare: called just before the command starts.
-        result: returns a line about the result of the ended command.
+        output: the file to which its output is appended.
+        prepare: called directly before the command starts.
+        result: returns a line about the result after the command has ended.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place where one job runs at a time. `environment` are the variables that select it."""
+    """A slot, in which one job runs at a time. `environment` contains the variables that select it."""
 
     name: str
     environment: Mapping[str, str]
@@ -55,7 +55,7 @@ class Outcome:
 
     Attributes:
         failed: name -> reason.
-        done: the names of the jobs that ended with 0.
+        done: the names of the jobs that ended with exit code 0.
         left: the number of jobs that were not started.
     """
 
@@ -65,8 +65,8 @@ class Outcome:
 
 
 def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
-    """Returns the places for jobs: `jobs` on each GPU, or `jobs` on the CPU if the targets run there or this machine
-    has no GPU.
+    """Returns the slots for jobs: `jobs` slots on each GPU. If the targets run on the CPU, or this machine has no GPU,
+    returns `jobs` slots on the CPU.
 
     Args:
         targets: the targets of the spec, or the single target of the sweep.
@@ -74,16 +74,14 @@ def slots_of(targets: Sequence[str], jobs: int, gpus: int | None) -> list[Slot]:
         gpus: the number of GPUs to use. None for all.
 
     Returns:
-        The places, those of different GPUs first.
+        The slots. Consecutive slots are on different GPUs.
 
     Raises:
         EnvironmentFailure: if there are fewer than `gpus` GPUs.
     """
     names = [] if all(device_of(TARGETS[name]) == "cpu" for name in targets) else _visible_gpus()
     if gpus is not None and gpus > len(names):
-        message = (
-            f"--gpus {gpus} needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''} for the sweep, which has {len(names)}"
-        )
+        message = f"--gpus {gpus} needs {gpus} NVIDIA GPU{'s' if gpus > 1 else ''} for the sweep, not {len(names)}"
         raise EnvironmentFailure(message, "without --gpus, all GPUs are used, or else the CPU")
     names = names[:gpus]
     if not names:
@@ -120,16 +118,16 @@ def run_jobs(jobs: Sequence[Job], slots: Sequence[Slot], threads: int, until: fl
 
     Args:
         jobs: the jobs, in the order in which they start.
-        slots: the places.
+        slots: the slots.
         threads: the number of CPU threads of each job.
         until: the value of `time.monotonic` after which no job starts.
         say: called with a line for each start and each end.
 
     Returns:
-        What became of the jobs.
+        The results of the jobs.
 
     Raises:
-        Preempted, Interrupted: after a signal, which is forwarded to the jobs, once all have saved and ended.
+        Preempted, Interrupted: after a signal. The signal is forwarded to the jobs, which first save and end.
     """
     waiting, free, running = deque(jobs), deque(slots), list[_Running]()
     outcome, received, sent = Outcome(), list[int](), 0
@@ -184,7 +182,7 @@ def _started(job: Job, slot: Slot, threads: int) -> _Running:
 
 
 def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
-    """Notes the end of a job."""
+    """Records the end of a job."""
     job, code = entry.job, entry.process.returncode
     seconds = time.monotonic() - entry.began
     if code == 0:
@@ -198,7 +196,7 @@ def _note(entry: _Running, outcome: Outcome, say: Say) -> None:
 
 
 def last_error(output: Path) -> str:
-    """Returns the first line of the last error in the output of a command, or else its last line."""
+    """Returns the first line of the last error in the output of a command. Without an error, returns the last line."""
     try:
         lines = output.read_text(encoding="utf-8", errors="replace").rpartition("$ specc ")[2].splitlines()[1:]
     except OSError:

@@ -1,4 +1,4 @@
-"""Opens trackers by name, and keeps their failures away from the run."""
+"""Opens trackers by name. A failure of a tracker does not end the run."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -43,8 +43,8 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class Follower:
-    """Passes the records of a log on to a tracker. The first error of the tracker is reported, and ends the tracker but
-    not the run.
+    """Passes the records of a log on to a tracker. The first error of the tracker is reported. It ends the tracker, and
+    the run continues.
 
     Args:
         tracker: the tracker.
@@ -60,9 +60,9 @@ class Follower:
         if self._tracker is None or not isinstance(step, int) or not numbers:
             return
         try:
-            with fork_rng(devices=[]):  # training draws the same random numbers as without a tracker
+            with fork_rng(devices=[]):  # restored, so that training draws the same random numbers as without a tracker
                 self._tracker.log(step, numbers)
-        except Exception as error:  # whatever it is, the run goes on without this tracker
+        except Exception as error:  # after any error, the run continues without this tracker
             self._give_up(error)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class Follower:
 
     def _give_up(self, error: Exception) -> None:
         assert self._tracker is not None
-        self._say(f"the tracker {self._tracker.name} failed, and training goes on without it: {error}")
+        self._say(f"the tracker {self._tracker.name} failed, and training continues without it: {error}")
         tracker, self._tracker = self._tracker, None
         with suppress(Exception):
             tracker.close()
@@ -98,7 +98,7 @@ def open_trackers(names: Sequence[str], run: TrackedRun, say: Say, stack: ExitSt
         try:
             with fork_rng(devices=[]):
                 tracker = known[name](run)
-        except Exception as error:  # nothing is trained yet: the user can decide
+        except Exception as error:  # nothing is trained yet, so the user can decide
             hint = f"leave out --track {name}, and continue the run with --resume auto"
             raise EnvironmentFailure(f"the tracker {name} cannot start: {error}", hint) from error
         followers.append(Follower(tracker, say))

@@ -27,11 +27,11 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """A tracker. It is created and called by the process that writes the log, and by no other.
+    """A tracker. Only the process that writes the log creates and calls it.
 
     Attributes:
         name: the value of `specc train --track`.
-        package: the package that it needs, imported when it starts.
+        package: the package that the tracker needs. It is imported when the tracker starts.
         extra: the extra of specc that installs this package.
     """
 
@@ -45,11 +45,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Receives the numbers of a record, by names such as `step/loss`."""
+        """Receives the numbers of a record. Their names are, for example, `step/loss`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Writes what is left and ends the tracker."""
+        """Writes all remaining records and ends the tracker."""
 
 
 def numbers_of(event: str, values: Mapping[str, Any]) -> dict[str, float]:

@@ -17,7 +17,7 @@ class Trackio(Tracker):
         import trackio
 
         self._finish: Any = trackio.finish
-        with redirect_stdout(sys.stderr):  # its notes; results of specc go to stdout
+        with redirect_stdout(sys.stderr):  # Trackio prints notes to stdout, where only results of specc belong
             self._run: Any = trackio.init(
                 project=run.project,
                 name=f"{run.directory.absolute().name}-{run.digest[:8]}",
@@ -32,4 +32,4 @@ class Trackio(Tracker):
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            self._finish()  # not that of the run, which would be called again at the end of the process
+            self._finish()  # not `_run.finish`, which Trackio calls at the end of the process

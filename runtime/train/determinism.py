@@ -9,18 +9,18 @@ import torch
 from specc.runtime.errors import EnvironmentFailure, RunFailure
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when a process first multiplies matrices
-SIZES = (":4096:8", ":16:8")  # with which the sums of cuBLAS have a fixed order
-REDUCTION = "NCCL_ALGO"  # a ring adds the gradients of the ranks in the order of the ranks
+SIZES = (":4096:8", ":16:8")  # sizes of the workspace with which the sums of cuBLAS have a fixed order
+REDUCTION = "NCCL_ALGO"  # NCCL's ring adds the gradients in the order of the ranks
 _MISSING = "does not have a deterministic implementation"
 
 
 @contextmanager
 def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
-    """A context manager in which Torch, its compiler and its libraries return the same bits in repeated calls, if
-    `wanted`. It begins before the first product on a GPU and before the processes form a group.
+    """A context manager in which repeated calls of Torch, its compiler and its libraries return the same bits. It does
+    nothing unless `wanted`. It must begin before the first product on a GPU, and before the processes form a group.
 
     Raises:
-        EnvironmentFailure: if the environment sets cuBLAS to a workspace with which sums have no fixed order.
+        EnvironmentFailure: if the environment selects a cuBLAS workspace with which sums have no fixed order.
         RunFailure: if an operation of Torch has no deterministic form on the device.
     """
     if not wanted:
@@ -35,13 +35,17 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
     with ExitStack() as stack:
         stack.callback(torch.use_deterministic_algorithms, before[0], warn_only=before[1])
         torch.use_deterministic_algorithms(True)
-        _set(stack, torch.utils.deterministic, "fill_uninitialized_memory", False)  # every kernel writes its outputs
+        _set(
+            stack, torch.utils.deterministic, "fill_uninitialized_memory", False
+        )  # not needed: every kernel writes all of its outputs
         _set(stack, torch.backends.cudnn, "deterministic", True)
         _set(stack, torch.backends.cudnn, "benchmark", False)
         if device.type == "cuda":
             from torch._inductor import config
 
-            stack.enter_context(config.patch(deterministic=True))  # its kernels are not chosen by their times
+            stack.enter_context(
+                config.patch(deterministic=True)
+            )  # the compiler then does not choose kernels by measured times
         try:
             yield
         except RuntimeError as error:

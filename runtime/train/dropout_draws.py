@@ -1,4 +1,4 @@
-"""The random numbers of dropout in models of text: keys from seed, step and node, rows of the whole step."""
+"""The random numbers of dropout in text models. A key depends on seed, step and node; rows are counted per step."""
 
 import hashlib
 
@@ -10,15 +10,15 @@ from specc.runtime.distributed.world import World
 
 
 class DropoutDraws:
-    """Writes the numbers that dropout draws by into the buffers of a model; see `specc.compiler.ops.dropout`.
+    """Writes the keys and row numbers of dropout into the buffers of a model; see `specc.compiler.ops.dropout`.
 
-    A pass of rank r of W has every W-th sequence of the step, from sequence `part * rows * W + r` on.
+    A pass of rank r of W computes every W-th sequence of the step, starting at sequence `part * rows * W + r`.
 
     Args:
         model: the model that trains.
         seed: the seed of the run.
-        rows: the windows of a backward pass on this process.
-        window: the tokens of a window.
+        rows: the number of windows of a backward pass on this process.
+        window: the number of tokens of a window.
         world: the processes that train together.
     """
 

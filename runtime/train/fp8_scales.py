@@ -14,7 +14,7 @@ X, WEIGHT, DY = range(len(FACTORS))
 
 
 class Fp8Scales:
-    """The scales of each product with delayed scaling, from the largest magnitudes of its factors in the last steps.
+    """The scales of products with delayed scaling, computed from the largest magnitudes of their factors in past steps.
 
     A product reads its scales from a buffer f32 [2 + H, 3] of the model, and records magnitudes there; see
     `specc.compiler.ops.fp8`. Before the first step, the magnitudes of inputs and gradients are estimates: the gradient
@@ -22,7 +22,7 @@ class Fp8Scales:
 
     Args:
         model: the model that trains, on its device.
-        rows: the tokens of a backward pass on this process.
+        rows: the number of tokens of a backward pass on this process.
         world: the processes that train together. All have the same scales.
         loss_scale: the factor of the loss in the first step.
     """
@@ -38,7 +38,7 @@ class Fp8Scales:
 
     @torch.no_grad()
     def begin(self, loss_scale: float) -> None:
-        """Sets the scales before the first step, for the current weights and a factor of the loss."""
+        """Sets the scales of the first step for the current weights and the given factor of the loss."""
         for name, buffer in self._buffers.items():
             begin_scales(buffer)
             buffer[HISTORY:, WEIGHT] = self._weights[name].detach().abs().amax().float()
@@ -49,8 +49,8 @@ class Fp8Scales:
     def update(self, loss_scale: float) -> None:
         """Records the magnitudes of a step, and sets the scales of the next step.
 
-        The gradients of the step had the factor of the last call; those of the next have `loss_scale`. A magnitude that
-        is not finite, as after an overflow, is replaced by the largest of the history.
+        The gradients of this step have the loss factor of the previous call. Those of the next step have `loss_scale`.
+        A magnitude that is not finite, e.g. after an overflow, is replaced by the largest magnitude of the history.
         """
         if not self._buffers:
             return
@@ -64,7 +64,7 @@ class Fp8Scales:
         self._write(loss_scale)
 
     def _write(self, loss_scale: float) -> None:
-        """Writes the scales, for gradients with a factor of the loss, and forgets recorded magnitudes."""
+        """Writes the scales for gradients with the given factor of the loss, and clears the recorded magnitudes."""
         self._loss_scale = loss_scale
         for buffer in self._buffers.values():
             largest = buffer[HISTORY:].amax(0)
@@ -73,7 +73,7 @@ class Fp8Scales:
             buffer[LARGEST] = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the magnitudes of the last steps, f32 [H, 3], for a checkpoint, by name, not copied."""
+        """Returns the magnitudes of the last steps, f32 [H, 3], by name, for a checkpoint. They are not copies."""
         return {f"{SLOT}/{name}": buffer[HISTORY:] for name, buffer in self._buffers.items()}
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The loop over the steps of a run: when to validate, save and log, and an orderly end after any failure.
+"""The loop over the steps of a run. It validates, saves and logs, and ends the run in order after any failure.
 
 trainer.py computes each step, and train.py prepares the run.
 """
@@ -27,7 +27,7 @@ from specc.runtime.train.trainer import Trainer
 
 
 class RunLabel(Protocol):
-    """The names and paths that a run reports under and resumes from."""
+    """The names and paths with which a run reports and resumes."""
 
     @property
     def directory(self) -> Path: ...
@@ -65,7 +65,7 @@ class TrainResult:
 
     Attributes:
         run: the run directory.
-        checkpoint: the checkpoint with the final weights: the averaged weights if the spec averages.
+        checkpoint: the checkpoint with the final weights, which are the averaged weights if the spec has an average.
         step: the number of updates.
         seconds: seconds of training.
         complete: False if the run ended early.
@@ -90,18 +90,19 @@ class TrainResult:
 class Loop:
     """Trains one run from the current step of its trainer to its end.
 
-    In a world of several processes, each process runs the loop. Once per step, the processes compare the causes of an
-    early end (a signal to any process, or a time limit), so that all stop at the same step. Rank 0 saves and reports.
+    In a world of several processes, each process runs the loop. Once per step, the processes share the causes of an
+    early end: a signal to any process, or a time limit. All processes therefore stop at the same step. Rank 0 saves and
+    reports.
 
     Args:
-        run: the names and paths that the run reports under and resumes from.
+        run: the names and paths with which the run reports and resumes.
         trainer: the model in training.
         validation: the data that the model is scored on.
         reporter: the log, the progress display and the function that prints lines.
         limits: the limits that end this run early.
         save: commits a snapshot and returns the path of its checkpoint. Raises RunFailure if the disk is full.
-        advice: returns what to change after a GPU ran out of memory.
-        start: the seconds of the phases so far. None if the start begins here.
+        advice: returns the advice to the user after a GPU ran out of memory.
+        start: the seconds of the phases of the start so far. None if the start begins here.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Loop:
         Raises:
             RunFailure: if the loss is not finite, memory or disk is full, or another process is lost.
             DataError: if more data cannot be read.
-            Preempted, Interrupted: after a signal, with everything committed.
+            Preempted, Interrupted: after a signal. The current step is then committed as a checkpoint.
         """
         with handled_signals(self._note_signal):
             try:
@@ -154,7 +155,9 @@ class Loop:
         self._signal = self._signal or number
 
     def _log_failure(self, error: RuntimeFailure) -> None:
-        with suppress(RunFailure):  # a full disk cannot hold the log entry either; the raised error is reported anyway
+        with suppress(
+            RunFailure
+        ):  # if the disk is full, the log entry cannot be written; the raised error is reported anyway
             self._log.write("failure", step=self._trainer.step, message=error.message)
 
     def _train(self) -> None:
@@ -193,7 +196,7 @@ class Loop:
             if trainer.segment != before:
                 self._say(f"step {trainer.step:,}: continues with {trainer.segment.description}")
             self._agree()
-            # commit first: if the input scales cannot be measured, the run can be resumed from this checkpoint
+            # committed first, so that the run can resume from here if the input scales cannot be measured
             commits = self._due(train.checkpoint_every) or trainer.calibrates_next
             validates = self._due(train.validate_every)
             if (commits or validates) and not self._ended():
@@ -208,15 +211,15 @@ class Loop:
         trainer.clock.stop()
 
     def _log_start(self, phases: Mapping[str, float]) -> None:
-        """Logs the seconds of each phase of the start. A compiled run also prints those of at least 0.1 s."""
+        """Logs the seconds of each phase of the start. A compiled run also prints the phases of at least 0.1 s."""
         self._log.write("start_up", step=self._trainer.step, **phases)
         parts = [f"{name.replace('_', ' ')} {part:.1f}" for name, part in phases.items() if part >= 0.1]
         if self._trainer.compiled:
             self._say(f"first step after {phases['seconds']:.1f} s: {', '.join(parts[:-1])}")
 
     def _begins_with_validation(self) -> bool:
-        """Returns whether a validation is due at the step that the run resumes from, and was interrupted. Also returns
-        True if that validation reached `train.stop_at_loss`: the run has ended there."""
+        """Returns whether the step from which the run resumes still needs its validation, which was interrupted. Also
+        returns True if the validation at that step reached `train.stop_at_loss`, so that the run has ended."""
         trainer, limit = self._trainer, self._trainer.train.stop_at_loss
         if trainer.step == 0 or not self._due(trainer.train.validate_every) or self._ended():
             return False
@@ -234,7 +237,7 @@ class Loop:
         self._say(f"step {trainer.step:,}: the loss {loss:.4f} reached {limit:g} after {seconds:.2f} s of training")
 
     def _agree(self) -> None:
-        """Synchronizes the causes of an early end over all processes. Raises Stopped after a signal to any of them."""
+        """Shares the causes of an early end among all processes. Raises Stopped after a signal to any process."""
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
@@ -268,7 +271,7 @@ class Loop:
         if trainer.average is not None and trainer.average.begun:
             averaged = self._validate("average", trainer.average.tensors)
         elif trainer.average is not None:
-            self._say("the average never began: the final weights are not averaged")
+            self._say("the run ended before the average began: the final weights are not averaged")
         step, seconds, totals = trainer.step, trainer.clock.seconds, trainer.totals()
         weights = "raw" if averaged is None else "average"
         reached = self._reached is not None
@@ -295,7 +298,7 @@ class Loop:
             self._progress(step, self._trainer.done)
 
     def _commit(self) -> Path:
-        """Commits a checkpoint of the current step. Raises first if the last step was not finite."""
+        """Commits a checkpoint of the current step. Raises RunFailure before that if the last step was not finite."""
         trainer = self._trainer
         self._report(trainer.settle())
         trainer.require_same()
@@ -314,7 +317,7 @@ class Loop:
         try:
             result = trainer.evaluate(self._validation, weights, check_signals, meet=self._agree)
         except _SignalReceived:
-            self._agree()  # the other ranks finish scoring their parts first; raises Stopped on all
+            self._agree()  # waits until the other ranks have scored their parts; raises Stopped on all ranks
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())
         quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"

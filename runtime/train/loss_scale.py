@@ -7,14 +7,15 @@ from torch import Tensor
 
 from specc.compiler.spec.precision import LossScaleSpec
 
-LARGEST = 2.0**32  # the factor stops growing here; the scaled loss itself must stay far from the largest f32
+LARGEST = 2.0**32  # the largest factor: the scaled loss must stay far below the largest f32
 
 
 class LossScale:
     """The factor that the loss has during backward passes. Gradients are divided by it before they are clipped.
 
-    A changing factor follows the steps whose gradients are not finite (Micikevicius et al., 2018). Its state is saved
-    in checkpoints. All ranks see the same norm of the gradients, and therefore have the same factor.
+    A dynamic factor falls after a step whose gradients are not finite, and rises after many finite steps (Micikevicius
+    et al., 2018). Its state is saved in checkpoints. All ranks see the same norm of the gradients, and therefore have
+    the same factor.
 
     Args:
         spec: the settings, or a constant factor.
@@ -28,23 +29,23 @@ class LossScale:
         self._spec = spec if isinstance(spec, LossScaleSpec) else None
         first = spec.initial if isinstance(spec, LossScaleSpec) else spec
         self._value = torch.tensor(first, dtype=torch.float64)
-        self._finite = torch.zeros((), dtype=torch.int64)  # steps in a row with finite gradients
+        self._finite = torch.zeros((), dtype=torch.int64)  # consecutive steps with finite gradients
         self._skipped = torch.zeros((), dtype=torch.int64)
         self.factor = torch.tensor(first, dtype=torch.float32, device=device)
 
     @property
     def value(self) -> float:
-        """The factor on the host."""
+        """The current factor, as a number of the host."""
         return float(self._value)
 
     @property
     def changes(self) -> bool:
-        """Whether the factor follows the gradients. If not, gradients that are not finite end the run."""
+        """Whether the factor is dynamic. If it is constant, gradients that are not finite end the run."""
         return self._spec is not None
 
     @property
     def skipped(self) -> int:
-        """The steps of the run whose update was skipped."""
+        """The number of steps of the run whose update was skipped."""
         return int(self._skipped)
 
     @torch.no_grad()
@@ -73,7 +74,7 @@ class LossScale:
         self.factor.fill_(value)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state for a checkpoint, by name, not copied."""
+        """Returns the state for a checkpoint, by name. The tensors are not copies."""
         if self._spec is None:
             return {}
         names = ("value", "finite", "skipped")

@@ -1,4 +1,4 @@
-"""The advice after a GPU ran out of memory: the smallest change of the spec that fits, by the forecast of its plan."""
+"""The advice after a GPU ran out of memory: the smallest change of the spec that fits, according to its plan."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,20 +17,20 @@ from specc.compiler.spec.train import BLOCK
 from specc.runtime.errors import RunFailure
 
 GENERAL = "lower train.micro_batch; the size of a step need not change"
-MARGIN = 1.03  # of memory that the allocator cannot use, because free parts of segments are too small
+MARGIN = 1.03  # factor for memory that the allocator cannot use, because the free parts of segments are too small
 Change = tuple[str, Step]
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to change if a run needs more memory than its GPU has.
+    """The advice to the user of a run that needs more memory than its GPU has.
 
     Attributes:
         spec: the spec of the run.
         target: its target.
         lock: the measured kernels.
         processes: the processes that train together.
-        place: the position of the settings of training, as `file:line`; empty if the run has no file.
+        place: the position of `train` in the spec, as `file:line`; empty if the run has no file.
     """
 
     spec: Spec
@@ -40,10 +40,10 @@ class Advice:
     place: str = ""
 
     def hint(self, capacity: int) -> str:
-        """Returns the smallest changes that fit in `capacity` bytes of tensors: fewer rows of a micro-batch, or a part
-        that is recomputed, or both.
+        """Returns the smallest changes that fit in `capacity` bytes of tensors, as text for the user. A change is fewer
+        rows per micro-batch, a part that is recomputed, or both.
 
-        The run did not fit. If its forecast does, all forecasts are multiplied by the same factor.
+        The run did not fit. If its forecast is below `capacity`, all forecasts are multiplied by the same factor.
         """
         rows = self.spec.train.at_once(self.processes)
         needed = self._step(rows).memory.total
@@ -56,13 +56,13 @@ class Advice:
         fewer = next(filter(fits, self._fewer_rows(rows)), None)
         again = min(filter(fits, self._recomputed(rows)), key=lambda change: change[1].expected_ms, default=None)
         both = None if fewer or again else next(filter(fits, self._fewer_rows(rows, (BLOCK,))), None)
-        found = [change for change in (fewer, again, both) if change is not None]
-        if not found:
+        changes = [change for change in (fewer, again, both) if change is not None]
+        if not changes:
             least = min(step.memory.total for _, step in self._fewer_rows(rows + 1, (BLOCK,)))
             message = f"no micro_batch and no recompute fits: the forecast is at least {factor * least / 1e9:.1f} {of}"
             return f"{limit}{message}; use a smaller model, or a GPU with more memory"
-        words = " or ".join(f"{text} ({factor * step.memory.total / 1e9:.1f} {of})" for text, step in found)
-        return f"{limit}{words} fits by the forecast; the size of a step need not change"
+        words = " or ".join(f"{text} ({factor * step.memory.total / 1e9:.1f} {of})" for text, step in changes)
+        return f"{limit}{words} fits according to the forecast; the size of a step need not change"
 
     def _step(self, rows: int, recompute: tuple[str, ...] | None = None) -> Step:
         """Returns the step with other settings. Raises LoweringError if the parts cannot be recomputed."""
@@ -96,7 +96,7 @@ class Advice:
 
 
 def capacity_of(device: torch.device) -> int:
-    """Returns the bytes of a GPU that the tensors of this process may use, those in use included."""
+    """Returns the bytes of GPU memory that the tensors of this process may use, including those in use."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device))
 

@@ -15,14 +15,14 @@ from specc.runtime.train.trainer import Trainer
 def run_to_resume(directory: Path | None, name: str) -> Path | None:
     """Returns the directory of the run to resume, or None if there is none.
 
-    `directory` is the directory that was asked for. If it is None, the newest run of the spec `name` is resumed.
+    `directory` is the directory that the user named. If it is None, the newest run of the spec `name` is resumed.
     """
     directory = directory or newest_run(name)
     return directory if directory is not None and is_run(directory) else None
 
 
 def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
-    """Restores the newest sound checkpoint of a run.
+    """Restores the newest valid checkpoint of a run.
 
     Args:
         begun: the run as recorded in its directory.
@@ -31,8 +31,8 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
         say: called with lines of text for the user.
 
     Raises:
-        IntegrityError: if the run has had checkpoints and none of them is sound.
-        RunDirectoryError: if the data moved and nothing can confirm that they are the same.
+        IntegrityError: if the run has had checkpoints and none of them is valid.
+        RunDirectoryError: if the data moved, and no checkpoint confirms that they are the same.
     """
     moved = run.data != lasting(begun.data)
 
@@ -46,8 +46,8 @@ def restore_newest(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
 
     path = trainer.world.first(newest)
     if path is None:
-        if moved and begun.data_digests is None:  # nothing can confirm that they are the same
-            message = f"{run.directory} is another run: the data: {begun.data} there, {run.data} now"
+        if moved and begun.data_digests is None:  # no checkpoint can confirm that the data are the same
+            message = f"{run.directory} has other settings: the data: {begun.data} in the run, {run.data} now"
             raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
         return
     trainer.restore(checkpoint.load(path))

@@ -36,7 +36,7 @@ class RunSegment:
     @property
     def description(self) -> str:
         passes = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
-        return f"program {self.phase.train}, rows of {self.tokens:,} tokens, {passes} a step"
+        return f"program {self.phase.train}, rows of {self.tokens:,} tokens, {passes} per step"
 
 
 def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: int = 1) -> tuple[RunSegment, ...]:
@@ -62,7 +62,7 @@ def run_segments(phases: Sequence[Phase], train: TrainSpec, window: int, world: 
 
 
 def segment_at(segments: Sequence[RunSegment], done: float) -> int:
-    """Returns the index of the segment of the next update, given that the share `done` of the run is complete."""
+    """Returns the index of the segment of the next update, when the share `done` (0 to 1) of the run is complete."""
     return max(i for i, segment in enumerate(segments) if segment.begins <= done)
 
 
@@ -73,7 +73,9 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
     functions: dict[str, Function] = {name: model if name == LAST.train else getattr(model, name) for name in names}
     if not compiled:
         return functions
-    whole = getattr(model, "fullgraph", True)  # a model with a loop over time marks the parts to compile itself
+    whole = getattr(
+        model, "fullgraph", True
+    )  # if the model has a loop over time, its own code marks the parts to compile
     sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
     trains = {segment.phase.train for segment in segments}
     return {
@@ -85,8 +87,8 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
 class UnusedParameters:
     """Parameters that no program of a phase reads.
 
-    An update would still decay them and advance their step counts. `restore` reverts that. The masters hold their
-    values in f32 in each call.
+    An update would nevertheless decay them and advance their step counts; `restore` reverts this. In each call,
+    `masters` must have their f32 values.
 
     Args:
         names: the parameters.

@@ -10,7 +10,7 @@ class StartTimes:
     """Measures the phases of a start, which follow each other.
 
     Args:
-        began: the value of `time.monotonic` when the command began. None if this call is the begin.
+        began: the value of `time.monotonic` when the command began. None selects the time of this call.
     """
 
     def __init__(self, began: float | None = None) -> None:
@@ -20,8 +20,8 @@ class StartTimes:
         self.ended = False
 
     def mark(self, phase: str) -> None:
-        """Adds the seconds since the last call to a phase, except those in which this process waited for nvcc; these
-        are the phase `nvcc`."""
+        """Adds the seconds since the last call to a phase. Seconds in which this process waited for nvcc are added to
+        the phase `nvcc` instead."""
         now, waited = time.monotonic(), native.waited[0]
         nvcc = waited - self._waited
         for name, seconds in ((phase, now - self._last - nvcc), ("nvcc", nvcc)):

@@ -65,17 +65,17 @@ class TrainOptions:
             `specc.runtime.data.windows.stream.open_stream`.
         run: the run directory. None selects the next free `runs/NAME-NNN`, or the newest run there when resuming.
         overrides: the `--set` texts that `spec` already contains, recorded in run.json.
-        resume: "auto" continues from the newest sound checkpoint. It starts from step 0 if there is no run, or if the
+        resume: "auto" continues from the newest valid checkpoint. It starts from step 0 if there is no run, or if the
             run ended before its first checkpoint.
-        stop_after_steps, max_seconds: end the run early, after that many steps of the run in total, or after that many
-            seconds of the loop in this process, validation included. The schedule does not change.
+        stop_after_steps, max_seconds: limits that end the run early, without a change of the schedule. The first counts
+            the steps of the whole run. The second counts seconds of the loop in this process, including validation.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
         device: a torch device. None selects the device of the target.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
         lock: the measured kernels. A new run stores them; a resumed run uses the stored ones.
         track: the names of trackers that receive the records of the log.
-        place: the position of the settings of training, as `file:line`, for errors; empty if it is not known.
+        place: the position of `train` in the spec, as `file:line`, for errors; empty if it is not known.
         began: the value of `time.monotonic` when the command began, so that the log states the time of its imports.
     """
 
@@ -106,8 +106,8 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 
     Args:
         options: the spec, the data and the run directory.
-        say: called with each line of text for the user. Errors from it are ignored, so that the run continues if nobody
-            reads its output.
+        say: called with each line of text for the user. Its errors are ignored, so that the run continues after its
+            terminal is closed.
         world: the processes that train together. None for this process alone.
 
     Raises:
@@ -115,7 +115,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         EnvironmentFailure: if the machine lacks something that the run needs (3).
         RunFailure: if the loss is not finite, memory or disk is full, or the processes differ (4).
         IntegrityError: if the run is damaged (5).
-        Preempted, Interrupted: after a signal (75, 130), with everything committed once training has begun.
+        Preempted, Interrupted: after a signal (75, 130). If training has begun, a checkpoint is committed before.
         PeerLost: if another process ended or does not answer (76).
         DataError: if the data cannot be read or do not fit the spec.
     """
@@ -149,7 +149,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     directory = world.first(lambda: resumed or options.run or default_run(spec.name))
     if leads:
         if begun is None:
-            require_free(directory)  # before the lock, which must not add a file to a directory in other use
+            require_free(directory)  # checked before the lock, which would add a file to a directory with other content
             stack.callback(_remove_unused, directory, directory.exists())
         stack.enter_context(locked(directory))
         if begun is None:
@@ -185,8 +185,8 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
 
 
 def _start(run: Run, resumes: bool) -> StartSpec | None:
-    """Returns the weights to start from, with an absolute path. None for initial values, or if the run resumes from a
-    checkpoint."""
+    """Returns the weights to start from, with an absolute path. Returns None if the run starts from initial values, or
+    resumes from a checkpoint."""
     start = run.spec.train.starts_from
     if start is None or (resumes and checkpoint.all_in(run.checkpoints)):
         return None
@@ -239,8 +239,8 @@ def _prepare(
 
 
 def _input_scales(run: Run, loaded: Loaded, schemes: Allocation, opened: OpenData, world: World) -> InputScales | None:
-    """Returns the input scales of the int8 products, measured on the rows that `specc quantize` calibrates with. None
-    without int8 products."""
+    """Returns the input scales of the int8 products, measured on the calibration rows of `specc quantize`. Returns None
+    if there are no int8 products."""
     assert run.spec.quant is not None
     calibrate, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)

@@ -1,6 +1,6 @@
-"""One step of training, and its state: gradients over micro-batches, the update, saving and restoring.
+"""The trainer: one step of training, and its state. A step computes gradients over micro-batches, and updates weights.
 
-loop.py decides when to call which of them.
+loop.py decides when to step, validate, save and restore.
 """
 
 import math
@@ -49,9 +49,9 @@ from specc.runtime.train.sources.feed import Batch, Feed
 
 WARM_UP_STEPS = 3
 WORK_STEPS = 10_000  # the steps whose work is compiled before the clock starts
-PART_TOKENS = 16384  # of the windows in which the terms of the loss are measured, but at least one window
+PART_TOKENS = 16384  # share of the windows in which the terms of the loss are measured; at least one window
 PART_WINDOWS = 4  # validation windows in which the load of experts and the terms of the loss are measured
-_NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
+_NOT_FINITE = "the last checkpoint is unchanged; lower the learning rates, or set train.clip_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class TrainableModel:
         module: the model. Calling it with the arguments that a feed returns computes the mean loss in nats, f32 [];
             `module.score` returns the loss of each target in nats, f32 [B, T]. Its parameters are f32, under the names
             in `parameters`.
-        parameters: the parameters with the dtypes that the programs read them in.
+        parameters: the parameters, with the dtypes in which the programs read them.
         window: tokens per row.
         spec_digest: SHA-256 of the canonical spec, stored in checkpoints.
         phases: the phases of the run, as in `Programs`.
@@ -85,7 +85,7 @@ class _Launched:
 
     step: int
     multiplier: float
-    numbers: Tensor  # f32 [2]: loss, gradient norm
+    numbers: Tensor  # f32 [2]: loss and gradient norm
     arrived: torch.cuda.Event | None
     counted: tuple[int | None, int]  # samples and tokens so far, including this step
     scale: float | None = None  # the loss scale, if it changes
@@ -152,7 +152,7 @@ class Trainer:
         self.loads: Mapping[str, Sequence[float]] = {}
         self.terms: Mapping[str, float] = {}
         self._functions = compiled_functions(self._module, self._segments, compiled)
-        # Graphs that run one at a time share their memory. An update in f32 of masters in bf16 has that of activations.
+        # Graphs that run one at a time share memory. The f32 update of bf16 masters thus reuses memory of activations.
         shared = self.device.type == "cuda" and compiled and (len(self._segments) > 1 or in_bf16)
         pool = torch.cuda.graph_pool_handle() if shared else None
         self._update_pool = pool if in_bf16 else None
@@ -175,7 +175,7 @@ class Trainer:
 
     @property
     def micro_batches(self) -> int:
-        """The backward passes of a step of the current segment on this process."""
+        """The number of backward passes per step of the current segment on this process."""
         return self.segment.micro_batches
 
     @property
@@ -207,10 +207,11 @@ class Trainer:
         return moment(self.train, self.step, self.clock.common).done
 
     def advance(self) -> list[Step]:
-        """Performs one update and returns the steps whose results have arrived: this step on the CPU, the previous step
-        on a GPU, so that the device never waits. It waits if the loss scale changes, which the gradients decide.
+        """Performs one update and returns the steps whose results have arrived. On the CPU, this is the current step.
+        On a GPU, it is the previous step, so that the device does not wait for the host. If the loss scale is dynamic,
+        the host waits for the gradients of each step.
 
-        A step that the loss scale skips changes no weights. It counts as a step, and its data are used up.
+        A step that the loss scale skips changes no weights. It counts as a step, and its data are consumed.
 
         Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU, the weights are then
         those before the step.
@@ -232,7 +233,7 @@ class Trainer:
         return steps
 
     def update(self, now: Moment) -> None:
-        """Updates the weights and their average from the gradients of the masters, as the step at `now` does."""
+        """Updates the weights and their average from the gradients of the masters, with the settings at `now`."""
         self.optimizers.set(now)
         self._update_function(self.optimizers.work(now.step))()
         if self.average is not None:
@@ -247,8 +248,8 @@ class Trainer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context manager in which the clock is stopped. Call `settle` first, or work still on the device is not
-        counted."""
+        """A context manager in which the clock is stopped. Call `settle` first. Otherwise the clock does not count the
+        work that is still running on the device."""
         self.clock.stop()
         try:
             yield
@@ -293,7 +294,7 @@ class Trainer:
             validation: the data and the metric.
             weights: f32 weights by parameter name. None for the current weights.
             progress: called between batches with the number of batches done and the total.
-            meet: called when this rank has scored its part, before the parts are summed.
+            meet: called after this rank has scored its part, and before the parts are summed.
 
         Returns:
             The result over all ranks.
@@ -331,8 +332,8 @@ class Trainer:
         return result
 
     def totals(self) -> dict[str, float]:
-        """Returns the samples and tokens trained on so far, and both per second of training, if steps are counted in
-        samples. Otherwise returns an empty dict."""
+        """Returns the number of samples and tokens so far, and both per second of training. Returns an empty dict if
+        steps are not counted in samples."""
         samples, tokens = self.feed.counted()
         if samples is None:
             return {}
@@ -354,8 +355,8 @@ class Trainer:
         self.optimizers.gather()
 
     def snapshot(self) -> Snapshot:
-        """Returns the whole state between two steps, not copied. In a world of several processes the optimizer state of
-        other ranks is out of date until `gather`."""
+        """Returns the whole state between two steps, without a copy. In a world of several processes, the optimizer
+        state of other ranks is out of date until `gather` is called."""
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -378,11 +379,11 @@ class Trainer:
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Continues from `snapshot`. Raises IntegrityError, and changes nothing, if the snapshot is of another
-        model."""
+        """Continues from `snapshot`. If the snapshot belongs to another model, raises IntegrityError and changes
+        nothing."""
         current = self.snapshot()
         if snapshot.spec_digest != self._spec_digest:
-            raise IntegrityError("the checkpoint is of another spec", "resume with the spec of the run")
+            raise IntegrityError("the checkpoint belongs to another spec", "resume with the spec of the run")
         require_match("the checkpoint's model", snapshot.weights, current.weights)
         if snapshot.weights_alone:
             self._start(snapshot.weights)
@@ -414,7 +415,7 @@ class Trainer:
         self._launched.clear()
 
     def _start(self, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the initial weights at step 0. All other state is that of a new run."""
+        """Replaces the initial weights at step 0. All other state remains that of a new run."""
         self.masters.restore(weights)
         self._fp8.begin(self._scale)
         if self.average is not None:
@@ -422,9 +423,12 @@ class Trainer:
         self._enter(self._index)
 
     def _gradients(self, batches: Iterable[Batch], now: Moment, wait: bool = False) -> None:
-        """Computes the mean loss and the mean gradients over all micro-batches of all processes, clips the gradients,
-        and stores them in the masters. `_norm` is the norm before clipping. With `wait`, all processes first wait for
-        each other on the host, because a collective call on the device would time out while another rank compiles."""
+        """Computes the mean loss and the mean gradients over all micro-batches of all processes. Clips the gradients,
+        and stores them in the masters. `_norm` is the norm before clipping.
+
+        With `wait`, all processes first wait for each other on the host. Without it, a collective call on the device
+        could time out while another rank compiles.
+        """
         self.masters.clear()
         self._set_weights(now)
         with products_in_tf32(self.train.precision.tf32 and self.device.type == "cuda"):
@@ -440,7 +444,8 @@ class Trainer:
     def _set_weights(self, now: Moment) -> None:
         """Writes the weights of the terms of the loss to the device, without waiting for it.
 
-        A loss that layers state adds its gradient in the middle of a backward pass, so its weight has the loss scale.
+        The loss of a layer adds its gradient in the middle of a backward pass. Its weight therefore includes the loss
+        scale.
         """
         terms = [term for term in self.train.losses if term.input]
         if weights := [value_at(term.weight, now) * (self._scale if term.states else 1.0) for term in terms]:
@@ -448,7 +453,7 @@ class Trainer:
             self._weights.copy_(tensor.pin_memory() if self._weights.is_cuda else tensor, non_blocking=True)
 
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
-        """Adds the gradients and the loss of one micro-batch to the masters. May be captured as a CUDA graph."""
+        """Adds the gradients and the loss of one micro-batch to the masters. A CUDA graph may capture the call."""
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(lambda *inputs: train(*inputs, *self._weights.unbind()), *arguments)
@@ -457,13 +462,13 @@ class Trainer:
         self.masters.loss.add_(loss.detach())
 
     def _replayed(self, work: Callable[..., None], collective: bool = False, pool: Any = None) -> Callable[..., None]:
-        """Returns `work` as a CUDA graph if this run uses CUDA graphs, else `work` itself. `collective` work is not
-        captured if there are several processes."""
+        """Returns `work` as a CUDA graph if this run uses CUDA graphs; otherwise returns `work` itself. With several
+        processes, `collective` work is not captured."""
         captured = self.compiled and self.device.type == "cuda" and not (collective and self.world.size > 1)
         return Captured(work, pool) if captured else work
 
     def _steps_of_each_work(self) -> list[int]:
-        """Returns one of the next steps for each work of the optimizers in these steps."""
+        """Returns steps by the work of the optimizers: one of the next steps for each kind of work."""
         left = WORK_STEPS if self.train.steps is None else max(min(self.train.steps - self.step, WORK_STEPS), 1)
         first: dict[Work, int] = {}
         for step in range(self.step, self.step + left):
@@ -471,7 +476,7 @@ class Trainer:
         return list(first.values())
 
     def _update_function(self, work: Work) -> Callable[[], None]:
-        """Returns the function that updates in a step of this work in the current phase."""
+        """Returns the function that performs the update of a step with this work, in the current phase."""
         rests = self.segment.phase.rests
         if (rests, work) not in self._updates:
             update = partial(self._apply, self._unused[rests], work)
@@ -487,22 +492,24 @@ class Trainer:
             self._unused[self._segments[index].phase.rests].save()
 
     def _fake_quantize_from(self, now: Moment, index: int) -> None:
-        """Switches the model to quantized weights once the spec requires it. `index` is that of the next segment."""
+        """Switches the model to quantized weights when the spec requires it. `index` is that of the next segment."""
         if self._schemes is not None and self._is_quantized_at(now, index):
             if self._input_scales is not None and not self._input_scales.measured:
                 self._input_scales.measure(self.masters.tensors)
             self._fake_quantize(self._schemes)
 
     def _is_quantized_at(self, now: Moment, index: int) -> bool:
-        """Returns True if weights are quantized at a moment in a segment."""
-        if any(segment.phase.rounds for segment in self._segments):  # weights and programs switch together
+        """Returns True if weights are quantized at a position of the run in a segment."""
+        if any(
+            segment.phase.rounds for segment in self._segments
+        ):  # weights become quantized in the same step as the programs
             return self._segments[index].phase.rounds
         return self.train.qat is not None and now.warm_down < self.train.qat.below
 
     def _fake_quantize(self, schemes: Mapping[str, Scheme] | None) -> None:
         shares = self._input_scales.shares() if self._input_scales is not None else None
         if self.masters.fake_quantize(schemes, shares):
-            self._updates.clear()  # the captured graphs still write the previous copies
+            self._updates.clear()  # the captured graphs still write to the previous copies
 
     def _mean_gradients(self, micro_batches: int) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
@@ -517,7 +524,7 @@ class Trainer:
 
     def _launch(self, multiplier: float, numbers: Tensor) -> bool:
         """Begins to read the loss and the gradient norm from the device. Returns whether the loss scale skips the
-        update; it then waits for them."""
+        update. With a dynamic loss scale, the call waits for the values."""
         arrived, scale, skipped = None, None, False
         if numbers.is_cuda:
             numbers = numbers.to("cpu", non_blocking=True)
@@ -541,7 +548,7 @@ class Trainer:
             loss, norm = launched.numbers.tolist()
             if not (math.isfinite(loss) and math.isfinite(norm)) and not launched.skipped:
                 place = self.masters.first_not_finite()
-                first = f"; the first parameter hit is {place}" if place is not None else ""
+                first = f"; the first parameter with NaN or infinity is {place}" if place is not None else ""
                 message = f"step {launched.step}: the loss is {loss} and the gradient norm {norm}{first}"
                 raise RunFailure(message, _NOT_FINITE)
             seconds, (samples, tokens), (last_samples, last_tokens) = self.clock.seconds, launched.counted, self._last

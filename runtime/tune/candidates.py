@@ -43,7 +43,7 @@ def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns `tuned_choices`, followed by the choices of all other save choices."""
+    """Returns `tuned_choices` of the plan, followed by those of the plans with all other save choices."""
     modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
     for choice in plan.every_choice:
         if choice.rendered.function:
@@ -65,5 +65,5 @@ def candidates(site: Site, source: str) -> Iterator[Candidate]:
         if refusal(kernel, site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
-                # without a plan key: candidates that differ only in their launch share one CUDA source
+                # without a plan key, so that candidates that differ only in their launch share one CUDA source
                 yield Candidate(variant, rendered, kernel_files(rendered, "", source))

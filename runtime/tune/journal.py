@@ -12,7 +12,7 @@ from specc.compiler.plan.lock import Machine
 from specc.runtime.support.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
-JUDGED = 3  # incremented whenever candidates are judged more strictly, which invalidates earlier results
+JUDGED = 3  # version of the judge; an increment invalidates earlier results, after candidates are judged more strictly
 
 
 def folder() -> Path:
@@ -24,9 +24,10 @@ def folder() -> Path:
 
 
 def key(candidate: Candidate) -> str:
-    """Returns the key of a candidate's result: a digest of the code and of all tools that affect its result: nvcc, its
-    flags and CUTLASS for CUDA C++, and the package of a library that is not part of Torch. Raises EnvironmentFailure if
-    the candidate's compiler is missing."""
+    """Returns the key of a candidate's result: a digest of its code and of all tools that affect the result.
+
+    For CUDA C++, the tools are nvcc, its flags and CUTLASS. For a library that is not part of Torch, the tool is its
+    package. Raises EnvironmentFailure if the candidate's compiler is missing."""
     facts = [candidate.digest]
     if candidate.source is not None:
         facts += [nvcc_version(find_nvcc()), find_cutlass()[0], *FLAGS]
@@ -49,7 +50,7 @@ class Journal:
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:
-        compilers = {"nvcc", "cutlass"}  # which are part of the key of each candidate that needs them
+        compilers = {"nvcc", "cutlass"}  # these versions are part of the key of each candidate that needs them
         facts = json.dumps([machine.model_dump(exclude=compilers), site, rows, JUDGED], sort_keys=True)
         self._path = folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
         self.results: dict[str, float | str] = {}
@@ -63,9 +64,11 @@ class Journal:
                     continue
 
     def add(self, candidate: str, result: float | str) -> None:
-        """Stores a time in ms, or a reason for rejection."""
+        """Stores the result of a candidate: its time in ms, or the reason for its rejection."""
         self.results[candidate] = result
-        with self._path.open("a", encoding="utf-8") as file:  # newline first: the last line may be incomplete
+        with self._path.open(
+            "a", encoding="utf-8"
+        ) as file:  # begins with a newline, because the last line may be incomplete
             file.write("\n" + json.dumps({"candidate": candidate, "result": result}))
 
     def forget(self) -> None:

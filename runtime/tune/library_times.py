@@ -1,4 +1,4 @@
-"""Times of work that has no tile to choose: the products that a library computes, and a whole training step."""
+"""Measures work without tiles: the products that a library computes, and a whole training step."""
 
 import tempfile
 from collections.abc import Callable
@@ -36,8 +36,8 @@ def measure_rest(
     Args:
         spec: the spec, for its sizes.
         target: the name of the target of the device.
-        path: the lock, with the tiles that are measured.
-        machine: this machine, as locks record it.
+        path: the lock, which contains the measured tiles.
+        machine: this machine, in the form of locks.
         only: measures only nodes whose path contains this text.
         device: the device to measure on.
         say: reports a line of progress.
@@ -91,7 +91,7 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
         say: reports progress.
 
     Returns:
-        The time of a step in ms, the peak memory in bytes, and the ms per step of each class of work between the nodes.
+        The time of a step in ms, the peak memory in bytes, and the ms per step of each class of work outside of nodes.
 
     Raises:
         RunFailure: if the device is not a GPU, or a loss is not finite.
@@ -114,8 +114,8 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Returns the milliseconds per step of the work between the nodes of a plan, and of the rest of a step including
-    idle time."""
+    """Returns the ms per step of each class of work outside of the nodes of a plan, and of the remaining time, which
+    includes idle time."""
     known = {kind: total["ms"] for kind, total in profile.classes.items()}
     rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
     times = {POINTWISE: known.get("pointwise", 0.0), REST: rest}

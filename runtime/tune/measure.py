@@ -14,13 +14,14 @@ from specc.runtime.tune.candidates import Candidate
 from specc.runtime.tune.prepare import Prepared, loaded, prepare, short
 from specc.runtime.verify.judge import Judge, inputs_of
 
-CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is not a multiple of any tile
+CHECKED = {"B": 3, "T": 343, "S": 343}  # sizes whose product is not a multiple of any tile
 REPEATS = 100
 
 
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:
-    """Returns the reason why a candidate must not be used, or None. A candidate is refused if it is less exact than
-    plain Torch, leaves outputs unwritten, or returns different bits in repeated calls although it is `deterministic`.
+    """Returns the reason why a candidate must not be used, or None. A candidate is rejected if it is less exact than
+    plain Torch or does not write all outputs. A `deterministic` candidate is also rejected if repeated calls return
+    different bits.
     """
     outputs = judge.call(call)
     for i, error in enumerate(judge.errors(outputs)):
@@ -33,7 +34,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
 
 
 def forget(folder: Path) -> None:
-    """Drops the modules that were imported from a folder, and their package."""
+    """Removes the modules that were imported from a folder, and their package, from `sys.modules`."""
     generated = [(name, module) for name, module in sys.modules.items() if name.startswith("specc_generated_")]
     for name, module in generated:
         places = (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
@@ -70,7 +71,7 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields each candidate when it is compiled, with the reason of a failure, or None if it can be called.
+        """Yields each candidate as soon as it is compiled, with the reason of a failure, or None if it can be called.
 
         Candidates with the same CUDA source differ only in constants of their Python file. Such a source is compiled
         once.
@@ -97,7 +98,7 @@ class Measurement:
             return self.side_by_side([candidate])[candidate]
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # any kernel may fail in any way; the search continues without it
+        except Exception as error:  # a kernel may raise any error; the search continues without it
             return short(f"{type(error).__name__}: {error}")
         finally:
             forget(self._place(candidate))

@@ -1,4 +1,4 @@
-"""Merges one result into the lock on disk, which another search may have changed meanwhile."""
+"""Merges one result into the lock on disk, which another search may have changed since it was read."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def merged(path: Path, change: Callable[[Lock], Lock]) -> Lock:
     """Applies `change` to the current lock at `path`, writes the result and returns it. Concurrent searches of one user
     are serialized by a file lock.
 
-    Raises SpecError if the lock is damaged, EnvironmentFailure if it cannot be written.
+    Raises SpecError if the lock is damaged, and EnvironmentFailure if it cannot be written.
     """
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
     with FileLock(folder() / f"{name}.lock", mode=0o600):

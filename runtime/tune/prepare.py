@@ -26,9 +26,9 @@ SIZES = {
     "B": 2,
     "T": 128,
     "S": 128,
-}  # of a first call: as divisible as the real sizes, so that Triton behaves in the same way
+}  # rows of a first call; as divisible as the real sizes, so that Triton compiles the same code
 WORKERS = 32
-LONGEST = 200  # characters of a reason
+LONGEST = 200  # maximum characters of a reason
 DEADLINE = 900.0  # seconds; nvcc needs 100 to 200 when every core runs one
 TICK = 0.2  # seconds between two checks of the deadline
 ENDING = 30.0  # seconds within which a process must exit after its result or after a kill
@@ -40,9 +40,9 @@ class Prepared:
 
     Attributes:
         index: the index of the candidate's folder.
-        reason: why the candidate cannot be used; None if it can.
-        lasting: False if a later search may succeed: the process was killed, perhaps because other processes used the
-            memory, or a package is missing.
+        reason: the reason why the candidate cannot be used; None if it can be used.
+        lasting: False if a later search may succeed, because the process was killed or a package is missing. A process
+            may be killed because other processes use the memory.
     """
 
     index: int
@@ -117,7 +117,7 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
 def _end(process: BaseProcess) -> None:
     """Kills a process and the processes that it has started, such as a compiler."""
     assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):  # it has no process group before its first line
+    with contextlib.suppress(ProcessLookupError):  # the process has no process group before it runs its first line
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join(ENDING)
@@ -133,7 +133,7 @@ def _end_with_parent() -> None:
 
 def _compile(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
     """Compiles and calls the candidate in `folder`. Sends the kind of its outcome and the reason through `to`."""
-    os.setsid()  # a separate group, which can be killed as a whole and which Ctrl-C does not reach
+    os.setsid()  # a separate process group, which can be killed as a whole and does not receive Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from specc.runtime.support.native import compile_only
 
@@ -151,7 +151,7 @@ def _compile(to: Connection, folder: Path, module: str, function: str, site: Sit
                 torch.cuda.synchronize()
                 with contextlib.suppress(
                     torch.OutOfMemoryError
-                ):  # many processes share the memory here; the search has it alone
+                ):  # many processes share the memory here, but the search does not
                     call(*inputs_of(site, sizes, device))
                 torch.cuda.synchronize()
     except RunFailure as error:
@@ -160,7 +160,7 @@ def _compile(to: Connection, folder: Path, module: str, function: str, site: Sit
         to.send(("environment", short(error.message)))
     except ModuleNotFoundError as error:  # the package may be installed before the next search
         to.send(("missing", short(str(error))))
-    except Exception as error:  # any kernel may fail in any way; the search continues without it
+    except Exception as error:  # a kernel may raise any error; the search continues without it
         short_of_memory = "out of memory" in str(error).lower()
         to.send(("died" if short_of_memory else "refused", short(f"{type(error).__name__}: {error}")))
     else:

@@ -8,8 +8,8 @@ from specc.compiler.plan.plan import SaveChoices
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
     """Returns the save choice with the least sum of times in `lock` over its kernels, forward and backward.
 
-    Work of the library does not count, because it is the same for all options. Returns None until all kernels of all
-    options are measured.
+    The times of library calls are not included, because they are equal for all options. Returns None until all kernels
+    of all options are measured.
     """
     times: dict[Keep, float] = {}
     for option in choices.options:

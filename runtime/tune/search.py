@@ -31,8 +31,8 @@ from specc.runtime.tune.prepare import prepare, short
 from specc.runtime.tune.save_choice import fastest, line
 from specc.runtime.verify.random_inputs import sizes_of
 
-LONGEST = 600.0  # seconds for the calls of one candidate, compilation excluded
-FINALISTS = 4  # timed again, in turn, because the first times are noisy
+LONGEST = 600.0  # maximum seconds for the calls of one candidate, without compilation
+FINALISTS = 4  # number of fastest candidates that are timed again in turn, because the first times are noisy
 COMPILED = "compiled"
 SLACK = 1.1  # the factor by which a kernel may exceed the ceilings of the large GEMM and the large copy
 Say = Callable[[str], None]
@@ -49,9 +49,9 @@ class TuneOptions:
         path: the lock file to write.
         only: searches only nodes whose label contains this text.
         compile_only: stops when all CUDA C++ is compiled, which needs no GPU.
-        fresh: measures again instead of reusing results, and replaces results for more rows.
-        rest: also measures work that has no tile to choose.
-        search: False leaves the tiles as they are.
+        fresh: measures again instead of reusing results, and replaces results that were measured on more rows.
+        rest: also measures work without tiles.
+        search: whether to search tiles. If False, the tiles do not change.
     """
 
     spec: Spec
@@ -87,7 +87,7 @@ class NodeResult:
 
     @property
     def others(self) -> dict[str, float]:
-        """The time in ms of each kernel with its best tile. The fastest kernel is left out."""
+        """The time in ms of each kernel except the fastest, with its best tile."""
         best: dict[str, float] = {}
         for candidate, ms in self.times.items():
             best[candidate.kernel.name] = min(best.get(candidate.kernel.name, ms), ms)
@@ -108,7 +108,8 @@ def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
     Raises:
         TuneError: if there is nothing to search.
         EnvironmentFailure: if the GPU or nvcc is missing.
-        RunFailure: if a node has no usable candidate, a kernel has broken the device, or its memory is too small.
+        RunFailure: if a node has no usable candidate, a kernel caused an error of the device, or its memory is too
+            small.
         SpeccError: if the lock has been measured on more rows.
     """
     spec, target = options.spec, options.target
@@ -183,12 +184,12 @@ def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
         others = _labels(cuda)
         raise TuneError(f"{_labels(chosen)} has no CUDA C++ candidates", f"nodes with CUDA C++ candidates: {others}")
     if compiled:
-        nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # each raises if nothing could be compiled
+        nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # each call raises if the compiler is missing
     return compiled if options.compile_only else chosen
 
 
 def _labels(choices: Sequence[Choice]) -> str:
-    """Returns the labels without duplicates: the save choices of a group have nodes with the same label."""
+    """Returns the labels without duplicates. Nodes of different save choices of a group have the same label."""
     return ", ".join(dict.fromkeys(choice.site.label for choice in choices)) or "none"
 
 
@@ -225,7 +226,7 @@ def _search(
             else:
                 results[candidate] = _tried(measurement, candidate, journal, say)
         finals = _times(_finals(measurement, results, set(new)))
-    # the finalists come first: they were called in this search and timed together
+    # the finalists are first, because they were called in this search and timed together
     times = finals | {candidate: ms for candidate, ms in _times(results).items() if candidate not in finals}
     reasons = {candidate: reason for candidate in every if isinstance(reason := results[candidate], str)}
     floor = ceiling.floor_ms(work)
@@ -275,7 +276,7 @@ def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say
     watch.start()
     try:
         result = measurement.first_time(candidate)
-    except torch.AcceleratorError as error:  # the device cannot measure anything more
+    except torch.AcceleratorError as error:  # the device cannot be used for further measurements
         reason = short(f"caused an error of the device: {error}")
         journal.add(key(candidate), reason)
         message = f"{candidate.label}: {reason}"

@@ -30,10 +30,10 @@ from specc.runtime.verify.verify import STEPPED, Check, batch_of, sample_tokens,
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
-# Allowed RMS errors, as shares of the error of int8 itself, an RMS over all tokens. A value that differs in its last
-# bit may round to the next code, and everything that its sample computes afterwards then differs. Most samples have no
-# tie of this kind, and its cost is no more than that of other roundings. Of 180 small models none had a share above
-# 0.02 for the median sample or above 0.2 for all samples.
+# Allowed RMS errors, as shares of the RMS error of int8 over all tokens. A value that differs in its last bit may round
+# to the next code. All later values of its sample then differ. Most samples have no tie of this kind, and a tie costs
+# no more than other roundings. Among 180 small models, no share was above 0.02 for the median sample, or above 0.2 for
+# all samples.
 SHARE = 0.1  # for the median sample
 WHOLE_SHARE = 0.5  # for all samples together
 ROUNDING = 1e-5  # the error of f32 sums, in nats
@@ -74,7 +74,7 @@ def quantized(
     batches: Iterable[Mapping[str, Tensor]],
     hessians: Mapping[str, Tensor] | None = None,
 ) -> tuple[QuantizedModel, Spec]:
-    """Quantizes weights as `specc quantize` does, without a search of bits.
+    """Quantizes weights in the same way as `specc quantize`, but without a search of bits.
 
     Args:
         spec: the spec, whose `quant` states the schemes.
@@ -146,7 +146,7 @@ def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
         function, device = vars(source)[plan.called(choice)], device_of(loaded.target)
         error = _product_error if isinstance(choice.site.node.op, Int8Linear) else _judged_error
         worst = max(error(choice.site, function, rows, device) for rows in ROWS)
-        detail = f"rows {list(ROWS)}: at most {worst:.2f} of what rounding may cost"
+        detail = f"rows {list(ROWS)}: at most {worst:.2f} of the allowed rounding error"
         yield Check(loaded.target.name, f"kernel {choice.rendered.module}, deployed", worst <= 1.0, detail)
 
 

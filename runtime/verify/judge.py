@@ -23,19 +23,19 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.verify.random_inputs import random_tensor
 
 RMS, PEAK = 1.005, 2.0  # the allowed RMS and largest error of a kernel, as multiples of those of eager Torch
-ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in roundings
+ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in units of one rounding
 SEQUENCE = 16  # the minimum number of tokens per sequence for ops that mix tokens
 TINIEST = 1e-30  # the minimum tolerance, for outputs that are exactly 0 in both f64 and eager Torch
 TINY = {"B": 1, "T": 8, "S": 8}
-TILES = 3  # the minimum number of tiles per multiprocessor, so that it changes tiles and reuses each memory buffer
+TILES = 3  # the minimum number of tiles per multiprocessor, so that it reuses each memory buffer
 SIDE = 256  # the maximum number of rows or columns of a kernel's tile
-TOKENS = 343  # the sequence length for many tiles; 7^3, so that no tile divides the number of rows
-EVERY = 7  # with many tiles, every 7th row is compared, hence at least one of every 8 rows, a tile's smallest part
+TOKENS = 343  # the sequence length for many tiles; 7^3, so that no tile size divides the number of rows
+EVERY = 7  # with many tiles, every 7th row is compared; the parts of tiles have 8 or more rows
 PARTS = 8  # the number of parts of the rows of a sum, to estimate the size of its terms
-FEW = 16  # outputs of at most this many numbers have too few rounding errors to compare by ratio alone
+FEW = 16  # outputs of at most this number of values have too few rounding errors for a comparison only by ratio
 LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of that of unfused code
 FEW_LOOSER = 10.0  # the same for outputs of at most FEW numbers
-FLOORS = {torch.float32: 1e-5}  # the relative error that is always allowed, as unfused code may be exact by chance
+FLOORS = {torch.float32: 1e-5}  # the relative error that is always allowed, because unfused code may be exact by chance
 FLOOR = 1e-3  # the same for other dtypes
 
 
@@ -52,7 +52,7 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """A description of the errors, for a message that starts with the name of the output."""
+        """A description of the errors. In a message, it follows the name of the output."""
         if math.isinf(self.rms):
             return "has a wrong shape, NaN or infinity: it is incomplete or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest"
@@ -117,9 +117,9 @@ class Judge:
     Attributes:
         site: the node, with the types of its inputs and the target.
         inputs: the inputs of the kernels.
-        exact: the f64 outputs; only those of `sample` unless it is None.
-        bars: the (RMS, largest) error of each output of eager Torch in the kernel's dtype, op by op, or the possible
-            cost of rounding if that is larger.
+        exact: the f64 outputs; only the selected rows if `sample` is not None.
+        bars: the (RMS, largest) allowed error of each output. It is the error of eager Torch in the kernel's dtype, or
+            the possible rounding error if that is larger.
         sample: the rows or sequences that are compared; None for all.
     """
 
@@ -137,7 +137,8 @@ class Judge:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
         wide: Any = [upcast(value, torch.float64) for value in compared]
         values = reference.node_value(site.node, wide, inputs if sample else wide)
-        exact = tuple(value if value.is_floating_point() else value.double() for value in values)  # codes are numbers
+        # Integer outputs are codes, which are compared as numbers.
+        exact = tuple(value if value.is_floating_point() else value.double() for value in values)
         bars = []
         for have, want in zip(reference.node_value(site.node, compared, inputs), exact, strict=True):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
@@ -159,7 +160,7 @@ class Judge:
         """Returns the errors of every output. An error is infinite if the shape of the output is wrong or a value is
         not finite.
 
-        `call` makes values that a kernel does not write NaN.
+        With `call`, values that a kernel does not write are NaN.
         """
         return tuple(self._errors(i, value) for i, value in enumerate(outputs))
 
@@ -189,8 +190,8 @@ class Judge:
     def rounding_of_sum(self, i: int, dtype: torch.dtype) -> float:
         """Returns a bound on the rounding error of output `i`, a sum over rows.
 
-        The bound is half a unit of the result in `dtype`, plus the error of the f32 additions. The error of the
-        additions grows with the size of the terms, and not of their sum, because the terms may cancel.
+        The bound is half a unit of the result in `dtype`, plus the error of the f32 additions. This error grows with
+        the size of the terms, and not with the size of their sum, because the terms may cancel.
         """
         op, types = self.site.node.op, self.site.inputs
         dim = "B" if op.mixes_tokens else "T"
@@ -213,7 +214,7 @@ class Judge:
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
         """Runs a kernel on copies of the inputs, which it may overwrite, and returns its outputs.
 
-        The memory that the kernel allocates is filled with NaN before.
+        Memory that the kernel allocates is filled with NaN first.
         """
         copies = [value.clone() for value in self.inputs]
         with poisoned():
@@ -262,8 +263,8 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     """Returns the sizes of the symbolic dims for inputs of `rows` rows.
 
     For an op that mixes tokens, the sizes are two sequences of `rows` tokens each, and at least SEQUENCE tokens.
-    Shorter sequences test little: the gradient of attention to one token is exactly 0, and to two or three tokens it is
-    a difference of nearly equal numbers, dominated by rounding.
+    Shorter sequences are weak tests. The gradient of attention to one token is exactly 0. For two or three tokens, it
+    is a difference of nearly equal numbers, which rounding dominates.
     """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
@@ -271,7 +272,7 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
 
 
 def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """Returns `sizes`; for an op that mixes tokens, sequences are cut to the model's context, or SEQUENCE if larger."""
+    """Returns `sizes`. For an op that mixes tokens, sequences have at most max(model context, SEQUENCE) tokens."""
     if site.context is None or not site.node.op.mixes_tokens:
         return sizes
     most = max(site.context, SEQUENCE)
@@ -305,8 +306,8 @@ def multiprocessors(device: torch.device | str) -> int | None:
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
     """Returns random inputs of a node, with values that its op accepts.
 
-    Integers are below the limit of the op, and inputs that follow from others are consistent with them. If the op is
-    undefined for some values, such as sqrt(y), the operands are positive.
+    Integers are below the limit of the op. Inputs that are functions of other inputs are computed from them. If the op
+    is undefined for some values, such as sqrt(y), the operands are positive.
 
     Args:
         site: the node and the types of its inputs.

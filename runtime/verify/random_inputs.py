@@ -12,11 +12,11 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES as DTYPES
 
 Value = Tensor | float
-SCALAR = 0.5  # the value of a scalar that each block binds for itself
+SCALAR = 0.5  # the value of a scalar that each block binds to a different number
 
 
 def sizes_of(spec: Spec) -> Mapping[str, int]:
-    """Returns the sizes of the symbolic dims: those of one micro-batch of whole windows."""
+    """Returns the sizes of the symbolic dims for one micro-batch of whole windows."""
     window = spec.model.window
     return {"B": spec.train.at_once(), "T": window, "S": window}
 
@@ -62,7 +62,7 @@ class Operands:
         return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
-        """Returns a value for each ref. Equal refs share a value, and a scalar bound by a block is a number."""
+        """Returns a value for each ref. Equal refs share a value. A scalar that a block binds is a Python number."""
         values: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):
             if ref not in values:

@@ -19,8 +19,8 @@ def reduced(spec: Spec) -> Spec | None:
     """Returns a small spec with the same kinds of blocks as a large spec, for checks of values; None if `spec` is not
     large.
 
-    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in the order in which they first occur,
-    and at least two. All layers remain if the blocks have an order, or if expressions name other layers.
+    The vocabulary has at most 1,024 ids. There is one layer per distinct block, in order of first occurrence, and there
+    are at least two layers. All layers remain if the spec sets an order of blocks, or if expressions name other layers.
     """
     model = spec.model
     if not isinstance(model, Decoder) or parameters_of(spec) <= LARGE:
@@ -43,7 +43,7 @@ def parameters_of(spec: Spec) -> int:
 
 
 def _with(spec: Spec, model: Decoder, layers: list[int]) -> dict[str, Any]:
-    """Returns the data of `spec` with some of its layers and few ids."""
+    """Returns the data of `spec` with some of its layers and a small vocabulary."""
     data: dict[str, Any] = json.loads(canonical(spec))
     shape, blocks = data["model"], data["model"]["blocks"]
     shape["vocab"] = min(shape["vocab"], IDS)

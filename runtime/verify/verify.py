@@ -38,7 +38,7 @@ from specc.compiler.render.program import METHODS
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.dtypes import DTYPES
-from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, unavailable
+from specc.runtime.model.load import Loaded, device_of, instantiate, unavailable
 from specc.runtime.model.parameters import place
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
@@ -47,12 +47,12 @@ from specc.runtime.verify.reduced import reduced
 
 ATTENTION_ERROR = 1e-10  # largest error of attention in f64
 ROUNDED = 0.08  # largest relative error of products whose factors have 3 and 2 bits of mantissa, in the Frobenius norm
-EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # largest error of their results, which have that dtype
-# Largest error of a gradient, relative to its norm or to a share of the largest gradient, whatever the error of the
-# unfused module: both may run the same wrong function.
+EMULATED = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # largest error of the 8-bit results of these products
+# Largest error of a gradient, relative to its norm or to a share of the largest gradient. The limit does not depend on
+# the error of the unfused module, because both modules may run the same wrong function.
 LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
 SHARE = 0.01
-LOSS_SHARE = 0.1  # the share of this that the loss, a mean of all tokens, may have
+LOSS_SHARE = 0.1  # the share of this limit for the loss, which is a mean over all tokens
 STEPS = 48  # the number of tokens that are decoded one by one
 DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
@@ -77,8 +77,8 @@ class Check:
 def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
     """Runs all checks of a spec's targets and yields their results.
 
-    A spec of more than 200 million parameters is built and loaded, and the other checks are of a small version of it
-    (see `specc.runtime.verify.reduced.reduced`).
+    A spec of more than 200 million parameters is only built and loaded. All other checks use a small version of the
+    spec (see `specc.runtime.verify.reduced.reduced`).
 
     Checks that need another machine have `ok` None. If generated code imports a package that is not installed, the
     checks of this code fail on a machine that could run the target, and have `ok` None on other machines.
@@ -142,7 +142,7 @@ def _full_size(spec: Spec, target: str, lock: Lock) -> Check:
     different = sorted(name for name in planned.keys() | held.keys() if planned.get(name) != held.get(name))
     count = f"{sum(param.count for param in loaded.programs.params):,} parameters in {len(planned)} tensors"
     detail = f"{different[0]} differs from the plan" if different else f"builds and loads, {count} as planned"
-    return Check(target, name, not different, f"{detail}; the other checks are of a reduced spec")
+    return Check(target, name, not different, f"{detail}; the other checks use a reduced spec")
 
 
 def traces(loaded: Loaded, name: str) -> Iterator[Check]:
@@ -181,7 +181,7 @@ def _magnitudes(plain: Loaded) -> Iterator[Check]:
 
 
 def _fill(fused: Loaded, plain: Loaded) -> None:
-    """Fills both modules with the same random parameters, in the dtypes that programs read, on the target's device.
+    """Fills both modules with the same random parameters, in the dtypes of the programs, on the target's device.
 
     No parameter is zero, so that every path contributes to the result.
     """
@@ -230,7 +230,7 @@ def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: in
 
 
 def _drops(loaded: Loaded) -> bool:
-    """Returns True if the model has dropout by Torch's generator, so that its training loss cannot be compared."""
+    """Returns True if Torch's generator draws the dropout of the model. Its training loss then cannot be compared."""
     nodes = (node for graph in loaded.programs.graphs for node in graph.nodes)
     return any(isinstance(node.op, Dropout) and not node.op.counted for node in nodes)
 
@@ -238,8 +238,8 @@ def _drops(loaded: Loaded) -> bool:
 def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """Checks the loss and every gradient of the fused module against f64, with the unfused module as a baseline.
 
-    The errors of the unfused module show the cost of rounding, up to `LIMITS`. For a model with dropout by Torch's
-    generator, the loss is the mean of the `score` program.
+    The errors of the unfused module estimate the cost of rounding, up to `LIMITS`. If Torch's generator draws the
+    dropout of the model, the loss is the mean of the `score` program.
 
     The gradient of a parameter of few numbers is a sum of many terms that may cancel. The error of such a gradient is
     relative to the size of the terms, which `_term_sizes` estimates. It is reported separately from the errors of
@@ -247,7 +247,8 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, sample_tokens(spec, 48))
-    programs = pipeline.run(replace_fuse(spec), fused.target.name, "fp8_products")  # as they compute: dropout, 8 bits
+    # These programs have the dropout and the 8-bit products of training.
+    programs = pipeline.run(spec.plain, fused.target.name, "fp8_products")
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
     for name, type in programs.buffers:
         buffer = plain.model.get_buffer(name)
@@ -294,11 +295,11 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
 def _term_sizes(
     programs: Programs, inputs: Mapping[str, Tensor], few: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """The gradient of a parameter is a sum with one term per token. Estimates the size of these terms, for each
-    parameter of `few`.
+    """Estimates the size of the terms of the gradient of each parameter in `few`.
 
-    The size is the root of the sum of squares of the terms. It is estimated as the root mean square of the sum with
-    random signs of the terms (Hutchinson's estimator).
+    The gradient of a parameter is a sum with one term per token. The size of the terms is the square root of the sum of
+    their squares. It is estimated as the root mean square of sums in which the terms have random signs (Hutchinson's
+    estimator).
     """
     if not few:
         return {}
@@ -346,7 +347,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
     for rows in counts:
         judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device, seed=rows))
         errors += judge.errors(judge.call(function))
-    if (many := Judge.many(site, device)) is not None:  # the counts above give a multiprocessor at most one tile
+    if (many := Judge.many(site, device)) is not None:  # with the counts above, a multiprocessor has at most one tile
         counts.append(many.inputs[0].shape[:2].numel())
         errors += many.errors(many.call(function))
     worst = Errors(max(error.rms for error in errors), max(error.peak for error in errors))
@@ -355,7 +356,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 
 
 def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Checks the generated function of each score and mask against its f64 reference, on inputs of random shapes that
+    """Checks the generated function of each score and mask against its f64 reference. Inputs have random shapes, and
     are longer than the window."""
     module = sys.modules[type(loaded.model).__module__]
     calls: dict[str, tuple[Sdpa | SdpaPooled, tuple[TensorType, ...]]] = {}
@@ -387,8 +388,8 @@ def _attention(loaded: Loaded, seed: int) -> Iterator[Check]:
 
 
 def _products_of_8_bits(loaded: Loaded, seed: int) -> Iterator[Check]:
-    """Checks the products of 8-bit floats: against their emulation in f32, and the error of their rounding against
-    float64."""
+    """Checks the products of 8-bit floats. They are compared with their emulation in f32, and their rounding error is
+    measured against float64."""
     module = sys.modules[type(loaded.model).__module__]
     sites: dict[tuple[Fp8Linear, tuple[Any, ...]], None] = {}
     for graph in loaded.programs.graphs:
@@ -424,7 +425,7 @@ def _with_gradients(function: Callable[..., Any], given: Sequence[Tensor], state
 
 
 def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Checks, for a model that separates documents, that each document of a row has the same scores as the document
+    """Checks a model that separates documents. Each document of a packed row must have the same scores as the document
     alone."""
     marks = {mark for _, mark in spec.model.marks}
     if len(marks) != 1:
@@ -439,7 +440,7 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     begins = [0, *(tokens * k // 4 + k for k in (1, 2, 3)), tokens]
     ids[:, begins[:-1]] = mark
     exact = {name: parameter.detach().double() for name, parameter in loaded.model.named_parameters()}
-    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+    programs = pipeline.lower(spec.plain, loaded.target.name)
 
     def scores(score: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         parts = [score(ids[:, a:b], targets[:, a:b]) for a, b in itertools.pairwise(begins)]
@@ -450,7 +451,7 @@ def _documents(spec: Spec, loaded: Loaded) -> Iterator[Check]:
         packed, alone = scores(
             lambda *x: reference.run(programs, "score", dict(zip(names, x, strict=True)), exact)["loss"]
         )
-        if (packed - alone).abs().max() > 1e-6:  # the spec lets some part read other documents
+        if (packed - alone).abs().max() > 1e-6:  # a part of this spec reads other documents
             return
         have, apart = scores(loaded.model.score)  # type: ignore[arg-type]
     error, noise = ((value - alone).abs().max().item() for value in (have, apart))
@@ -480,10 +481,10 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
 def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
     """Checks that decoding token by token with a cache has the scores of the whole sequence.
 
-    The largest error against f64 may be three times the error of scoring the whole sequence in the compute dtype. With
-    a cache of codes, it may in addition be twice the error that rounding to these codes causes in f64.
+    The largest error against f64 may be three times the error of scoring the whole sequence in the compute dtype. If
+    the cache stores codes, twice the error that rounding to these codes causes in f64 is added to this limit.
     """
-    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+    programs = pipeline.lower(spec.plain, loaded.target.name)
     ops = (node.op for graph in programs.graphs for node in graph.nodes)
     rings = [sum(op.ring) for op in ops if isinstance(op, SdpaCached | SdpaPooledCached) and op.ring is not None]
     tokens = sample_tokens(spec, max((64, *(2 * rows + 9 for rows in rings))))  # past the end of each window
@@ -507,7 +508,7 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 class _Exact:
-    """The programs that extend texts, run by the references of the ops in the precision of the weights.
+    """Runs the programs that extend texts with the references of the ops, in the precision of the weights.
 
     Args:
         programs: the programs of a text model, which are not fused.
@@ -520,7 +521,7 @@ class _Exact:
         self._types = {name: type for name, type in self._program.inputs if name.startswith("cache.")}
 
     def new_cache(self, rows: int, positions: int = 0) -> list[tuple[Tensor, ...]]:
-        """Returns an empty cache of `rows` texts, or of as many pages."""
+        """Returns an empty cache for `rows` texts, or with `rows` pages."""
         some = next(iter(self._weights.values()))
         sizes = {"B": rows, "S": positions, "P": rows}
         dtypes = {name: some.dtype if type.floating else DTYPES[type.dtype] for name, type in self._types.items()}
@@ -545,7 +546,7 @@ def sample_tokens(spec: Spec, tokens: int) -> int:
 
 
 def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text in chunks, of which the first has at least `least` tokens, and the last tokens one by one.
+    """Scores a text in chunks, and the last tokens one by one. The first chunk has at least `least` tokens.
 
     Returns the positions that have logits, and the nats of their targets, [B, positions].
     """
@@ -561,7 +562,8 @@ def _stepped_text(model: Any, tokens: int, least: int, ids: Tensor, targets: Ten
 
 
 def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a text as `_stepped_text`, from pages: the rows join one after the other, with tables in reverse order."""
+    """Scores a text from a cache in pages, like `_stepped_text`. Rows join one after the other, with tables in reverse
+    order."""
     page = next(tensor.shape[1] for layer in model.new_cache(1) for tensor in layer)
     each = -(-tokens // page)
     cache = model.new_cache(len(ids) * each)
@@ -578,7 +580,7 @@ def _stepped_pages(model: Any, tokens: int, least: int, ids: Tensor, targets: Te
 
 
 def _stepped_pairs(model: Any, tokens: int, least: int, source: Tensor, target: Tensor) -> tuple[list[int], Tensor]:
-    """Scores a target line token by token. Returns all positions and the nats there, [B, T], 0 at padding."""
+    """Scores a target line token by token. Returns all positions, and the nats at each, [B, T], 0 at padding."""
     state, inputs = model.encode(source), shifted(target)
     starts = (torch.tensor(t, device=source.device) for t in range(tokens))
     logits = [model.extend(inputs[:, t : t + 1], start, state) for t, start in enumerate(starts)]

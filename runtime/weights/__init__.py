@@ -1,1 +1,1 @@
-"""Weights that a run starts from: the formats that they are read from, and how they are fitted to a model."""
+"""Weights that a run starts from: readers of their formats, and the copy into the parameters of a model."""

@@ -35,7 +35,7 @@ def _of_safetensors(path: Path, say: Say) -> Weights | None:
     return SafetensorsFolder(files) if files else None
 
 
-# Each returns None if the path is of another format. The first that does not is used.
+# Each function returns None if the path is of another format. The first result that is not None is used.
 FORMATS: tuple[Callable[[Path, Say], Weights | None], ...] = (_of_run, _of_artifact, _of_hugging_face, _of_safetensors)
 
 

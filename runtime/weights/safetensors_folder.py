@@ -57,11 +57,11 @@ class SafetensorsFolder:
         return self._shapes
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor, f32. Raises StartError if its values are not floats, IntegrityError if it is damaged."""
+        """Returns a tensor, f32. Raises StartError for values that are not floats, IntegrityError for damage."""
         path, dtype = self._files[name], self._dtypes[name]
         if dtype not in FLOATS:
             hint = "store the weights as f32, bf16 or f16, or leave the tensor out with `skip`"
-            raise StartError(f"{path}: {name} is {dtype}, and weights are floats", hint)
+            raise StartError(f"{path}: {name} is {dtype}, but weights must be floats", hint)
         try:
             tensor: Tensor = _opened(path).get_tensor(name)
         except SafetensorError as error:

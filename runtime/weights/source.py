@@ -45,7 +45,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights of a model of specc, f32 by parameter name, which were verified as a whole."""
+    """Weights of a model of specc, f32 by parameter name. All of them are verified before the first is read."""
 
     path: Path
     kind: Kind

@@ -1,4 +1,4 @@
-"""Fits weights to a model, as `train.start` of its spec says."""
+"""Copies the weights that `train.start` of a spec selects into the parameters of a model."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -45,7 +45,9 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
     for name in filter(start.takes, parameters):
         tensor = source.read(name).contiguous()
         if not bool(torch.isfinite(tensor).all()):
-            raise StartError(f"train.start: {path}: {name} has NaN or infinity", "start from sound weights")
+            raise StartError(
+                f"train.start: {path}: {name} has NaN or infinity", "start from weights without NaN and infinity"
+            )
         digests[name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
         taken[name] = tensor
     with torch.no_grad():
@@ -57,14 +59,14 @@ def start_from(start: StartSpec, model: nn.Module, spec: Spec, say: Say) -> Star
     say(f"starting from {path}{step}: {len(taken)} of {len(parameters)} parameters{others}")
     before, now = (getattr(each.train.data, "tokenizer", None) for each in (source.spec or spec, spec))
     if before != now:
-        say(f"{path} was trained with the tokenizer {before}, and this run uses {now}: equal ids may differ in meaning")
+        say(f"{path} was trained with the tokenizer {before}, and this run uses {now}: equal ids may mean other text")
     return StartRecord(path=str(path), kind=source.kind, step=source.step, tensors=digests)
 
 
 def _require_fit(
     start: StartSpec, path: Path, model: Mapping[str, tuple[int, ...]], source: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises StartError with every misfit unless the selected names and shapes of both are equal."""
+    """Raises StartError, which lists all differences, unless the selected names and shapes of both are equal."""
     names = dict.fromkeys([*model, *source])
     idle = [p for p in (*start.take, *start.skip) if not any(matches(p, name) for name in names)]
     if idle:
@@ -72,7 +74,7 @@ def _require_fit(
         raise StartError(message, f"names are like {', '.join([*model][:: max(len(model) - 1, 1)])}")
     selected = [name for name in names if start.takes(name)]
     shapes = [
-        f"{name} is {list(source[name])} there and {list(model[name])} in the model"
+        f"{name} is {list(source[name])} in the source and {list(model[name])} in the model"
         for name in selected
         if name in model and name in source and model[name] != source[name]
     ]

@@ -18,7 +18,7 @@ from specc.compiler.programs.programs import Programs
 from specc.compiler.spec.check import load
 from specc.compiler.spec.migrate import migrate
 from specc.compiler.spec.spec import Spec
-from specc.runtime.model.load import instantiate, replace_fuse
+from specc.runtime.model.load import instantiate
 
 ATTENTION: dict[str, Any] = {"kind": "attention", "heads": 2}
 MLP: dict[str, Any] = {"kind": "mlp", "hidden": 12, "act": "relu(x) ** 2"}
@@ -112,7 +112,7 @@ class Pair:
 
     def reference(self, program: str, **inputs: Tensor) -> dict[str, Tensor]:
         """The outputs of the unfused program, by plain references."""
-        plain = pipeline.lower(replace_fuse(self.spec), "cpu")
+        plain = pipeline.lower(self.spec.plain, "cpu")
         return reference.run(plain, program, inputs, self.params)
 
 

@@ -186,7 +186,7 @@ def test_a_value_that_is_not_finite_stops_the_run_at_that_step(trials: Trials, t
             go(tmp_path, f"{number}", train, hook, model=model)
         assert raised.value.exit_code == 4
         if named:
-            assert f"the first parameter hit is {named}" in raised.value.message, (place, raised.value.message)
+            assert f"with NaN or infinity is {named}" in raised.value.message, (place, raised.value.message)
         assert newest(tmp_path, f"{number}") == 8
         go(tmp_path, f"{number}", train)
         assert weights(tmp_path, f"{number}") == weights(tmp_path, "whole")

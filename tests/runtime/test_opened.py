@@ -77,7 +77,8 @@ def test_an_artifact_of_older_weights_says_so(run: Run, artifact: Path, tmp_path
     assert asked() == []
     add_checkpoint(Run.open(folder), seed=5, step=8)
     newest = folder / "checkpoints" / "step_00000008"
-    assert asked() == [f"the artifact is of step 3, but {newest} is newer; to quantize it: specc quantize {folder}"] * 2
+    warning = f"the artifact has the weights of step 3, but {newest} is newer; to quantize it: specc quantize {folder}"
+    assert asked() == [warning] * 2
     shutil.rmtree(folder / "checkpoints")
     assert asked() == []
     (folder / "quantized/report.json").write_text("{}")
@@ -201,7 +202,7 @@ def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> No
         "model.blocks.layers.0.mask=j <= i and document(i) == document(j)",
     )
     model = open_model(make_run(tmp_path / "marked", marked, "stdlib").directory, search=[tmp_path])
-    with pytest.raises(DataError, match=r"layers\.0\.bos is 0, but before each document letters.tiktoken writes 256"):
+    with pytest.raises(DataError, match=r"layers\.0\.bos is 0, but letters.tiktoken writes 256 before each document"):
         _ = model.tokenizer
     elsewhere = small_spec("train.data={tokenizer: some.model}")
     other = make_run(tmp_path / "other", elsewhere, str(write_text(tmp_path / "data")))

@@ -31,8 +31,7 @@ class Corpus:
         files: (label, path) in order. The label is the path relative to the source.
         in_val: returns whether a document with the given bytes is in val. None if the files determine the split.
         bounds: the boundaries between documents; None for the default of each file format.
-        left_out: labels of files that are in neither split, because the source has files named train and files named
-            val.
+        left_out: labels of files that are in neither split. Files are left out if other files are named train and val.
     """
 
     source: str
@@ -90,8 +89,8 @@ def documents(source: str | Path, split: Split) -> Iterator[bytes]:
         a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document
             in its string "text"), .md or .py (one document). Each may be compressed as .xz, .gz or .zst. Also .parquet
             and .arrow (one row per document, in the column "text").
-        a folder: all such files in it, recursively, in the order of their relative paths. Of a folder that `datasets`
-            saved, only the files that its state lists.
+        a folder: all such files in it, recursively, in the order of their relative paths. If `datasets` saved the
+            folder, only the files that its state lists.
 
     Files belong to the val split if the name of the file or of its top-level folder starts with the word val (or valid,
     validation). If there are such files, the train split consists of the files named train, or of all other files if no
@@ -184,7 +183,7 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Returns whether a document (or path) with these bytes is in the val split: 1 in 10 are, by SHA-256."""
+    """Returns whether a document (or path) with these bytes is in the val split. 1 in 10 is, by SHA-256."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 
@@ -211,8 +210,7 @@ def _folder_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def _dataset_files(folder: Path) -> set[str] | None:
-    """Returns the files of a folder that `datasets` saved, without the results it caches there; None for other
-    folders."""
+    """Returns the files of a folder that `datasets` saved, without cached results; None for other folders."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
         return {str(entry["filename"]) for entry in state["_data_files"]}
@@ -238,7 +236,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _named(label: str) -> str | None:
-    """Returns the split that the name of a file, or of its top-level folder, starts with; None if there is none."""
+    """Returns the split of a file: the first word of its name, or of its top-level folder. None if it is no split."""
     parts = label.split("/")
     match = _SPLIT_NAME.match(parts[-1]) or (_SPLIT_NAME.match(parts[0]) if len(parts) > 1 else None)
     return match[1].lower() if match else None

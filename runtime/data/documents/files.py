@@ -12,7 +12,7 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.errors import EnvironmentFailure
 
 COMPRESSIONS = (".xz", ".gz", ".zst")
-# A whole document is in memory at once, and some tokenizers need thirty times its size for its tokens.
+# A whole document is in memory at once. Some tokenizers need thirty times the memory of the document.
 DOCUMENT_BYTES = 64 * 1024 * 1024
 READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 
@@ -32,7 +32,7 @@ def open_file(path: Path) -> io.BufferedIOBase:
 
 
 class _Zstd(io.RawIOBase):
-    """The content of a file that is compressed by Zstandard. Reading raises EOFError if it is damaged."""
+    """The content of a file that is compressed by Zstandard. Reading a damaged file raises EOFError."""
 
     def __init__(self, path: Path) -> None:
         require_pyarrow(path)

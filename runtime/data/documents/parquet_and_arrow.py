@@ -7,7 +7,7 @@ from typing import Any
 from specc.runtime.data.documents.files import bounded, require_pyarrow
 from specc.runtime.data.errors import DataError, DataIntegrityError
 
-BATCH_ROWS = 256  # rows in memory at once, besides the row group that the file stores together
+BATCH_ROWS = 256  # rows in memory at once, in addition to the row group that contains them
 
 
 def parquet_rows(path: Path) -> Iterator[bytes]:
@@ -31,7 +31,7 @@ def parquet_rows(path: Path) -> Iterator[bytes]:
 
 
 def arrow_rows(path: Path) -> Iterator[bytes]:
-    """Yields the documents of a file of a folder of `datasets`, in the order of its rows.
+    """Yields the documents of an .arrow file in a folder that `datasets` saved, in the order of its rows.
 
     The file is mapped into memory, and batches are read one after the other. Raises the same errors as `parquet_rows`.
     """
@@ -44,7 +44,7 @@ def arrow_rows(path: Path) -> Iterator[bytes]:
             try:
                 reader = ipc.open_stream(memory)
                 batches = iter(reader)
-            except pyarrow.ArrowInvalid:  # the file format has its index at the end
+            except pyarrow.ArrowInvalid:  # the file format, which ends with an index; otherwise it is the stream format
                 file = ipc.open_file(memory)
                 reader, batches = file, (file.get_batch(index) for index in range(file.num_record_batches))
             _require_text(path, reader.schema)

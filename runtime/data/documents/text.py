@@ -9,7 +9,7 @@ from specc.runtime.data.documents.files import bounded, open_file
 
 SEPARATOR = b"<|endoftext|>"
 # A .txt file of more than RUNNING_BYTES without any separator is running text. It is cut at line ends into documents of
-# one to two BLOCK_BYTES, so that it can be divided into splits and memory is bounded. This is not done if the user
+# one to two BLOCK_BYTES, so that it can be divided into splits, and memory is bounded. The file is not cut if the user
 # states the boundaries between documents.
 RUNNING_BYTES = 256 * 1024
 BLOCK_BYTES = 16 * 1024
@@ -25,7 +25,7 @@ def is_blank(line: bytes) -> bool:
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
-    """Yields lines with their line ends, and whether the yielded bytes begin a line. Long lines come in parts."""
+    """Yields (bytes, whether they begin a line). The bytes are a line with its line end, or a part of a long line."""
     begins = True
     while line := file.readline(_LINE_BYTES):
         yield line, begins
@@ -33,7 +33,7 @@ def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
 
 
 def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
-    """Yields the documents between separator lines, with their last line end and without the separators.
+    """Yields the documents between separator lines. A document includes its last line end, but no separator.
 
     Args:
         file: the open file.

@@ -62,7 +62,7 @@ class LineFile:
     def require_both_splits(self) -> None:
         """Raises DataError if all lines, or none, are held out."""
         if self.held_out.all() or not self.held_out.any():
-            message = f"{self.path} has too few lines to hold some out"
+            message = f"{self.path} has too few lines for a validation split"
             raise DataError(message, "one line in ten, by hash, is used for validation: add more lines")
 
 
@@ -94,5 +94,5 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _file_hint(path: Path) -> str:
-    hint = "for a model of lines, --data takes a file of lines `source=target`, or the name of its task"
+    hint = "for a model of lines, --data is a file of lines `source=target`, or the name of the task of the spec"
     return f"{near} {hint}" if (near := nearest_paths(path)) else hint

@@ -1,4 +1,4 @@
-"""Batches of line pairs: exactly resumable, in an order independent of the number of ranks.
+"""Batches of line pairs. Loading resumes exactly. The order does not depend on the number of ranks.
 
 All ranks derive the same global order of samples. A step uses the next `rows` samples and divides them into passes.
 Within a pass, rank r gets the samples at indices k with k % world == r. Every step therefore trains on the same
@@ -25,7 +25,7 @@ _STATE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """The samples of a step, in order, on all ranks.
+    """The samples of a step of all ranks, in order.
 
     Attributes:
         lengths: number of tokens of each source and of each target, without pads, i64 [N] each.
@@ -37,13 +37,13 @@ class SampleBatch:
 
 
 class Samples(Protocol):
-    """An endless sequence of samples. `digest` is a SHA-256 (hex) of everything that determines it."""
+    """An endless sequence of samples. `digest` is the SHA-256 (hex) of everything that determines the sequence."""
 
     @property
     def digest(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[SampleBatch, int]:
-        """Returns `count` samples from a position on, and the position after them. The sequence begins at 0."""
+        """Returns `count` samples that start at a position, and the position after them. The sequence begins at 0."""
 
 
 class FixedSet:
@@ -136,9 +136,9 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the next pass: source and target, i64 [batch, width], and its weight, f32 [].
 
-        The loss of a step is the mean over all target tokens of the step, without pads. It equals the mean, over all
-        passes of all ranks, of the mean loss of a pass times the weight of the pass. `samples` and `tokens` (of sources
-        and targets, without pads) count the data of all ranks in whole steps.
+        The loss of a step is the mean over all target tokens of the step, without pads. Each pass has a mean loss and a
+        weight. The mean of their products, over all passes of all ranks, equals the loss of the step. `samples` and
+        `tokens` (of sources and targets, without pads) count the data of all ranks in whole steps.
         """
         if self._taken == self._passes:
             self._begin()
@@ -163,12 +163,13 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self.tokens += int(sources.sum() + self._counts.sum())
 
     def state(self) -> dict[str, int]:
-        """Returns the caller's position between two steps, for any `batch`, `passes`, `rank` and `world`."""
+        """Returns the caller's position between two steps. A loader with other `batch`, `passes`, `rank` and `world`
+        can resume from it."""
         place = {"position": self._position, "samples": self.samples, "tokens": self.tokens}
         return {**self._identity(), **place}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Resumes exactly after the last step before `state` was taken.
+        """Continues with the step after the last complete step of `state`.
 
         Raises:
             DataError: the state belongs to other data, or is incomplete.
@@ -184,7 +185,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
 
 
 def _steps(samples: Samples, position: int, rows: int) -> Iterator[tuple[SampleBatch, int]]:
-    """Yields the samples of each step from a position on, with the position after them."""
+    """Yields the samples of each step, starting at a position, with the position after them."""
     while True:
         step, position = samples.take(position, rows)
         yield step, position

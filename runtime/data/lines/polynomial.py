@@ -37,10 +37,10 @@ _OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})  # by num
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """N lines in a canonical form of coefficients: `outer * V ** (2 - binomials)` times the binomials, in print order.
+    """N lines in a canonical form of coefficients: outer * forms[0] * forms[1].
 
-    A binomial is a form with b != 0. Each missing binomial is stored as the form (1, 0), which is V itself, so the
-    expansion is always outer * forms[0] * forms[1].
+    A form (a, b) is a*V + b. It is a binomial if b != 0; otherwise it is stored as (1, 0), which is V itself. A line is
+    printed as `outer * V ** (2 - binomials)` times its binomials, which are in print order.
 
     Attributes:
         variable: index into VARIABLES, i64 [N].
@@ -94,7 +94,7 @@ class Lines:
 
     @property
     def keys(self) -> Ints:
-        """A number for each line that is equal if and only if the texts are equal, i64 [N]."""
+        """A number for each line, i64 [N]. Two numbers are equal if and only if the texts of the lines are equal."""
         return (self.structures * len(FUNCTIONS) + self.function) * len(VARIABLES) + self.variable
 
     def factors(self) -> Rows:
@@ -139,14 +139,14 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
     """Samples lines [start, start + count) of a stream.
 
     Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
-    The word modulo the product of the radices below determines the line. Its mixed-radix digits, lowest first, are
-    listed below. The bias of the modulo operation is less than 2 ** -23. The distribution was measured on 400,000 lines
-    of the Scale AI data set:
+    The word modulo the product of the radices below determines the line. The bias of the modulo operation is less than
+    2 ** -23. The distribution was measured on 400,000 lines of the Scale AI data set. The radices and their digits,
+    lowest first, are:
 
         16:      the letter, uniform over the 16 letters of "sincostanxyzhijk", some of which occur more than once
         100:     0, 1, 2: V is the sin, cos, tan of the letter; otherwise V is the letter
-        85, 315: a and b of the first form, then of the second. a is 1 for the lowest fifth, otherwise uniform over
-                 -9 .. -1, 1 .. 8. b is 0 for the lowest fifth, otherwise uniform over -32 .. -1, 1 .. 31
+        85, 315: a and b of the first form, then of the second. a is 1 for the lowest fifth of the digits, otherwise
+                 uniform over -9 .. -1, 1 .. 8. b is 0 for the lowest fifth, otherwise uniform over -32 .. -1, 1 .. 31
 
     Args:
         stream: name of the stream.
@@ -186,7 +186,7 @@ def _words(stream: str, seed: int, start: int, count: int) -> npt.NDArray[np.uin
 
 
 class _Table:
-    """A lookup table of texts for the integers -1999 .. 1999, as columns of bytes."""
+    """A lookup table of the texts of the integers -1999 .. 1999, as columns of bytes."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         array = np.array([text.encode("ascii") for text in texts])
@@ -262,7 +262,7 @@ def _where(where: npt.NDArray[np.bool_], rows: Rows) -> Rows:
 
 
 def _packed(*columns: Rows) -> Rows:
-    """Concatenates columns and removes zeros between them. Raises ValueError if a row is longer than LONGEST."""
+    """Concatenates columns and removes the zeros between them. Raises ValueError if a row is longer than LONGEST."""
     table = np.hstack(columns)
     filled = table != 0
     lengths = filled.sum(axis=1)

@@ -13,17 +13,19 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined, parse
 from specc.runtime.data.lines.task import Overlap, Task
 
-MOST_HELD_OUT = 100_000  # maximum lines of each split; fresh samples avoid this many
-MOST_DRAWN = 1 << 25  # maximum lines to sample for a split; structure-disjoint from 5 million lines needs two fifths
+MOST_HELD_OUT = 100_000  # maximum lines of each split; the training stream excludes as many
+MOST_DRAWN = (
+    1 << 25
+)  # maximum lines to sample for a split; for 5 million training lines, structure-disjoint needs two fifths of it
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """A rule that selects held-out lines from a separate stream, in the order of sampling.
 
-    `apart` returns a number per line. Lines whose number occurs in the training set are excluded, and so are repeated
-    lines. If `apart` is None, all lines are selected, with repeats, so that the distribution is that of the training
-    set.
+    `apart` returns a number per line. A line is excluded if its number occurs in the training set, or if the line was
+    selected before. If `apart` is None, all lines are selected, with repeats. Their distribution is then that of the
+    training set.
     """
 
     name: str
@@ -49,9 +51,9 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     """Returns the first `count` lines of a held-out split. A smaller count returns a prefix of the same lines.
 
     Splits:
-        same-law: lines as sampled. About 35 % of them are in a training set of 800,000 lines.
+        same-law: all sampled lines. About 35 % of them are in a training set of 800,000 lines.
         duplicate-free: distinct lines that are not in `training`.
-        structure-disjoint: distinct lines whose coefficients are in no line of `training`, with any variable.
+        structure-disjoint: distinct lines. No line of `training` has the same coefficients, with any variable.
 
     Args:
         split: name of the split.
@@ -111,7 +113,7 @@ class Fresh:
         ]
 
     def take(self, position: int, count: int) -> tuple[Lines, int]:
-        """Returns the next `count` lines from a position in the stream on, and the position after the last line."""
+        """Returns the next `count` lines from a position in the stream, and the position after the last line."""
         parts: list[Lines] = []
         left = count
         while left > 0:

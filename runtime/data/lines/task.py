@@ -27,13 +27,13 @@ class LineSet(TextPairs, Protocol):
 
 
 class LineStream(Protocol):
-    """An endless stream of training lines. `identity` is a text of all values that determine the lines."""
+    """An endless stream of training lines. `identity` is a text that contains all values that determine the lines."""
 
     @property
     def identity(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[LineSet, int]:
-        """Returns `count` lines from a position on, and the position after them. The stream begins at position 0."""
+        """Returns `count` lines that start at a position, and the position after them. The stream begins at 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Overlap:
 
     def __str__(self) -> str:
         lines, structures = 100 * self.lines, 100 * self.structures
-        return f"{lines:.1f} % of the lines are in the training set, {structures:.1f} % by {self.structure}"
+        return f"{lines:.1f} % of lines are training lines, {structures:.1f} % have {self.structure} of one"
 
 
 Set = TypeVar("Set", bound=LineSet)

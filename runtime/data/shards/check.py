@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem. `damage` states whether a file is missing, damaged, or different from the record."""
+    """A problem. `damage` is True if a file is missing, is damaged, or differs from the record."""
 
     where: str
     what: str
@@ -44,8 +44,8 @@ class SplitFacts:
         highest: the highest token id; -1 if there are no tokens.
         bos: number of BOS tokens; None if the id of BOS is unknown.
         longest: length of the longest document in tokens, without BOS.
-        lengths: number of documents by the bit length of their length in tokens, without BOS: key k counts lengths
-            2**(k-1) .. 2**k - 1. Empty if documents are not separated by BOS.
+        lengths: a histogram of document lengths. Key k counts the documents of 2**(k-1) .. 2**k - 1 tokens, without
+            BOS. Empty if documents are not separated by BOS.
         repeated: number of documents that equal an earlier document of the split; an estimate for very many documents.
     """
 
@@ -58,7 +58,7 @@ class SplitFacts:
     repeated: int = 0
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """Returns the bins as (shortest, longest, documents), without empty bins at both ends."""
+        """Returns the bins of `lengths` as (shortest, longest, documents), without empty bins at both ends."""
         bins = range(min(self.lengths, default=0), max(self.lengths, default=-1) + 1)
         return [(1 << k >> 1, (1 << k) - 1, self.lengths[k]) for k in bins]
 
@@ -157,7 +157,7 @@ class _Check:
         for path in paths[None]:
             if holds_byte_counts(path.name):
                 continue  # read with its shard
-            self._report(path, "is not read: its name contains neither train nor val")
+            self._report(path, "this file is not read: its name contains neither train nor val")
         self._total = sum(path.stat().st_size for split in SPLITS for path in paths[split] if path.is_file())
         hashes = {split: self._split(split, paths[split]) for split in SPLITS}
         for split in SPLITS:
@@ -269,7 +269,7 @@ class _Check:
 
 
 def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields the documents that end in each piece, then the last document, as (length, digest).
+    """Yields (length, digest) of each document when it ends. The last document ends with the tokens.
 
     Tokens before the first BOS count as a document.
     """

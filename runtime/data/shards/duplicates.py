@@ -12,9 +12,9 @@ DIGEST_BYTES = 8  # the probability of any collision among MOST different docume
 class Hashes:
     """A set of hashes of the documents of a split.
 
-    If there are more than MOST hashes, the set keeps only those whose first `level` bits are 0. This is a sample of
-    about `2**-level` of all hashes. Copies of a document have the same hash, so the sample has all of them
-    or none. Counts of the sample can therefore be scaled up.
+    If there are more than MOST hashes, the set contains only those whose first `level` bits are 0. This is a sample of
+    about `2**-level` of all hashes. Copies of a document have the same hash, so the sample contains all copies or none.
+    Counts of the sample can therefore be scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -33,7 +33,7 @@ class Hashes:
             self._count = len(self._parts[0])
 
     def at(self, level: int) -> npt.NDArray[np.uint64]:
-        """Returns the hashes in the fraction `2**-level`, u64 [N]. `level` must be at least `self.level`."""
+        """Returns the hashes of the sample of a `level`, u64 [N]. `level` must be at least `self.level`."""
         return _within(np.concatenate([np.zeros(0, np.uint64), *self._parts]), level)
 
     def repeated(self) -> int:

@@ -36,7 +36,7 @@ class HubSet:
 
 
 def _fineweb(repository: str, vocab: int) -> HubSet:
-    """Returns a set with the folder layout of the exports of the parameter-golf challenge."""
+    """Returns a data set whose folders are those of the parameter-golf challenge."""
     folder, name = f"datasets/datasets/fineweb10B_sp{vocab}", f"fineweb_{vocab}_bpe.model"
     return HubSet(repository, folder, f"datasets/tokenizers/{name}")
 
@@ -113,7 +113,7 @@ def fetch(
 
 
 _DOWNLOADS = ".downloads"
-_SET = f"{_DOWNLOADS}/set"  # a file with the name of the set that is being downloaded
+_SET = f"{_DOWNLOADS}/set"  # this file contains the name of the set that is being downloaded
 
 
 def _previous(out: Path, name: str) -> ShardRecord | None:

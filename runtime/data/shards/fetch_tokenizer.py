@@ -38,7 +38,7 @@ class HubTokenizer:
     content: Callable[[Path], bytes] = _same
 
 
-# By the name that the specs use. Meta and Google ask for an account that has accepted their licence.
+# The keys are the names that specs use. Meta and Google require an account that has accepted their licence.
 TOKENIZERS: Mapping[str, HubTokenizer] = {
     "gpt2.tiktoken": HubTokenizer("openai-community/gpt2", "tokenizer.json", content=_ranks),
     "llama3.tiktoken": HubTokenizer("meta-llama/Llama-3.2-1B", "original/tokenizer.model"),
@@ -61,7 +61,7 @@ def fetch_tokenizer(name: str, out: Path, say: Say, repository: str | None = Non
         The path of the file.
 
     Raises:
-        DataError: the file exists, the repository lacks it, or it is not such a tokenizer.
+        DataError: the file exists already, the repository lacks it, or its content is not a tokenizer of this kind.
         DataIntegrityError: the download does not match the digest or size that the hub states.
         EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the file
             cannot be written.

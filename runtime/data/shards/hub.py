@@ -1,4 +1,4 @@
-"""Files on the Hugging Face hub: their sizes and digests, and downloads that are compared with them."""
+"""Files on the Hugging Face hub: their sizes and digests, and verified downloads."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ class Repository:
 class RemoteFile:
     """A file in the repository.
 
-    `size` is in bytes. `sha256` is None if the hub stores the file in git and not in LFS; `blob` is then its git id.
+    `size` is in bytes. If the hub stores the file in git and not in LFS, `sha256` is None, and `blob` is its git id.
     """
 
     path: str
@@ -71,21 +71,33 @@ def client() -> Any:
 
 @contextmanager
 def requests(repository: str) -> Iterator[None]:
-    """Converts all exceptions to EnvironmentFailure, because the hub's client passes on any error of its transport."""
+    """A context manager that converts all exceptions to EnvironmentFailure. The hub's client raises exceptions of many
+    libraries."""
     try:
         yield
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise EnvironmentFailure(
             f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
-            "check the network, the repository and your access to it, then run it again: completed files are kept",
+            "check the network, the repository and your access to it, then run it again: complete files remain",
         ) from error
 
 
 def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -> Path:
-    """Downloads a file below `folder` and returns its path there.
+    """Downloads a file of a repository.
 
-    Raises DataIntegrityError if the file does not match the size or digest that the hub states.
+    Args:
+        repository: the repository, at a commit.
+        file: the file, with the size and digest that the hub states.
+        folder: the folder to write below.
+        say: called with a message about the file.
+
+    Returns:
+        The path of the file below `folder`.
+
+    Raises:
+        DataIntegrityError: the file does not match the size or digest.
+        EnvironmentFailure: the download fails.
     """
     with requests(repository.name):
         path = Path(
@@ -96,7 +108,7 @@ def download(repository: Repository, file: RemoteFile, folder: Path, say: Say) -
     fault = file.fault(path)
     if fault is not None:
         path.unlink()
-        raise DataIntegrityError(f"{file.name}: the download is damaged: {fault}", "run it again")
+        raise DataIntegrityError(f"{file.name}: the download is damaged: {fault}", "run the command again")
     with open(path, "rb") as handle:
         os.fsync(handle.fileno())
     say(f"{file.name}: {file.size:,} bytes")

@@ -33,10 +33,10 @@ class PackOptions:
         sources, validation, share, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`.
         out: the folder to create. It must not exist, or be empty. A link is followed.
         tokenizer: a name for `open_tokenizer`, or the data of a spec. The tokenizer's file is copied into the folder.
-        name: the beginning of the names of the shards: `NAME_train_000000.bin` and `NAME_val_000000.bin`, which the
-            loaders of other trainers expect.
-        marks: `document` writes BOS before every document. `none` writes it only at the start of a split, because
-            scoring requires it there.
+        name: the first part of the names of the shards: `NAME_train_000000.bin` and `NAME_val_000000.bin`. Loaders of
+            other trainers expect names of this form.
+        marks: `document` writes BOS before every document. `none` writes BOS only at the start of a split, where
+            scoring requires it.
         shard_tokens: number of tokens of each shard except the last of a split.
         search: folders to search for the tokenizer.
     """
@@ -58,9 +58,10 @@ def pack(
 ) -> ShardRecord:
     """Creates the folder. The same input results in the same bytes.
 
-    If the tokenizer is not lossless, the val split has byte counts of its tokens, which bits per byte use.
+    If the tokenizer is not lossless, the val split has the byte counts of its tokens, from which bits per byte are
+    computed.
 
-    An interrupted run leaves the folder `.NAME.packing` next to the output. The next run with the same output removes
+    An interrupted call leaves the folder `.NAME.packing` next to the output. The next call with the same output removes
     its content and starts over.
 
     Args:
@@ -116,7 +117,7 @@ def pack(
                 ),
             )
         if [corpus.listing() for corpus in corpora.values()] != listings:
-            raise DataError(f"{name} changed while it was packed", "run again when it is complete")
+            raise DataError(f"{name} changed during packing", "run again when it is complete")
         record = ShardRecord.of(name, tokenizer, options.marks, splits)
         write_record(folder, record)
     return record
@@ -180,7 +181,8 @@ def _staged(out: Path) -> Iterator[Path]:
 def _require_replaceable(out: Path) -> None:
     """Raises DataError if the empty folder `out` cannot be renamed, such as a mount point.
 
-    The check runs before packing. It renames the folder and back, because only the kernel knows all kinds of mounts.
+    The check runs before packing. It renames the folder and renames it back, because there is no other reliable test
+    for all kinds of mounts.
     """
     aside = out.with_name(f".{out.name}.aside")
     try:

@@ -1,6 +1,6 @@
 """Token shards: a header of 256 little-endian i32 (magic, version, count, zeros), followed by u16 or u32 tokens.
 
-The magic and the version state the width: they are those of llm.c, which other trainers read and write too.
+The magic and the version determine the width of the tokens. They are those of llm.c, which other trainers also use.
 
 Shards are read with `pread` and not through a memory map. If a mapped file is truncated, an access terminates the
 process with SIGBUS, which no check can prevent. A short `pread` is an ordinary error. Both use the page cache.
@@ -34,7 +34,7 @@ class ShardFormat:
     Attributes:
         magic, version: the first two numbers of the header.
         dtype: little-endian dtype of the tokens.
-        highest: the highest token. Of 32 bits, one is unused, so that tokens can be viewed as i32.
+        highest: the highest token id. Tokens of 32 bits use only 31, so that they can be viewed as i32.
     """
 
     magic: int
@@ -47,7 +47,7 @@ class ShardFormat:
         return 8 * int(self.dtype.itemsize)
 
     def file_bytes(self, tokens: int) -> int:
-        """Returns the size of the file of a shard, which is also the offset of the token after its last."""
+        """Returns the size in bytes of a file with this number of tokens. It is also the offset of the next token."""
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
     def header(self, tokens: int) -> bytes:
@@ -76,7 +76,7 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])"
 class ShardWriter:
     """Writes a shard. Use it as a context manager: a normal exit writes the header and syncs the file.
 
-    Before that, the header is invalid. Callers write into a temporary folder, so a shard need not appear atomically.
+    Until then, the header is invalid. Callers write into a temporary folder, so the file is not renamed into place.
     """
 
     def __init__(self, path: str | Path, form: ShardFormat = NARROW) -> None:
@@ -183,7 +183,7 @@ class TokenShard:
             if not part:
                 size = os.fstat(self._descriptor).st_size
                 raise self._damage(
-                    f"cut while in use: {size:,} of {self.form.file_bytes(self.tokens):,} bytes are left"
+                    f"truncated while in use: {size:,} of {self.form.file_bytes(self.tokens):,} bytes are left"
                 )
             parts.append(part)
             wanted -= len(part)
@@ -225,7 +225,7 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     chosen = [path for path in files if split_of(path.name) == split]
     if not chosen:
         raise DataError(
-            f"{source}: none of {len(files)} shard{'s' * (len(files) != 1)} is of the {split} split",
+            f"{source}: none of {len(files)} shard{'s' * (len(files) != 1)} belongs to the {split} split",
             f"name shards like corpus_{split}_000000.bin; give their folder or a pattern for both splits",
         )
     return chosen

@@ -31,7 +31,7 @@ class CacheRecord(StrictModel):
 
     Attributes:
         format: version of the cache.
-        source, split: the text.
+        source, split: the source and the split of the text.
         tokenizer, tokenizer_digest, vocab: name, digest and number of ids of the tokenizer.
         documents: number of documents.
         document_bytes: bytes of the documents in the source.
@@ -95,7 +95,7 @@ def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
 def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None:
     """Builds an entry in a temporary folder and renames it to `folder`. The caller holds the entry's lock.
 
-    Raises DataError if the source changes meanwhile.
+    Raises DataError if the source changes during the build.
     """
     _remove_strays(folder)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
@@ -103,7 +103,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None
     try:
         written = write_shards(corpus, tokenizer, temporary, "{:06d}.bin", SHARD_TOKENS)
         if _key(corpus, tokenizer) != key:
-            raise DataError(f"{corpus.source} changed while it was tokenized", "run again when it is complete")
+            raise DataError(f"{corpus.source} changed during tokenization", "run again when it is complete")
         record = CacheRecord(
             format=FORMAT,
             source=corpus.source,
@@ -127,7 +127,7 @@ def _build(corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str) -> None
 
 
 def _remove_strays(folder: Path) -> None:
-    """Removes files of interrupted builds, of this entry and of all other entries that are not being built now."""
+    """Removes files of interrupted builds: of this entry, and of all other entries that no process is building."""
     shutil.rmtree(folder, ignore_errors=True)
     for stray in folder.parent.glob(".*.tmp"):
         entry = stray.name.removeprefix(".").split(".")[0]

@@ -52,10 +52,11 @@ def write_shards(
         corpus: the documents.
         tokenizer: the tokenizer.
         folder: the folder to write to.
-        name: format string for file names, with the index of the shard as its argument.
+        name: format string for file names. Its argument is the index of the shard.
         shard_tokens: number of tokens of every shard except the last.
         marks: BOS before each document, or only before the first.
-        byte_counts: whether to write, beside each shard, the bytes of the source that each token stands for.
+        byte_counts: whether to write a second file per shard, with the number of source bytes that each token stands
+            for.
         progress: called with the number of document bytes tokenized so far.
 
     Returns:
@@ -109,7 +110,7 @@ def write_shards(
 def _byte_counts(
     tokenizer: Tokenizer, texts: Sequence[bytes], encoded: Sequence[TokenArray], marks: Sequence[bool]
 ) -> npt.NDArray[np.int64]:
-    """Returns the bytes of each token of a batch of documents; 0 for BOS, which `marks` shows among the parts.
+    """Returns the number of bytes of each token of a batch of documents. BOS, which `marks` places, has 0 bytes.
 
     Raises DataError if one token stands for more bytes than a shard can count.
     """

@@ -62,7 +62,7 @@ class CharTokenizer:
         return self.encode_codes(_codes(lines), width)
 
     def encode_codes(self, codes: Codes, width: int) -> Tokens:
-        """Encodes code points [N, W] as `encode_rows` does. Zeros fill each row after the end of its line."""
+        """Encodes code points [N, W] in the same way as `encode_rows`. Zeros follow the end of each line."""
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
         unknown = filled & (known == 0)
@@ -88,7 +88,7 @@ class CharTokenizer:
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
     def decode_rows(self, ids: Codes) -> list[str]:
-        """Decodes each row of `ids`, [N, T], as `decode` does."""
+        """Decodes each row of `ids`, [N, T], in the same way as `decode`."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             bad = ids[(ids < 0) | (ids >= self.vocab)][0]
             raise DataError(f"no token {bad}; the vocabulary has {self.vocab} ids")

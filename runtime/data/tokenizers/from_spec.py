@@ -28,10 +28,10 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
     for path, mark in spec.model.marks:
-        if mark != tokenizer.bos:  # else no document start would be detected, without an error
+        if mark != tokenizer.bos:  # otherwise no start of a document would be detected, and no error would occur
             written = "writes none" if tokenizer.bos is None else f"writes {tokenizer.bos}"
-            message = f"{dotted(path)} is {mark}, but before each document {tokenizer.name} {written}"
-            raise DataError(message, "use the id of the tokenizer, or leave it out")
+            message = f"{dotted(path)} is {mark}, but {tokenizer.name} {written} before each document"
+            raise DataError(message, "use the id of the tokenizer, or remove the key")
     return tokenizer
 
 

@@ -17,7 +17,7 @@ def _tiktoken(path: Path, data: TextData) -> Tokenizer:
     return TiktokenTokenizer(path, data.pattern, special, data.bos)
 
 
-# By suffix: the fields of `train.data` that apply, and the function that opens a file.
+# For each suffix: the fields of `train.data` that apply, and the function that opens a file.
 BY_SUFFIX: Mapping[str, tuple[set[str], Callable[[Path, TextData], Tokenizer]]] = {
     ".model": (set(), lambda path, data: SentencePieceTokenizer(path)),
     ".tiktoken": ({"pattern", "special", "bos"}, _tiktoken),
@@ -26,7 +26,7 @@ BY_SUFFIX: Mapping[str, tuple[set[str], Callable[[Path, TextData], Tokenizer]]] 
 
 
 def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokenizer:
-    """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file, which is searched as in `find_file`.
+    """Opens the tokenizer `bytes`, or a `.json`, `.model` or `.tiktoken` file, which `find_file` searches.
 
     Args:
         data: the name of the tokenizer, or the data of a spec, which states further settings of the tokenizer.
@@ -49,16 +49,16 @@ def open_tokenizer(data: str | TextData, search: Sequence[Path] = ()) -> Tokeniz
 
 
 def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
-    """Returns the files that `open_tokenizer` reads, none for `bytes`. Raises DataError if a file is not found."""
+    """Returns the files that `open_tokenizer` reads; empty for `bytes`. Raises DataError if a file is not found."""
     return [] if name == ByteTokenizer.name else [find_file(name, search)]
 
 
 def find_file(name: str, search: Sequence[Path]) -> Path:
     """Returns the path of a tokenizer file. Raises DataError if it is not found.
 
-    The folders in `search` come first, in order, so that the copy in a run has precedence over a file of the same name
-    in the current folder. In each folder, both the path `name` and its last component are tried, because copies in runs
-    and in packed data are stored under the last component. The path `name` itself is tried last.
+    The folders in `search` are searched first, in order. The copy in a run therefore has precedence over a file of the
+    same name in the current folder. In each folder, the path `name` is tried first, and then its last component, which
+    is the name of copies in runs and in packed data. Last, `name` is tried relative to the current folder.
     """
     path = Path(name).expanduser()
     candidates = [*(Path(folder) / part for folder in search for part in (path, path.name)), path]
@@ -68,5 +68,5 @@ def find_file(name: str, search: Sequence[Path]) -> Path:
     searched = ", ".join(map(str, dict.fromkeys(candidates)))
     raise DataError(
         f"no tokenizer {name!r}; searched {searched}",
-        f"give its path; `specc data fetch {path.name}` downloads known ones, `specc data tokenizer` trains others",
+        f"give its path; `specc data fetch {path.name}` downloads it if it is known, `specc data tokenizer` trains one",
     )

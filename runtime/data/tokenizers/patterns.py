@@ -13,12 +13,12 @@ _IN_LINE = _WHITE.replace("\t-\r", "\t\x0b\x0c")
 class Pattern:
     r"""A pre-tokenizer.
 
-    `\s+(?!\S)` backtracks by recursion and overflows the regex engine's stack near a million characters, so long runs
-    of white space are cut out first, at positions where the pattern always cuts.
+    `\s+(?!\S)` backtracks by recursion. Runs of white space near a million characters overflow the stack of the regex
+    engine. Long runs are therefore cut out first, at positions where the pattern always cuts.
 
     Attributes:
         regex: the regular expression. Its matches are the pieces.
-        white: the characters of the runs that `\s+(?!\S)` matches. The last one of a run joins the word after it.
+        white: the characters of the runs that `\s+(?!\S)` matches. The last character of a run joins the next word.
     """
 
     regex: str
@@ -26,8 +26,8 @@ class Pattern:
 
     @property
     def onig(self) -> str:
-        """The regular expression for Oniguruma, which `tokenizers` uses: greedy, because `{1,3}+` is not possessive
-        there, and `$` is the end of any line."""
+        """The regular expression for Oniguruma, the engine of `tokenizers`. Quantifiers are greedy, because `{1,3}+` is
+        not possessive in Oniguruma. `$` is replaced, because it is the end of any line there."""
         return re.sub(r"([+*?}])\+", r"\1", self.regex).replace("$", r"\z")
 
     def segments(self, text: str) -> list[str]:
@@ -39,8 +39,8 @@ class Pattern:
         return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True) if a < b]
 
 
-# Possessive quantifiers and `\s++$` match the same pieces as greedy quantifiers, without backtracking. `gpt4` is as
-# tiktoken states it: blank lines at the end of a document are one piece.
+# Possessive quantifiers and `\s++$` match the same pieces as greedy quantifiers, without backtracking. `gpt4` is copied
+# from tiktoken: blank lines at the end of a document are one piece.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?+\p{L}++"
 _REST = r" ?[^\s\p{L}\p{N}]++[\r\n]*+|\s*[\r\n]+|\s++$|\s+(?!\S)|\s+"
 PATTERNS: Mapping[str, Pattern] = {

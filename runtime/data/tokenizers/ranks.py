@@ -1,4 +1,4 @@
-"""Ranks of byte-level BPE: the tokens in the order of their merges, as files of tiktoken and of `tokenizers`."""
+"""Ranks of byte-level BPE: the tokens in the order of their merges. Converts them between tiktoken and `tokenizers`."""
 
 import base64
 import json
@@ -37,10 +37,10 @@ def rank_file(ranks: Ranks) -> bytes:
 
 
 def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
-    """Returns a `tokenizer.json` that gives the ids of tiktoken.
+    """Returns a `tokenizer.json` that produces the same ids as tiktoken.
 
-    tiktoken merges any two tokens whose concatenation has a rank, so every such pair is a merge. tiktoken does not
-    split a piece that is itself a token, which is `ignore_merges`.
+    tiktoken merges any two tokens whose concatenation has a rank. Every pair of this kind is therefore a merge of the
+    file. tiktoken does not split a piece that is itself a token; the file sets `ignore_merges` for this.
 
     Args:
         ranks: the tokens by rank.

@@ -24,7 +24,7 @@ from specc.runtime.data.tokenizers.tokenizer import (
 )
 
 SEPARATOR = "<|endoftext|>"
-# The regex engine overflows its stack within longer runs of white space, if the pattern looks ahead.
+# characters; if the pattern looks ahead, longer runs of white space overflow the stack of the regex engine
 _MOST_BLANK = re.compile(r"\s{500000}")
 # Invalid UTF-8 bytes, as represented by the "surrogateescape" handler.
 _ESCAPED = re.compile("([\udc80-\udcff]+)")
@@ -124,7 +124,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _numbered(special: Mapping[str, int | None], ranks: Mapping[bytes, int], path: Path) -> dict[str, int]:
-    """Returns the ids of special tokens: as stated, or the id after the previous token.
+    """Returns the ids of special tokens. A token without a stated id has the id after the previous token.
 
     Raises DataError if an id is that of a rank or of another special token.
     """

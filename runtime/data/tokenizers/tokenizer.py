@@ -83,7 +83,8 @@ class Tokenizer(ABC):
             ids: the result of `encode`.
 
         Returns:
-            The counts, whose sum is `len(text)`. A byte that no token shows counts for the next token, or the last.
+            The counts. Their sum is `len(text)`. A byte that no token represents counts for the next token, or for the
+            last token if there is no next one.
         """
         counts = np.diff(np.maximum.accumulate(self._ends(text, ids)), prepend=0)
         if counts.size:
@@ -91,7 +92,7 @@ class Tokenizer(ABC):
         return counts
 
     def _ends(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns, for each id, the offset in bytes at which the part of the document that it represents ends."""
+        """Returns the end of the part of the document that each id represents, as an offset in bytes."""
         return np.cumsum(self.piece_bytes().base[ids])
 
     def digest(self) -> str:
@@ -108,7 +109,7 @@ class Tokenizer(ABC):
 
 
 def require_bos(tokenizer: Tokenizer) -> int:
-    """Returns the id of BOS. Raises DataError if the tokenizer has no id to write before documents."""
+    """Returns the id that is written before each document. Raises DataError if the tokenizer has none."""
     if tokenizer.bos is None:
         message = f"{tokenizer.name} has neither BOS nor EOS, so documents cannot be separated"
         raise DataError(message, "train the SentencePiece model with a bos_id")

@@ -42,13 +42,13 @@ def byte_spelling() -> Mapping[str, int]:
 class JsonTokenizer(Tokenizer):
     """A tokenizer from a `tokenizer.json` file with a BPE or Unigram model.
 
-    It is lossless if it is byte-level and neither normalizes text nor drops any. Within a document, special tokens are
+    It is lossless if it is byte-level, does not normalize text and drops no text. Within a document, special tokens are
     ordinary text. Text must be valid UTF-8.
 
     Args:
         path: the file.
-        bos: the token before each document. By default, the token that the file's post-processor inserts first, or the
-            only special token, or the first of SEPARATORS that is a special token.
+        bos: the token before each document. The default is the first of these that exists: the token that the file's
+            post-processor inserts first; the only special token; the first special token in SEPARATORS.
 
     Attributes:
         inserted: the ids that the file's post-processor adds to a text.
@@ -125,7 +125,7 @@ class JsonTokenizer(Tokenizer):
         return str(self._library.decode(checked, skip_special_tokens=True)).encode("utf-8")
 
     def piece_bytes(self) -> PieceBytes:
-        """Returns the table of bytes per token. Raises DataError if tokens do not spell their bytes."""
+        """Returns the table of bytes per token. Raises DataError if the bytes of a token depend on other tokens."""
         if self._pieces is None:
             message = f"{self.name}: its decoder changes text, so bytes cannot be counted by tokens"
             raise DataError(message, "pack the text with `specc data pack`, which counts the bytes of each token")
@@ -143,7 +143,8 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
-    """Returns the bytes of each id, none for special and unused ids. None if decoding is not a concatenation."""
+    """Returns the bytes of each id; empty for special and unused ids. Returns None if decoding is more than a
+    concatenation of these bytes."""
     decoders = list(_steps(content.get("decoder"), "decoders"))
     kinds = [step["type"] for step in decoders]
     spelling = byte_spelling()
@@ -171,7 +172,7 @@ def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[
 
 
 def _is_lossless(content: Mapping[str, Any], words: Mapping[str, int]) -> bool:
-    """Returns whether the steps of the file keep every character, and every byte has an id."""
+    """Returns whether the steps of the file preserve every character, and every byte has an id."""
     cuts = list(_steps(content.get("pre_tokenizer"), "pretokenizers"))
     levels = [step for step in cuts if step["type"] == "ByteLevel"]
     whole = all(

@@ -27,9 +27,9 @@ class TrainingText:
         out: the file to write. Its suffix selects the kind: `.json` or `.tiktoken` for a byte-level BPE, or `.model`
             for SentencePiece.
         vocab: number of ids, special tokens included.
-        pattern: of a byte-level BPE, the pre-tokenizer: a name in PATTERNS, or a regular expression of Oniguruma.
-        special: of a byte-level BPE, the special tokens, whose ids follow the merged tokens.
-        most_bytes: the bytes of documents to read at most.
+        pattern: the pre-tokenizer of a byte-level BPE: a name in PATTERNS, or a regular expression of Oniguruma.
+        special: the special tokens of a byte-level BPE. Their ids follow the merged tokens.
+        most_bytes: the maximum number of bytes of documents to read.
     """
 
     sources: tuple[str, ...]
@@ -45,7 +45,7 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
     """Trains a tokenizer and writes its file. The same text gives the same file.
 
     Args:
-        options: the text and the form of the tokenizer.
+        options: the text and the kind of the tokenizer.
         say: called with the number of documents and bytes that were read.
 
     Raises:
@@ -56,7 +56,7 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
     writers = {".json": _byte_level, ".tiktoken": _byte_level, ".model": _sentencepiece}
     train = writers.get(options.out.suffix)
     if train is None:
-        raise DataError(f"{options.out}: unknown kind of tokenizer", f"name a file *{', *'.join(writers)}")
+        raise DataError(f"{options.out}: unknown kind of tokenizer", f"name a file that ends in {' or '.join(writers)}")
     if options.out.exists():
         raise DataError(f"{options.out} already exists", "name another --out, or remove it")
     corpus = split_corpus(options.sources, bounds=options.bounds)["train"]
@@ -112,7 +112,7 @@ def _byte_level(options: TrainingText, texts: Iterator[str]) -> bytes:
 
 
 def _sentencepiece(options: TrainingText, texts: Iterator[str]) -> bytes:
-    """Returns a SentencePiece model that keeps text as it is: BPE with bytes, without normalization."""
+    """Returns a SentencePiece model that does not change text: BPE with byte fallback, without normalization."""
     try:
         from sentencepiece import SentencePieceTrainer
     except ImportError:

@@ -25,7 +25,7 @@ class WindowPlan:
         stride: distance between windows in tokens, 1 to `length`. None selects `length`: windows do not overlap. With a
             smaller stride, each target after the first window has at least length - stride tokens of context (sliding
             evaluation).
-        unscored: number of first targets of each window that are not scored, because the model sees them.
+        unscored: number of targets at the start of each window that are not scored, because they are inputs too.
     """
 
     length: int
@@ -99,7 +99,7 @@ class Batch:
 
     Attributes:
         number: index of this batch.
-        ids, targets: i64 [B, T]. Rows after the last window are copies of it, and do not count.
+        ids, targets: i64 [B, T]. Rows after the last window are copies of the last window, and do not count.
         at: position of each target in the stream, i64 [B, T].
         new: the targets that this batch scores, bool [B, T].
         seen: the targets that earlier windows scored, bool [B, T].
@@ -124,7 +124,7 @@ def read_batch(
         number: index of the batch.
         chosen: indices of the windows in the batch, which have equal lengths.
         rows: number of rows; missing rows are copies of the last window.
-        unscored: number of first targets of each window that are not scored.
+        unscored: number of targets at the start of each window that are not scored.
 
     Returns:
         The batch.

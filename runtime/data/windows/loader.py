@@ -1,7 +1,7 @@
-"""Batches of windows from a token stream: prefetched, exactly resumable, in an order independent of the rank count.
+"""Prefetched batches of windows of a token stream. Loading resumes exactly. The order is the same for any rank count.
 
 The stream is divided into blocks of `length` tokens. A window is a block plus the next token, so that targets are the
-inputs shifted by one and no target is lost between blocks. All ranks derive the same global order of windows per epoch.
+inputs shifted by one, and no target is lost between blocks. All ranks derive the same order of windows per epoch.
 A global step uses the next `batch * world` windows, and rank r gets those at indices k with k % world == r. If each
 rank's `batch` is the global batch divided by `world`, every step therefore trains on the same windows for any `world`.
 The last batch of an epoch is completed with windows of the next epoch; nothing is dropped. With the order `best_fit`,
@@ -31,13 +31,14 @@ from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
 
 Order = Literal["sequential", "coprime_stride", "best_fit"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride", "best_fit")
-# Version of a saved state and its order. Version 1 allowed every coprime stride. Runs resume with their own version.
+# Version of a saved state and its order. Version 1 allowed every coprime stride. A run resumes with the version of its
+# state.
 _STATE_VERSION = 2
 _STATE_VERSIONS = (1, 2)
-# (multiples, part): a stride is rejected if one of its first `multiples` multiples, modulo the number of blocks, is
-# within 1/part of the stream from 0. With 19,775 blocks, these are distances of 38 and 3 blocks. Without the first
-# rule, the windows of some steps would cover only a part of the stream. Without the second, steps of 384 windows would
-# contain runs of adjacent windows.
+# Pairs (multiples, part). Let d be the distance from 0 of a multiple of the stride, modulo the number of blocks. The
+# stride is rejected if d is less than 1/part of the stream for one of its first `multiples` multiples. With 19,775
+# blocks, the limits of d are 38 and 3 blocks. Without the first pair, the windows of some steps would cover only a part
+# of the stream. Without the second pair, steps of 384 windows would contain runs of adjacent windows.
 _TOO_NEAR = ((16, 512), (192, 6000))
 
 
@@ -101,10 +102,10 @@ def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
 
 
 def _comes_back(stride: int, blocks: int) -> bool:
-    """Returns whether a stride soon returns close to its start (see _TOO_NEAR); False if there are few blocks.
+    """Returns whether a few steps of a stride return close to its start (see _TOO_NEAR). False if there are few blocks.
 
-    This happens if the stride is small or close to a simple fraction of the number of blocks. Windows of a step would
-    then be adjacent.
+    A small stride does so, and also a stride close to a simple fraction of the number of blocks. Windows of a training
+    step would then be adjacent.
     """
     for multiples, part in _TOO_NEAR:
         for k in range(1, multiples + 1 if blocks > part else 1):
@@ -116,7 +117,7 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """The tokens of documents that packed rows left out, and those of all documents that were read."""
+    """Two counts of tokens of documents: those that packed rows left out, and all that were read."""
 
     cropped: int
     tokens: int
@@ -128,7 +129,7 @@ _Row = tuple[int, int, Callable[[], Tokens], int]
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The windows of a step, the epoch and the position after them, and what was left out since the first step."""
+    """The windows of a step, the epoch and the position after them, and the `Crop` since the first step."""
 
     windows: Windows
     epoch: int
@@ -151,7 +152,7 @@ class _Plan:
     version: int = _STATE_VERSION
 
     def steps(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Step]:
-        """Yields this rank's windows of each step from (epoch, position) on, u16 or u32 [batch, length + 1]."""
+        """Yields this rank's windows of each step, u16 or u32 [batch, length + 1], starting at (epoch, position)."""
         epochs = self._packed if self.order == "best_fit" else self._windows
         coming = epochs(stream, epoch, position)
         crop = Crop(0, 0)
@@ -165,7 +166,7 @@ class _Plan:
             yield _Step(np.stack(rows), epoch, position + 1, crop)
 
     def _windows(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
-        """Yields the windows from (epoch, position) on."""
+        """Yields all windows, starting at (epoch, position)."""
         while True:
             order = epoch_order(self.tokens, self.length, self.order, self.seed, epoch, self.version)
             for k in range(position, order.blocks):
@@ -173,7 +174,7 @@ class _Plan:
             epoch, position = epoch + 1, 0
 
     def _packed(self, stream: TokenStream, epoch: int, position: int) -> Iterator[_Row]:
-        """Yields the rows of documents from (epoch, position) on. Each epoch after the first begins at another
+        """Yields all rows of documents, starting at (epoch, position). Each epoch after the first begins at another
         document."""
         assert self.bos is not None
         starts = document_starts(stream, self.bos)
@@ -203,7 +204,7 @@ class Loader(BackgroundReader[_Step]):
         bos: the id that starts a document, which "best_fit" needs.
 
     Attributes:
-        crop: what packed rows left out since this loader was made or restored.
+        crop: the tokens that packed rows have left out since this loader was created or restored.
 
     Raises:
         DataError: the order is unknown, or the stream has fewer than length + 1 tokens.
@@ -257,7 +258,7 @@ class Loader(BackgroundReader[_Step]):
         batch, step = self._sent or self._send()
         self._sent, self._epoch, self._position = None, step.epoch, step.position
         self.crop = Crop(self._before.cropped + step.crop.cropped, self._before.tokens + step.crop.tokens)
-        batch = self._transfer.arrived(batch)  # first, so that it does not wait for the next copy too
+        batch = self._transfer.arrived(batch)  # called first, so that this batch does not wait for the next copy
         if self._transfer.ahead and self.ready:
             self._sent = self._send()
         return batch
@@ -267,11 +268,12 @@ class Loader(BackgroundReader[_Step]):
         return self._transfer.send(step.windows), step
 
     def state(self) -> dict[str, int]:
-        """Returns the caller's position, regardless of prefetched batches, for any `batch`, `rank` and `world`."""
+        """Returns the caller's position, regardless of prefetched batches. A loader with other `batch`, `rank` and
+        `world` can resume from it."""
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Resumes exactly after the last batch before `state` was taken, with the order version of the state.
+        """Continues with the batch after the last batch of `state`, in the order of the version of the state.
 
         Raises:
             DataError: data, length, order or seed differ from those of the state, its version is unknown, or it is

@@ -1,8 +1,8 @@
-"""Best-fit packing: rows of whole documents, each from BOS on, as nanochat packs them (dataloader of July 2026).
+"""Best-fit packing of documents into rows, as in nanochat (dataloader of July 2026).
 
-A row takes, again and again, the largest document of a buffer that fits into the rest of the row. If none fits, it
-takes the beginning of the shortest, and the end of that document is left out. No row has pads, and every row begins
-with BOS.
+A document is BOS followed by its tokens. A row repeatedly takes the largest document of a buffer that fits into the
+rest of the row. If none fits, the row takes the beginning of the shortest document, whose end is left out. No row has
+pads, and every row begins with BOS.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from specc.runtime.data.shards.shard_file import Tokens
 from specc.runtime.data.windows.stream import TokenStream
 
 BUFFER = 1000  # documents to choose from
-_PIECE = 4 * 1024 * 1024  # tokens that are searched for BOS at once
+_PIECE = 4 * 1024 * 1024  # tokens per read in the search for BOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class PackedRow:
 
 
 def best_fit(documents: Iterable[tuple[int, int]], capacity: int, buffer: int = BUFFER) -> Iterator[PackedRow]:
-    """Yields full rows. Documents that do not fill a last row are left out.
+    """Yields full rows. Remaining documents, which cannot fill a row, are left out.
 
     Args:
         documents: (index, length in tokens) in the order in which they enter the buffer.
         capacity: tokens of a row.
-        buffer: number of documents to choose from. Of documents of one length, the first comes first.
+        buffer: number of documents to choose from. Among documents of equal length, the earliest is chosen.
     """
     coming = enumerate(documents)
     waiting: list[tuple[int, int, int]] = []  # (length, place in the order, index), sorted
@@ -73,8 +73,8 @@ def document_starts(stream: TokenStream, bos: int) -> npt.NDArray[np.int64]:
 
 
 def lengths_from(starts: npt.NDArray[np.int64], tokens: int, first: int) -> Iterator[tuple[int, int]]:
-    """Yields (index, length in tokens, BOS included) of all documents of a stream of `tokens`, from `first` on and then
-    from 0 to `first`."""
+    """Yields (index, length in tokens, BOS included) of all documents of a stream of `tokens` tokens. The order starts
+    at document `first`, and continues at document 0 after the last."""
     lengths = np.diff(starts, append=tokens)
     for index in (*range(first, len(starts)), *range(first)):
         yield index, int(lengths[index])

@@ -1,4 +1,4 @@
-"""Token streams: existing shards, or text that is tokenized once into cached shards, read as one long sequence."""
+"""Token streams. A stream reads existing shards, or cached shards of tokenized text, as one long sequence."""
 
 import bisect
 import hashlib
@@ -27,14 +27,14 @@ class TokenStream:
     Attributes:
         shards: the files, in order.
         starts: first position of each shard, followed by the total number of tokens.
-        vocab: number of ids of the tokenizer. Every token is less than it.
+        vocab: number of ids of the tokenizer. Every token is less than `vocab`.
         documents: number of documents; None if no record states it.
         document_bytes: bytes of the documents in the source, without separators; None if no record states them.
         tokenizer_digest: digest of the tokenizer that wrote the tokens; None if no record states it.
-        byte_counts: files with the bytes of the source that each token stands for, one per shard and of equal length;
-            empty if there are none.
-        digest: SHA-256 (hex) of the tokens for cached text, of the shards' digests for shards with a record, or of the
-            shards' names, counts, first and last tokens for shards without a record.
+        byte_counts: files with the number of source bytes that each token stands for. There is one per shard, of equal
+            length. Empty if there are none.
+        digest: a SHA-256 (hex). For cached text, it is that of the tokens. For shards with a record, it is that of the
+            shards' digests. For other shards, it is that of the shards' names, counts, first and last tokens.
     """
 
     shards: tuple[TokenShard, ...]
@@ -51,9 +51,9 @@ class TokenStream:
         return self.starts[-1]
 
     def read_bytes(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Returns the bytes of tokens [start, start + count), i64 [count], from the files of byte counts. Thread-safe.
+        """Returns the number of bytes of tokens [start, start + count), i64 [count], from the files of byte counts.
 
-        Raises IndexError and DataIntegrityError as `read`.
+        Thread-safe. Raises IndexError and DataIntegrityError under the conditions of `read`.
         """
         return np.concatenate([part.astype(np.int64) for _, _, part in self._parts(self.byte_counts, start, count)])
 
@@ -79,7 +79,7 @@ class TokenStream:
         return tokens
 
     def _parts(self, files: tuple[TokenShard, ...], start: int, count: int) -> Iterator[tuple[TokenShard, int, Tokens]]:
-        """Yields the file, the offset in it, and the values of each part of positions [start, start + count)."""
+        """Yields (file, offset in the file, values) for the part of [start, start + count) in each file."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self.tokens}")
         index, end = bisect.bisect_right(self.starts, start) - 1, start + count
@@ -93,7 +93,7 @@ class TokenStream:
     def require_scorable(self, tokenizer: Tokenizer) -> None:
         """Raises DataError unless the stream begins with BOS and has at least one more token.
 
-        The first token is never a target. BOS has no bytes, so no bytes are missing from the score.
+        The first token is never a target. BOS stands for no bytes, so the score covers all bytes.
         """
         if self.tokens < 2:
             raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")
@@ -196,7 +196,9 @@ def _require_width(shards: tuple[TokenShard, ...], tokenizer: Tokenizer) -> None
     for shard in shards:
         if shard.form != first.form:
             what = f"has {shard.form.bits}-bit tokens, but {first.path.name} has {first.form.bits}-bit tokens"
-            raise DataIntegrityError(f"{shard.path}: {what}", "shards of one stream have one width: pack them again")
+            raise DataIntegrityError(
+                f"{shard.path}: {what}", "all shards of a stream must have the same width: pack them again"
+            )
     if tokenizer.vocab > first.form.highest + 1:
         what = f"{first.form.bits}-bit tokens have no room for the {tokenizer.vocab:,} ids of {tokenizer.name}"
         raise DataError(f"{first.path}: {what}", "use shards that this tokenizer wrote: `specc data pack`")

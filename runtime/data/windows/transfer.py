@@ -35,7 +35,7 @@ class Transfer:
         tokens = torch.from_numpy(windows.view(np.int32) if windows.dtype.itemsize == 4 else windows)
         if self._stream is not None:
             tokens = tokens.pin_memory()
-        with torch.cuda.stream(self._stream):  # no effect if it is None
+        with torch.cuda.stream(self._stream):  # has no effect if the stream is None
             tokens = tokens.to(self._device, non_blocking=True)
             dense = torch.contiguous_format
             return tokens[:, :-1].to(torch.int64, memory_format=dense), tokens[:, 1:].to(
@@ -43,10 +43,10 @@ class Transfer:
             )
 
     def arrived(self, batch: Batch) -> Batch:
-        """Returns the batch, which the device's current stream may now use."""
+        """Returns the batch. The current stream of the device may now use it."""
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             for tensor in batch:
-                tensor.record_stream(current)  # so that its memory is not reused before `current` has finished
+                tensor.record_stream(current)  # the allocator then reuses the memory only after `current` has finished
         return batch

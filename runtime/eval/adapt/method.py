@@ -27,7 +27,7 @@ class AdaptError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A Batch on the device: `ids` and `targets` are i64 [B, T], `new` and `seen` are bool [B, T]."""
+    """The tensors of a `Batch` on the device: `ids` and `targets` i64 [B, T], `new` and `seen` bool [B, T]."""
 
     ids: Tensor
     targets: Tensor
@@ -72,12 +72,12 @@ class Work:
         return Share(self.world.rank, self.world.size, self.world.totals)
 
     def local_batches(self, batches: range) -> range:
-        """Returns the part of `batches` that is local to this process."""
+        """Returns the batches that this process scores."""
         part = self.share.of(len(batches))
         return batches[part.start : part.stop]
 
     def each(self, batches: range, nats: Callable[[Placed], Tensor]) -> None:
-        """Adds the result of `nats`, f32 [B, T], to the account for each batch that is local to this process."""
+        """Adds the result of `nats`, f32 [B, T], to the account for each batch that this process scores."""
         for number in self.local_batches(batches):
             batch = self.account.read(number)
             self.account.add(batch, nats(self._placed(batch)))
@@ -95,10 +95,10 @@ class Method:
 
     Attributes:
         name: the `kind` of the settings.
-        rows: maps the settings to the number of windows per batch. None if windows of a batch share no parameters, so
-            that any number is possible.
-        chunk: maps the settings to the number of targets to score between changes of the model; None if the model does
-            not change.
+        rows: maps the settings to the required number of windows per batch. The result is None if any number is
+            possible, because the windows of a batch share no parameters.
+        chunk: maps the settings to the number of targets to score between changes of the model. The result is None if
+            the model does not change.
         run: scores the whole text and returns a description of the number of adaptations. All processes of a `world`
             call it.
     """

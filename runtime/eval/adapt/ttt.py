@@ -1,4 +1,4 @@
-"""Test-time training that scores first: the weights are trained on each chunk after the whole chunk is scored."""
+"""Test-time training. The weights are trained on each chunk of text after the whole chunk is scored."""
 
 import hashlib
 import math
@@ -53,7 +53,9 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> "LowRank":
-        base = _wide(weight).clone()  # `_wide` of an f32 weight is the weight itself, which is overwritten
+        base = _wide(
+            weight
+        ).clone()  # a copy, because `_wide` of an f32 weight is the weight itself, which is overwritten
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
         b = base.new_zeros(rows, how.rank)
@@ -66,7 +68,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A window that begins at token `start`. Its targets at positions after + 1 .. end count."""
+    """A window that begins at token `start`. Only its targets at positions after + 1 .. end are used."""
 
     start: int
     after: int
@@ -118,7 +120,7 @@ class Learner:
                     weight.requires_grad_(False).copy_(before)
 
     def learn(self, span: tuple[int, int], done: float) -> None:
-        """Trains on the targets of a chunk. `done` is the fraction of training that is complete, for the schedule."""
+        """Trains on the targets of a chunk. `done` is the complete fraction of training, which the schedule reads."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)
         rows = rows_of(span, self.work.account.windows.length)
@@ -196,7 +198,7 @@ def _run(how: TestTimeTraining, work: Work) -> str:
                     message = f"weights are not finite after chunk {number + 1} of {len(chunks)}"
                     raise RunFailure(message, "lower eval.adapt.optimizer.lr, or eval.adapt.clip_norm")
     count = sum(leaf.numel() for leaf in learner.leaves)
-    return f"{count:,} numbers learned from {len(chunks) - 1:,} of {len(chunks):,} chunks"
+    return f"{count:,} parameters trained on {len(chunks) - 1:,} of {len(chunks):,} chunks"
 
 
 TTT = Method("ttt", None, lambda how: how.chunk, _run)

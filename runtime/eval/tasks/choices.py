@@ -25,8 +25,8 @@ class Choices(Task):
     """Lines {"context": text, "choices": [texts], "answer": index from 0, "delimiter": " " unless stated}.
 
     Each choice is scored after context and delimiter. `acc` is the share of questions whose answer has the largest log
-    likelihood, and `acc_norm` the same with log likelihoods divided by the characters of the choice, both as in
-    lm-evaluation-harness. Of equal choices the first counts. `bits_per_byte` is that of the answers.
+    likelihood. `acc_norm` first divides log likelihoods by the number of characters of the choice. Both are defined as
+    in lm-evaluation-harness. Among equal choices, the first is selected. `bits_per_byte` is that of the answers.
     """
 
     name = "choices"

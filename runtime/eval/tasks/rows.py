@@ -16,7 +16,7 @@ from specc.runtime.metrics.share import Share
 from specc.runtime.open_model import OpenedModel
 
 SURE = math.log(2)  # a token with a smaller loss has a probability above 1/2, so it is the most probable one
-MULTIPLE = 64  # of the lengths that are compiled
+MULTIPLE = 64  # compiled lengths are multiples of this
 LOAD_ROWS = 8  # rows in which the load of experts is counted
 
 
@@ -58,7 +58,7 @@ class Encoder:
         tokenizer: the tokenizer of the model.
         window: the largest number of inputs.
         stride: the distance between windows of a longer text.
-        unscored: the first inputs whose targets the model sees, which cannot be scored.
+        unscored: the number of first inputs whose targets are not scored, because the model sees them.
     """
 
     tokenizer: Tokenizer
@@ -69,12 +69,13 @@ class Encoder:
     def continuation(self, context: str, text: str, where: str) -> Row:
         """Returns the row that scores `text` after `context`.
 
-        As in lm-evaluation-harness, white space at the end of the context counts as the begin of the text. Both are
+        As in lm-evaluation-harness, white space at the end of the context is moved to the start of the text. Both are
         tokenized together. If the context alone has n tokens, the tokens of the text are those after the first n. BOS
-        precedes the context, if the tokenizer has one. If the inputs are longer than the window, the first are removed.
+        precedes the context, if the tokenizer has one. If there are more inputs than the window has, the first inputs
+        are removed.
 
-        Raises DataError with the place `where` if the text has no tokens or is too long, if nothing precedes it, or if
-        it is among the first targets, which the model sees.
+        Raises DataError with the place `where` if the text has no tokens or is too long, if no token precedes it, or if
+        it begins within the first targets, which the model sees.
         """
         bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
         head = context.rstrip()
@@ -114,7 +115,7 @@ def score_rows(
     greedy: bool,
     share: Share,
     score: Callable[[Tensor, Tensor], Tensor],
-    one_length: bool = False,
+    fixed_length: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[RowScore]:
     """Scores rows in batches of similar length.
@@ -129,7 +130,7 @@ def score_rows(
         greedy: whether to compute `RowScore.greedy`.
         share: the share of this process.
         score: maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
-        one_length: whether all batches have one length, so that `score` is compiled once.
+        fixed_length: whether all batches are padded to one length, so that `score` is compiled once.
         progress: called with the number of scored rows and the total, on this process.
 
     Returns:
@@ -143,11 +144,11 @@ def score_rows(
     local = [batches[i] for i in share.of(len(batches))]
     longest = len(rows[order[0]].tokens) - 1
     sums, done = np.zeros((len(rows), 2)), 0
-    unsure: dict[int, list[int]] = {}  # by row, the positions of targets that may not be the most probable token
+    unsure: dict[int, list[int]] = {}  # by row: the positions of targets that may not be the most probable token
     for chosen in local:
-        width = -(-longest // MULTIPLE) * MULTIPLE if one_length else len(rows[chosen[0]].tokens) - 1
+        width = -(-longest // MULTIPLE) * MULTIPLE if fixed_length else len(rows[chosen[0]].tokens) - 1
         width = max(min(width, opened.spec.model.window), opened.spec.model.unscored + 1)
-        table = np.zeros((batch if one_length else len(chosen), width + 1), np.int64)
+        table = np.zeros((batch if fixed_length else len(chosen), width + 1), np.int64)
         for place, i in enumerate(chosen):
             table[place, : len(rows[i].tokens)] = rows[i].tokens
         ids = torch.from_numpy(table).to(opened.device)
@@ -173,7 +174,7 @@ def score_rows(
 
 
 def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list[int]], batch: int) -> Iterator[int]:
-    """Yields the rows with a target, at one of the positions in `unsure`, that is not the most probable token."""
+    """Yields each row in which a target at a position in `unsure` is not the most probable token."""
     by_length: dict[int, list[int]] = {}
     for i, places in unsure.items():
         for place in places:
@@ -191,7 +192,7 @@ def _not_greedy(opened: OpenedModel, rows: Sequence[Row], unsure: dict[int, list
 
 
 def loads_of(opened: OpenedModel, rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Returns the load of each expert by layer, in the longest rows; empty if the model has no experts."""
+    """Returns the load of each expert by layer, measured on the longest rows; empty if the model has no experts."""
     if not any(parameter.dim() == 3 for parameter in opened.model.parameters()):
         return {}
     longest = sorted(rows, key=lambda row: -len(row.tokens))[:LOAD_ROWS]

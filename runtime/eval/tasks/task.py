@@ -37,7 +37,7 @@ class Measure:
 
 
 def mean(values: Sequence[float]) -> Measure:
-    """Returns the mean, and its standard error: the sample deviation divided by the root of the count."""
+    """Returns the mean, and its standard error: the sample deviation divided by the square root of the count."""
     count = len(values)
     return Measure(float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(count) if count > 1 else None)
 
@@ -68,7 +68,7 @@ class TaskResult:
         examples: the number of examples.
         tokens: the number of scored targets.
         size: the bytes of text that the scored targets represent.
-        truncated: the number of rows whose text was cut to the context of the model.
+        truncated: the number of rows whose tokens were cut to the context of the model.
         measures: the measures by name.
         loads: the load of each expert by layer; empty without experts.
     """
@@ -115,7 +115,7 @@ class TaskResults:
 
 
 class Task(ABC):
-    """Examples of one kind, from the lines of a file. A subclass is one kind, in a file of this package.
+    """Examples of one kind, from the lines of a file. Each kind is a subclass, in a file of this package.
 
     Args:
         records: the (place, object) of each line.
@@ -142,14 +142,14 @@ class Task(ABC):
 
     @abstractmethod
     def measures(self, rows: Sequence[Sequence[Row]], scores: Sequence[Sequence[RowScore]]) -> Mapping[str, Measure]:
-        """Returns the measures, given the scores of the rows of each example."""
+        """Returns the measures for the scores of the rows of each example."""
 
 
 def read_task(path: Path) -> Task:
     """Reads the examples of a file.
 
-    The lines of a .jsonl file are all of one kind, which their keys state. The documents of any other file that
-    `specc train` reads are texts.
+    All lines of a .jsonl file are of one kind, which their keys determine. Any other file that `specc train` reads is
+    an example of the task `text` per document.
 
     Raises DataError, with the line, if the file or an example cannot be read, and DataIntegrityError if a compressed
     file is damaged.
@@ -182,7 +182,7 @@ def read_task(path: Path) -> Task:
             message = f"{where}: the line has {' and '.join(keys) or 'none'} of the keys {', '.join(known)}"
             raise DataError(message, HINT)
         if key and keys[0] != key:
-            message = f"{where}: the line has the key {keys[0]}, and the lines before it {key}"
+            message = f"{where}: the line has the key {keys[0]}, but the lines before it have {key}"
             raise DataError(message, "put examples of different kinds into different files")
         key = keys[0]
     task: Task = known[key](records)
@@ -196,7 +196,20 @@ def digest_of(path: Path) -> str:
 
 
 def text_of(record: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
-    """Returns a string of a record. Raises DataError if it is missing, without a default, or not a string."""
+    """Returns a string of a record.
+
+    Args:
+        record: the JSON object of a line.
+        key: the key of the string.
+        where: the file and line, for messages.
+        default: the value of a missing key; None if the key is required.
+
+    Returns:
+        The string.
+
+    Raises:
+        DataError: the value is not a string, or the key is missing and has no default.
+    """
     value = record.get(key, default)
     if not isinstance(value, str):
         what = f'"{key}" of type {type(value).__name__}' if key in record else f'no "{key}"'

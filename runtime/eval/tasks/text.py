@@ -14,9 +14,9 @@ from specc.runtime.eval.tasks.task import Measure, Task, exponential, ratio, tex
 class Text(Task):
     """Lines {"text": document}, or the documents of any other file of text.
 
-    Each document begins with BOS and is cut into windows. `perplexity` is that of a token, and `word_perplexity`,
-    `byte_perplexity` and `bits_per_byte` are those of lm-evaluation-harness: words are what white space separates.
-    Standard errors are over documents, or over the windows of a single one.
+    Each document begins with BOS and is cut into windows. `perplexity` is per token. `word_perplexity`,
+    `byte_perplexity` and `bits_per_byte` are defined as in lm-evaluation-harness; white space separates words. Standard
+    errors are over documents, or over windows if there is only one document.
     """
 
     name = "text"
@@ -32,7 +32,7 @@ class Text(Task):
         bos = [] if encoder.tokenizer.bos is None else [encoder.tokenizer.bos]
         tokens = [*bos, *encoder.encoded(text, where)]
         if len(tokens) < 2:
-            raise DataError(f"{where}: the text has nothing to score", "remove the document")
+            raise DataError(f"{where}: the text has no tokens to score", "remove the document")
         windows = Windows(len(tokens) - 1, encoder.window, encoder.stride)
         size = len(text.encode())
         rows = []

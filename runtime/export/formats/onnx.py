@@ -20,8 +20,8 @@ from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.run_directory import Run
 
 OPSET = 20
-LARGEST = 1_900_000_000  # bytes of a file without a second one; protobuf allows 2 GiB
-SMALLEST = 1024  # bytes of a tensor in the second file
+LARGEST = 1_900_000_000  # maximum bytes of a model in a single file; protobuf allows 2 GiB
+SMALLEST = 1024  # minimum bytes of a tensor in the second file
 DATA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.data")
 
 
@@ -33,7 +33,7 @@ class OnnxFormat(ExportFormat):
     def write(self, request: ExportRequest) -> Exported:
         import onnx
         import onnxruntime
-        import onnxscript  # noqa: F401 - torch.onnx needs it: without it, say so before work begins
+        import onnxscript  # noqa: F401 - torch.onnx needs it, so its absence is reported before work begins
 
         run = Run.open(request.run)
         out = request.file(run, ".onnx")
@@ -63,7 +63,7 @@ class OnnxFormat(ExportFormat):
             if beside is not None and fresh:
                 beside.unlink(missing_ok=True)
             raise
-        for old in out.parent.glob(f"{out.name}.*.data"):  # of a file that this one replaced
+        for old in out.parent.glob(f"{out.name}.*.data"):  # the second file of the replaced model
             if old != beside and re.fullmatch(re.escape(out.name) + r"\.[0-9a-f]{16}\.data", old.name):
                 old.unlink(missing_ok=True)
         request.say(describe(program))
@@ -71,8 +71,8 @@ class OnnxFormat(ExportFormat):
 
 
 def require_safe(model: Any, folder: Path) -> None:
-    """Raises IntegrityError unless all external data of a model is in regular files of `folder` with plain names, and
-    within their sizes."""
+    """Raises IntegrityError unless all external data of a model is valid. The data must be in regular files directly in
+    `folder`, and within the sizes of these files."""
     import onnx
 
     for tensor in _tensors(model.graph):
@@ -81,7 +81,7 @@ def require_safe(model: Any, folder: Path) -> None:
         facts = {entry.key: entry.value for entry in tensor.external_data}
         path = folder / facts.get("location", "")
         if not DATA_NAME.fullmatch(facts.get("location", "")) or path.is_symlink() or not path.is_file():
-            message = f"{tensor.name} is stored in {facts.get('location', '')!r}, which is no file next to the model"
+            message = f"{tensor.name} is stored in {facts.get('location', '')!r}, which is not a file next to the model"
             raise IntegrityError(message, "do not use this file")
         try:
             first, length = int(facts.get("offset", "0")), int(facts.get("length", "-1"))
@@ -92,7 +92,7 @@ def require_safe(model: Any, folder: Path) -> None:
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
-    """Yields all tensors that a graph stores, also those of attributes and of graphs within it."""
+    """Yields all tensors that a graph stores, including those in attributes and subgraphs."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
@@ -152,7 +152,7 @@ def _parts(model: Any) -> Iterator[Any]:
 
 
 def _moved_out(model: Any, name: str) -> tuple[str, bytes]:
-    """Moves the large tensors of a model out of it. Returns name and content of the file that holds them."""
+    """Moves the large tensors out of a model. Returns the name and the content of the file that contains them."""
     import onnx
 
     parts, offset, moved = [], 0, []

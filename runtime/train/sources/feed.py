@@ -48,7 +48,7 @@ class Feed(ABC):
 
         Args:
             batch: the batch, on the device.
-            now: the moment of the update.
+            now: the position of the run at the update.
             part: the index of the pass in its update.
             phase: the phase of the run.
 
@@ -57,7 +57,7 @@ class Feed(ABC):
         """
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
-        """Returns the loss of a pass, f32 [], given its `arguments`. May be captured in a CUDA graph, with the
+        """Returns the loss of a pass, f32 [], for its `arguments`. A CUDA graph may capture the call, with the
         arguments at fixed addresses."""
         return train(*arguments)
 
@@ -67,17 +67,17 @@ class Feed(ABC):
 
     @abstractmethod
     def counted(self) -> tuple[int | None, int]:
-        """Returns the samples and tokens supplied so far to all ranks. Samples are None if steps are counted in tokens
-        alone."""
+        """Returns the number of samples and of tokens that all ranks have received so far. The first is None if steps
+        are counted only in tokens."""
 
     def cropped_share(self) -> float | None:
-        """Returns the share of the tokens of documents that packing left out so far; None if rows are not packed."""
+        """Returns the share of document tokens that packing has left out so far; None if rows are not packed."""
         return None
 
 
 class Windows(Feed):
-    """Batches of text. The program accepts ids and targets, i64 [B, T], unchanged; a pass has `tokens` tokens on all
-    processes."""
+    """Batches of text. The batch, ids and targets i64 [B, T], is the input of the program. A pass has `tokens` tokens
+    over all processes."""
 
     names = ("ids", "targets")
 
@@ -99,19 +99,19 @@ class Windows(Feed):
 
 
 class Forced(Feed):
-    """Batches of pairs with teacher forcing: (source, target, weight) become (source, inputs, target, weight).
+    """Batches of pairs with teacher forcing: adds the decoder inputs to (source, target, weight).
 
-    `inputs`, i64 [B, T], are the decoder inputs: the start token, then the target's tokens except the last. At
-    positions that are not forced, the input is the token that the model predicts, by the programs of the current phase.
-    Each position of each sample is drawn independently: position t of sample k of the step uses number k * T + t of
-    SHAKE-256("specc forcing {seed} {step}"), read as little-endian u32. A position is forced if this number is below
+    The decoder inputs, i64 [B, T], are the start token, then the target's tokens except the last. At positions that are
+    not forced, the input is instead the token that the model predicts with the programs of the current phase. Each
+    position of each sample is drawn independently. Position t of sample k of the step uses number k * T + t of
+    SHAKE-256("specc forcing {seed} {step}"), read as little-endian u32. The position is forced if this number is below
     the probability times 2 ** 32. The result therefore does not depend on the number of ranks.
 
     Args:
         loader: the loader of the pairs.
         model: predicts the tokens at unforced positions, with its current weights.
         probability: the probability that a position is forced: a number or a schedule. None is 1.
-        epoch: samples per epoch.
+        epoch: the number of samples per epoch.
         seed: the seed of the draws.
     """
 

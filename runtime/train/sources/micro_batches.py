@@ -6,7 +6,7 @@ from specc.runtime.errors import RuntimeFailure
 
 
 class BatchError(RuntimeFailure):
-    """The batch of the spec cannot be cut into micro-batches."""
+    """The batch of the spec cannot be divided into micro-batches."""
 
     code = "U008"
     exit_code = 2
@@ -19,10 +19,11 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1, size: int | Non
         train: the training spec.
         window: tokens per row.
         world: the number of processes.
-        size: the size of the step, in rows if `train.batch` is set, else in tokens. None is the size of the last step.
+        size: the size of the step, in rows if `train.batch` is set, else in tokens. None selects the size of the last
+            step of the run.
 
     Raises:
-        BatchError: if the step is not a multiple of the rows that all processes compute at once.
+        BatchError: if the step is not a multiple of the rows that one pass has on all processes together.
     """
     by_rows, rows = train.batch is not None, train.at_once(world)
     size = size or last(train.step_size)

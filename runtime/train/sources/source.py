@@ -53,11 +53,11 @@ class OpenData(Protocol):
         """The epoch of pairs of lines. None for other data."""
 
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
-        """Returns the data for this process. Resources to close are registered with `stack`."""
+        """Returns the data for this process, and registers the resources to close with `stack`."""
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        """Yields `rows` rows of the training data, at most `batch` at once, as the inputs of the program `score`: name
-        -> i64 tensor on the CPU.
+        """Yields `rows` rows of the training data in batches of at most `batch` rows. A batch has the inputs of the
+        program `score` by name, as i64 tensors on the CPU.
 
         The rows are spread over the data. They depend only on the data, `rows`, `batch` and the spec's seed.
         """
@@ -88,8 +88,8 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Opens `data`, as given to `--data`. Results that are slow to compute are stored in `cache`. Raises DataError
-        if the data cannot be read or do not fit the spec."""
+        """Opens `data`, as given to `--data`. The folder `cache` stores results that are slow to compute. Raises
+        DataError if the data cannot be read or do not fit the spec."""
 
     @staticmethod
     @abstractmethod
@@ -99,7 +99,7 @@ class Source(ABC):
         Args:
             spec: the spec.
             loaded: the loaded model.
-            batches: the least number of batches that the feed provides.
+            batches: the number of batches that the feed must provide at least.
             stack: closes the feed.
         """
 

@@ -114,14 +114,17 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
         put(BIAS, "codes", lambda a: np.stack([a] * 6)),
         r"head\.logits: N is 31 in the weight but its bias has the shape \[6, 31\]",
     ),
-    "scales": (put(WEIGHT, "scale", lambda a: a[:5]), r"head\.logits: N is 31 in the weight, and its scales are \[5\]"),
+    "scales": (
+        put(WEIGHT, "scale", lambda a: a[:5]),
+        r"head\.logits: N is 31 in the weight, but its scales have the shape \[5\]",
+    ),
     "scales of the bias": (
         put(BIAS, "scale", lambda a: a[:5]),
-        r"head\.logits: N is 31 in the weight, and the scales of its bias are \[5\]",
+        r"head\.logits: N is 31 in the weight, but the scales of its bias have the shape \[5\]",
     ),
     "input scale": (
         put(WEIGHT, "input_scale", lambda a: np.repeat(a, 3)),
-        r"head\.logits: its input has 16 features \(decoder\..*\), and the scales of it are \[3\]",
+        r"head\.logits: its input has 16 features \(decoder\..*\), but input scales of shape \[3\]",
     ),
     "input scale by feature": (
         put(WEIGHT, "input_scale", lambda a: np.repeat(a, 16)),
@@ -133,7 +136,7 @@ DAMAGE: dict[str, tuple[Callable[[Arrays], None], str]] = {
     ),
     "bias in floats": (
         put(BIAS, "codes", lambda a: a.astype(np.float32)),
-        r"head\.logits: the bias is stored as f32, and its sums are i32",
+        r"head\.logits: the bias is stored as f32, but is added to i32 sums",
     ),
     "embeddings in halves": (
         put("encoder.embed.token", "value", lambda a: a.astype(np.float16)),

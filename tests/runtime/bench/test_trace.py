@@ -49,5 +49,5 @@ def test_a_trace_over_its_limit_loses_the_operators_of_the_host_or_is_refused() 
 
 
 def test_a_bad_place_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="not a path of a file"):
+    with pytest.raises(ExportError, match="not the path of a file"):
         record_trace(load(SPEC)[0], "cpu", 1, tmp_path / "none" / "x.json.gz")

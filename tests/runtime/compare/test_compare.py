@@ -126,7 +126,7 @@ def test_other_validation_data_are_refused(runs: Path) -> None:
 
 def test_other_numbers_of_scored_tokens_are_refused(runs: Path) -> None:
     logged_run(runs / "part", 3.0, ["model.dim=64"], tokens=500)
-    with pytest.raises(CompareError, match="base-0 was scored on 1,000 tokens, and part on 500"):
+    with pytest.raises(CompareError, match="base-0 was scored on 1,000 tokens, but part on 500"):
         compared("base-*", "part")
 
 

@@ -189,7 +189,7 @@ def test_a_shard_cut_during_training_is_an_error(tmp_path: Path) -> None:
     with Loader(stream, 1, 100, "sequential", seed=0, prefetch=1) as loader:
         take(loader, 5)
         os.truncate(tmp_path / "train_003000.bin", 1024 + 2 * 1000)
-        with pytest.raises(DataIntegrityError, match=r"train_003000\.bin: cut while in use"):
+        with pytest.raises(DataIntegrityError, match=r"train_003000\.bin: truncated while in use"):
             take(loader, 90)
         assert loader.state()["position"] == 39  # windows 0 .. 38 lie in the first 4,000 tokens, target included
 

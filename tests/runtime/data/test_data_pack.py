@@ -340,7 +340,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     def meddle(split: str, done: int) -> None:
         os.utime(text / "train.txt", ns=(1, 1))
 
-    with pytest.raises(DataError, match="changed while it was packed"):
+    with pytest.raises(DataError, match="changed during packing"):
         pack(PackOptions((str(text),), tmp_path / "out", "bytes"), meddle)
     assert sorted(os.listdir(tmp_path)) == ["text"]
 

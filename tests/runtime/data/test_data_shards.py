@@ -122,9 +122,9 @@ def test_a_shard_cut_while_open_is_an_error_and_not_a_signal(tmp_path: Path) -> 
         os.truncate(path, size)
         left = max(0, (size - 1024) // 2)
         np.testing.assert_array_equal(shard.read(0, left), tokens[:left])
-        with pytest.raises(DataIntegrityError, match=f"cut while in use: {size:,} of 401,024 bytes"):
+        with pytest.raises(DataIntegrityError, match=f"truncated while in use: {size:,} of 401,024 bytes"):
             shard.read(left, 1)
-        with pytest.raises(DataIntegrityError, match="cut while in use"):
+        with pytest.raises(DataIntegrityError, match="truncated while in use"):
             shard.read(0, 200_000)
         shard.close()
 
@@ -154,11 +154,11 @@ def test_shards_are_found_by_folder_pattern_and_file(tmp_path: Path) -> None:
     assert find_shards(f"{tmp_path}/fineweb_*.bin", "train") == train
     assert find_shards(f"{tmp_path}/fineweb_*.bin", "val") == [tmp_path / "fineweb_val_000000.bin"]
     assert find_shards(tmp_path / "fineweb_val_000000.bin", "val") == [tmp_path / "fineweb_val_000000.bin"]
-    with pytest.raises(DataError, match="none of 2 shards is of the val split"):
+    with pytest.raises(DataError, match="none of 2 shards belongs to the val split"):
         find_shards(f"{tmp_path}/*_train_*.bin", "val")
     with pytest.raises(DataError, match="no such file or folder"):
         find_shards(tmp_path / "absent.bin", "train")
-    with pytest.raises(DataError, match="none of 1 shard is of the train split"):
+    with pytest.raises(DataError, match="none of 1 shard belongs to the train split"):
         find_shards(tmp_path / "x.bin", "train")
     with pytest.raises(DataError, match="no such file or folder"):
         find_shards(f"{tmp_path}/none*.bin", "train")

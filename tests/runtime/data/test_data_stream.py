@@ -115,7 +115,7 @@ def test_a_source_that_changes_under_the_tokenizer_is_refused(source: Path, tmp_
             os.utime(source / "train.jsonl", ns=(1, 1))
             return super().encode(text)
 
-    with pytest.raises(DataError, match="changed while it was tokenized"):
+    with pytest.raises(DataError, match="changed during tokenization"):
         open_stream(source, "train", Meddling(), tmp_path / "cache")
     assert entries(tmp_path / "cache") == []
 

@@ -22,7 +22,6 @@ from specc.runtime.decode.text import Decoder, sample_tokens
 from specc.runtime.errors import RunFailure
 from specc.runtime.generate import generate, generate_many
 from specc.runtime.hugging_face.recognizing import recognized
-from specc.runtime.model.load import replace_fuse
 from specc.runtime.open_model import open_model
 from specc.runtime.verify import verify as checks
 
@@ -79,7 +78,7 @@ def test_codes_in_pages_and_in_rows_give_the_logits_of_the_reference(name: str, 
     with float64(), torch.no_grad():
         rows, pages = (sample(CASES[name], tmp_path, paged, dtype="e4m3") for paged in (False, True))
         ids = torch.cat(rows.batch())[:3]
-        plain = pipeline.lower(replace_fuse(rows.spec), "cpu")
+        plain = pipeline.lower(rows.spec.plain, "cpu")
         exact: Any = checks._Exact(plain, rows.params)
         decoders = (
             Decoder(rows.model, 12, CPU, 3),
@@ -103,7 +102,7 @@ def test_a_cache_of_codes_is_smaller_and_checked(tmp_path: Path) -> None:
     numbers = {}
     for paged in (False, True):
         tested = sample(case, tmp_path, paged, dtype="e4m3")
-        plain = pipeline.lower(replace_fuse(tested.spec), "sm90")
+        plain = pipeline.lower(tested.spec.plain, "sm90")
         numbers[paged] = cached_numbers(plain, 12), cached_bytes(plain, 12)
         found = list(checks._cache(tested.spec, _loaded(tested, tmp_path / str(paged))))
         assert [check.ok for check in found] == [True] and "the codes of the cache alone" in found[0].detail
@@ -123,7 +122,7 @@ def test_the_step_of_pages_equals_its_reference(tmp_path: Path) -> None:
         inputs |= {"starts": torch.tensor([4, 0]), "table": torch.tensor([[5, 1], [3, 0]])}
         names = [f"cache.{i}.attention.{key}" for i in range(len(cache)) for key in ("k", "v")]
         flat = dict(zip(names, [t.clone() for layer in cache for t in layer], strict=True))
-        plain = pipeline.lower(replace_fuse(tested.spec), "cpu")
+        plain = pipeline.lower(tested.spec.plain, "cpu")
         want = reference.run(plain, "step", {**inputs, **flat}, tested.params)
         torch.testing.assert_close(
             tested.model.step(*inputs.values(), cache), want.pop("logits"), rtol=1e-11, atol=1e-11

@@ -113,8 +113,8 @@ def test_one_error_is_shown_and_torchrun_keeps_its_exit_code(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--gpus", "2", "--", "--nnodes", "two"), "the options after `--` are not of torchrun: "),
-        (("--gpus", "2", "--", "--none"), "the options after `--` are not of torchrun: "),
+        (("--gpus", "2", "--", "--nnodes", "two"), "torchrun does not accept the options after `--`: "),
+        (("--gpus", "2", "--", "--none"), "torchrun does not accept the options after `--`: "),
         (("--", "--nnodes", "2"), "options of torchrun after `--` need --gpus N"),
     ],
 )

@@ -328,7 +328,7 @@ def test_what_cannot_adapt_is_refused(run: Run, opened: OpenedModel, tmp_path: P
     with pytest.raises(SpecError, match="slot_causal needs windows that overlap"):
         adapted(opened, CAUSAL, cache=tmp_path, stride=32)
     assert adapted(opened, SLOT, cache=tmp_path, batch=4, max_tokens=50).counted.tokens == 50
-    with pytest.raises(EvaluateError, match="slot has a fixed batch of 4 windows") as caught:
+    with pytest.raises(EvaluateError, match="the settings of slot require a batch of 4 windows") as caught:
         adapted(opened, SLOT, cache=tmp_path, batch=3)
     assert caught.value.exit_code == 2
     with pytest.raises(SpecError, match="has an unknown kind, `slo`"):

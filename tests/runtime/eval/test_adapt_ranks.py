@@ -84,16 +84,16 @@ def test_the_cpu_is_taken_unasked_where_nothing_else_is_the_models_own(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     both = small_spec("targets=[sm80, cpu]")
-    assert launch.own_cpu(run.directory, run.spec) == "cpu"
-    assert launch.own_cpu(make_run(tmp_path / "both", both, run.data).directory, both) == "cpu"
+    assert launch.cpu_target(run.directory, run.spec) == "cpu"
+    assert launch.cpu_target(make_run(tmp_path / "both", both, run.data).directory, both) == "cpu"
     trained = Run(tmp_path / "gpu", both, "sm80", run.data).create()
-    assert launch.own_cpu(trained.directory, both) is None
-    assert launch.own_cpu(tmp_path / "x.specc", run.spec) == "cpu"
-    assert launch.own_cpu(tmp_path / "x.specc", both) is None
+    assert launch.cpu_target(trained.directory, both) is None
+    assert launch.cpu_target(tmp_path / "x.specc", run.spec) == "cpu"
+    assert launch.cpu_target(tmp_path / "x.specc", both) is None
     assert specc(["eval", str(trained.directory), "--gpus", "2"]) == 3
     shown = " ".join(capsys.readouterr().err.split())
-    assert "--gpus 2 needs 2 NVIDIA GPUs" in shown and "with --target cpu, so many processes run on the CPU" in shown
+    assert "--gpus 2 needs 2 NVIDIA GPUs" in shown and "with --target cpu, the processes run on the CPU" in shown
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert launch.own_cpu(tmp_path / "both", both) is None
-    assert launch.own_cpu(run.directory, run.spec) == "cpu"
+    assert launch.cpu_target(tmp_path / "both", both) is None
+    assert launch.cpu_target(run.directory, run.spec) == "cpu"

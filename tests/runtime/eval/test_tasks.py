@@ -147,7 +147,7 @@ def test_texts_and_text_files(run: Run, tmp_path: Path) -> None:
 BAD = {
     "{": ":2: not JSON",
     '{"context": "a"}': ":2: the line has none of the keys choices, target, text",
-    '{"text": "a"}': ":2: the line has the key text, and the lines before it choices",
+    '{"text": "a"}': ":2: the line has the key text, but the lines before it have choices",
     '{"context": "a", "choices": ["b"], "answer": 0}': ':2: "choices" must be a list of at least two texts',
     '{"context": "a", "choices": ["b", "c"], "answer": 2}': ':2: "answer" is 2, but the choices are 0 .. 1',
     '{"context": "a", "choices": ["b", "c"]}': ':2: "answer" must be the index of a choice, but is missing',

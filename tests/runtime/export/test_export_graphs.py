@@ -20,7 +20,6 @@ from specc.compiler.programs import reference
 from specc.compiler.spec.check import load
 from specc.runtime.errors import ExportError, IntegrityError
 from specc.runtime.export import program
-from specc.runtime.model.load import replace_fuse
 from specc.runtime.open_model import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage.run_directory import Run
@@ -53,7 +52,7 @@ def run(base: Run, tmp_path: Path) -> Run:
 
 def logits64(run: Run, ids: Tensor, weights: dict[str, Tensor] | None = None) -> Tensor:
     """The logits by the references of the ops in float64, which share no code with what is exported."""
-    programs = pipeline.run(replace_fuse(run.spec), "cpu", form="exported")
+    programs = pipeline.run(run.spec.plain, "cpu", form="exported")
     params = {name: value.double() for name, value in (weights or random_weights(run.spec)).items()}
     return reference.run(programs, "logits", {"ids": ids}, params)["logits"]
 
@@ -150,7 +149,7 @@ def test_a_model_of_pairs_reads_source_and_target(tmp_path: Path) -> None:
     source = torch.randint(3, spec.model.vocabulary, (2, 9), generator=generator)
     target = torch.randint(3, spec.model.vocabulary, (2, 6), generator=generator)
     (logits,) = session.run(None, {"source": source.numpy(), "target": target.numpy()})
-    programs = pipeline.run(replace_fuse(spec), "cpu", form="exported")
+    programs = pipeline.run(spec.plain, "cpu", form="exported")
     params = {name: value.double() for name, value in random_weights(spec).items()}
     expected = reference.run(programs, "logits", {"source": source, "target": target}, params)["logits"]
     assert (torch.from_numpy(logits) - expected).abs().max() < 1e-5
@@ -196,6 +195,6 @@ def test_a_bad_place_or_run_is_refused_before_any_work(run: Run, tmp_path: Path)
         (tmp_path / f"there.{format}").write_bytes(b"mine")
         with pytest.raises(ExportError, match="exists"):
             export(run, format, tmp_path / f"there.{format}")
-        with pytest.raises(ExportError, match="not a path of a file"):
+        with pytest.raises(ExportError, match="not the path of a file"):
             export(run, format, tmp_path / "none" / "x")
         assert (tmp_path / f"there.{format}").read_bytes() == b"mine"

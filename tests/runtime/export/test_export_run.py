@@ -74,7 +74,7 @@ def test_it_goes_into_the_run_unless_told_and_is_the_same_again(run: Run, format
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_place_that_is_none_is_a_usage_error(run: Run, tmp_path: Path, format: str) -> None:
     for out in (tmp_path, tmp_path / "none" / "x"):
-        with pytest.raises(ExportError, match="is not a path of a file"):
+        with pytest.raises(ExportError, match="is not the path of a file"):
             export(run.directory, format, out, force=True)
 
 
@@ -116,7 +116,7 @@ def test_an_artifact_older_than_the_weights_is_told(run: Run, tmp_path: Path) ->
     assert said == []
     add_checkpoint(run, seed=2, step=9)
     export(run.directory, "artifact", tmp_path / "b.specc", say=said.append)
-    assert len(said) == 1 and "the artifact is of step 3" in said[0] and "step_00000009" in said[0]
+    assert len(said) == 1 and "the artifact has the weights of step 3" in said[0] and "step_00000009" in said[0]
 
 
 def test_each_format_is_a_file_of_its_name_and_the_only_reader_of_its_options() -> None:

@@ -44,7 +44,7 @@ def odd(place: tuple[int, int], token: int) -> torch.Tensor:
         (ROWS[0], r"source has the shape \[3\]; it must be torch.int64 \[B, S\]"),
         (ROWS[:, :0], r"source is empty: its shape is \[2, 0\]"),
         (ROWS[:0], "source is empty"),
-        (ROWS.repeat(1, 11), "source has 33 tokens a row; the model's context is 30"),
+        (ROWS.repeat(1, 11), "source has 33 tokens per row; the model's context is 30"),
         ([[5, 2]], "source is list; it must be a tensor"),
         (ROWS.to("meta"), "source is on meta, and the model on cpu"),
     ],
@@ -64,7 +64,7 @@ def test_steps_that_are_none(pairs: Any) -> None:
         (torch.tensor([[1, 1], [1, 1]]), zero, r"ids has the shape \[2, 2\]; it must be torch.int64 \[B, 1\]"),
         (torch.tensor([1, 1]), zero, r"ids has the shape \[2\]; it must be torch.int64 \[B, 1\]"),
         (torch.tensor([[1]]), zero, "the state has 2 rows, and ids has 1"),
-        (torch.tensor([[1], [1]]), torch.tensor(30), "start is 30; the model's context is 30 tokens"),
+        (torch.tensor([[1], [1]]), torch.tensor(30), "start is 30; the positions of the model are 0 to 29"),
         (torch.tensor([[1], [1]]), torch.tensor([0]), "start has the shape"),
         (torch.tensor([[1], [1]]), 0, "start is int"),
     ):

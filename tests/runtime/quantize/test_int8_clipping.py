@@ -49,7 +49,7 @@ def test_the_error_of_an_input_counts_what_is_cut_off(share: float, bits: int, b
     assert 0 < row.clipped < 1
     warning = clipped_line(rows)
     wanted = f"{NAME} (to {1 / share:.3g} times the range, {row.clipped:.2%} of values)"
-    assert warning.startswith("inputs exceed the range of their trained scale and are clipped: ")
+    assert warning.startswith("inputs exceed the range of their scale from training and are clipped: ")
     assert wanted in warning and warning.count("times the range") == 1
 
 

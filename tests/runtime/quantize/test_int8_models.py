@@ -237,7 +237,7 @@ def test_an_input_that_is_no_number_is_refused() -> None:
     batch = dict(zip(("source", "target"), lines(3), strict=True))
     with pytest.raises(QuantizeError, match=r"encoder\.blocks\.1\.mlp\.up: the input contains NaN"):
         input_ranges(programs, models.sources, [batch], weights)
-    with pytest.raises(QuantizeError, match="no input reached it"):
+    with pytest.raises(QuantizeError, match="the calibration data gave it no input"):
         input_ranges(programs, models.sources, [], models.weights)
 
 
@@ -315,7 +315,7 @@ def test_arrays_that_do_not_fit_are_refused_with_what_was_expected(bits: int) ->
         ("head.logits", {"codes": weight["codes"][:30]}, "head.logits: N is 30 in the weight, and the model has 31"),
         ("head.logits", {"codes": weight["codes"].T}, "head.logits: K is 31 in the weight"),
         ("head.logits", {"codes": weight["codes"].astype(np.float32)}, "the weight is stored as f32"),
-        ("head.logits", {"scale": weight["scale"][:5]}, r"N is 31 in the weight, and its scales are \[5\]"),
+        ("head.logits", {"scale": weight["scale"][:5]}, r"N is 31 in the weight, but its scales have the shape \[5\]"),
         ("head.logits_bias", {"codes": bias["codes"][:30]}, "N is 31 in the weight but its bias has 30 numbers"),
         ("head.logits_bias", {"codes": bias["codes"].astype(np.float32)}, "the bias is stored as f32"),
         (

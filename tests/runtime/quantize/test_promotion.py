@@ -72,7 +72,7 @@ def promotion(
     quant = QuantSpec.model_construct(promote=Promote(bits=bits, count=count, match=match), budget_bytes=budget)
     lines: list[str] = []
     chosen = promote(quant, base, traces, estimate, exact, lines.append)
-    assert list(chosen) == list(base) and all(line.endswith("keeps its bits") for line in lines)
+    assert list(chosen) == list(base) and all(line.endswith("is not promoted") for line in lines)
     names = promoted(base, chosen, traces)
     for name in base:
         assert chosen[name] == (base[name].with_bits(bits) if name in names else base[name])

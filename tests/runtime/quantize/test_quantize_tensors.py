@@ -88,7 +88,7 @@ def test_bad_inputs_to_hessians_are_named() -> None:
         hessians.a_token(3)
     empty = Hessians()
     empty.add("c", torch.ones(0, 3))
-    with pytest.raises(QuantizeError, match="c: no input reached it during calibration"):
+    with pytest.raises(QuantizeError, match="c: the calibration text gave it no input"):
         empty.a_token(3)
 
 

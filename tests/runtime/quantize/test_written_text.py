@@ -128,7 +128,7 @@ def test_quantize_calibrates_on_what_the_model_writes(tmp_path: Path) -> None:
     assert torch.equal(torch.cat(rows), written.tokens[:, :-1])
     how = {"source": "self", "sequences": 6, "seed": 1337, "length": 20, "temperature": 0.8, "begin": "bos"}
     assert report["calibration"] == {**how, "start_tokens": written.separators}
-    assert said[1].startswith("wrote 120 tokens to calibrate on in ") and said[2].startswith("calibrated in ")
+    assert said[1].startswith("generated 120 calibration tokens in ") and said[2].startswith("calibrated in ")
     before = (run.quantized / "model.specc").read_bytes()
     quantize(run.directory, options, lambda _: None)
     assert (run.quantized / "model.specc").read_bytes() == before
@@ -154,7 +154,7 @@ def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(written_text, "decoder_of", full)
-    with pytest.raises(RunFailure, match="out of GPU memory while writing text") as caught:
+    with pytest.raises(RunFailure, match="out of GPU memory while generating") as caught:
         write_own(opened_of(small_spec()), wanted(), 32, 0)
     assert "sequences" in (caught.value.hint or "")
 

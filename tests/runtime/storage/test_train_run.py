@@ -90,10 +90,10 @@ def test_another_spec_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError) as caught:
         run.require_same(gpt_mini("train.steps=500", "train.optimizers.0.lr=0.1", "fuse=[]"), "sm90")
     for part in (
-        "train.steps: 120 there, 500 now",
-        "train.optimizers.0.lr: 0.02 there, 0.1 now",
+        "train.steps: 120 in the run, 500 now",
+        "train.optimizers.0.lr: 0.02 in the run, 0.1 now",
         "fuse: ",
-        "the target: cpu there, sm90 now",
+        "the target: cpu in the run, sm90 now",
     ):
         assert part in caught.value.message
 

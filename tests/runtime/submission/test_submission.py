@@ -161,7 +161,7 @@ def test_phases_growing_rows_and_own_text_are_those_of_the_run(submission: Submi
     wanted = (tmp_path / "out" / WEIGHTS).read_bytes()
     done = alone(submission, tmp_path / "out", "--data", str(packed))
     assert done.returncode == 0, done.stderr
-    assert "tokens to calibrate on" in done.stdout
+    assert "calibration tokens in" in done.stdout
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == wanted
     output: Any = evaluate(tmp_path / "out" / WEIGHTS, EvaluateOptions(str(packed)))  # in windows of a context
     assert json.loads(done.stdout.splitlines()[-1])["nats"] == output.nats
@@ -244,7 +244,7 @@ def test_what_was_trained_outlives_a_quantization_that_fails(submission: Submiss
     assert done.returncode == 4 and "there are no trained weights to quantize" in done.stderr
     weights_file.write_bytes(b"no weights")
     done = alone(submission, folder, "quantize", *data)
-    assert done.returncode == 4 and "holds no trained weights" in done.stderr
+    assert done.returncode == 4 and "contains no trained weights" in done.stderr
 
 
 def test_brotli_is_missed_with_words_and_never_replaced(submission: Submission, tmp_path: Path) -> None:
@@ -289,14 +289,14 @@ def test_a_weights_file_of_another_model_is_refused(submission: Submission, tmp_
     shutil.copy(submission.folder / CODE, tmp_path)
     export_submission(other.directory, tmp_path / "other", codec=Codec.LZMA)
     done = alone(submission, tmp_path, "score", str(tmp_path / "other" / WEIGHTS), "--data", str(submission.shards))
-    assert done.returncode == 5 and "it is of another model" in done.stderr and not done.stdout
+    assert done.returncode == 5 and "it belongs to another model" in done.stderr and not done.stdout
 
 
 def test_data_that_is_none_is_told(submission: Submission, tmp_path: Path) -> None:
     shutil.copy(submission.folder / CODE, tmp_path)
     (tmp_path / "words.txt").write_text("words")
     done = alone(submission, tmp_path, "train", "--data", str(tmp_path / "words.txt"))
-    assert done.returncode == 2 and "holds no token shards" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "contains no token shards" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_code_is_small_and_without_specc(submission: Submission) -> None:

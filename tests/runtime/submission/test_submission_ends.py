@@ -29,7 +29,7 @@ def test_a_training_that_ends_before_the_last_phase_is_refused(submission: Submi
     for steps, code in (("2", 4), ("3", 0)):  # the third of three is the first behind half of the run
         done = alone(submission, tmp_path / "out", "--data", str(submission.shards), "--steps", steps)
         assert done.returncode == code, done.stderr
-        assert (f"{steps} steps end before the last phase" in done.stderr) == (code == 4)
+        assert (f"--steps {steps} ends before the last phase" in done.stderr) == (code == 4)
         assert ("step 1: loss" in done.stdout) == (code == 0)  # not after training
         assert (tmp_path / "out" / WEIGHTS).is_file() == (code == 0)
 

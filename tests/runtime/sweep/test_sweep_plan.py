@@ -138,8 +138,8 @@ def test_a_problem_of_the_whole_spec_names_the_settings(tmp_path: Path) -> None:
             "grid: {model.dim: [64, 64]}\n",
             "sweep.yaml:3:24: S501 the settings `dim=64` and `dim=64` have the same spec",
         ),
-        ("quantize: [{name: x, of: y}]\n", "sweep.yaml:3:26: S503 `x` is of `y`, which is not a setting"),
-        ("quantize: [{name: x, set: [model.dim=64]}]\n", "S503 `x` changes more than `quant` of a trained run"),
+        ("quantize: [{name: x, of: y}]\n", "sweep.yaml:3:26: S503 `x` quantizes `y`, which is not a setting"),
+        ("quantize: [{name: x, set: [model.dim=64]}]\n", "S503 `x` may change only `quant`"),
         (
             "quantize: [{name: x, set: [quant.defalt=1]}]\n",
             "sweep.yaml:3:34: S101 `defalt` is not a valid key of `quant`",
@@ -165,7 +165,7 @@ def test_the_target_and_the_spec_must_exist(tmp_path: Path) -> None:
 
 
 def test_a_spec_is_no_sweep_file() -> None:
-    with pytest.raises(SpeccError, match="is a spec, and not a sweep file"):
+    with pytest.raises(SpeccError, match="is a spec, not a sweep file"):
         read_sweep(SPEC)
 
 

@@ -156,7 +156,7 @@ def test_a_failing_tracker_is_reported_once_and_training_goes_on(
     go(tmp_path / "tracked", data, "wandb", said=said)
     same_training(tmp_path / "plain", tmp_path / "tracked")
     assert [line for line in said if "database is locked" in line] == [
-        "the tracker wandb failed, and training goes on without it: database is locked"
+        "the tracker wandb failed, and training continues without it: database is locked"
     ]
     assert max(step for step, _ in runs[0].logged) == 1 and runs[0].finished == 1
 

@@ -18,7 +18,7 @@ from specc.compiler.ops.dropout import Dropout, philox
 from specc.compiler.programs import reference
 from specc.compiler.spec.check import load
 from specc.runtime.distributed.world import World
-from specc.runtime.model.load import Loaded, import_file, instantiate, replace_fuse
+from specc.runtime.model.load import Loaded, import_file, instantiate
 from specc.runtime.train.dropout_draws import DropoutDraws, key_of
 from specc.runtime.train.train import TrainOptions, train
 
@@ -61,7 +61,7 @@ def test_unfused_fused_and_interpreted_programs_agree_to_the_last_digits(tmp_pat
             loss = loaded.model(*batch)
             loss.backward()
             results.append((loss.detach(), {name: p.grad for name, p in loaded.model.named_parameters()}))
-        programs = pipeline.run(replace_fuse(loaded.spec), "cpu", "count_dropout")
+        programs = pipeline.run(loaded.spec.plain, "cpu", "count_dropout")
         exact = {name: p.detach().clone().requires_grad_() for name, p in loaded.model.named_parameters()}
         buffers = {name: loaded.model.get_buffer(name) for name, _ in programs.buffers}
         loss = reference.run(

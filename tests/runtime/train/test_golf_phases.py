@@ -146,7 +146,7 @@ def test_a_run_is_scored_with_the_model_that_it_trained(tmp_path: Path) -> None:
     result = trained(folder, spec, data, 3)
     said: list[str] = []
     opened = open_model(folder, say=said.append)
-    assert opened.spec.model.blocks.order == "0..3" and any("ended before a later phase" in line for line in said)  # type: ignore[attr-defined]
+    assert opened.spec.model.blocks.order == "0..3" and any("ended before the last phase" in line for line in said)  # type: ignore[attr-defined]
     assert evaluate(folder, EvaluateOptions(cache=tmp_path / "cache")).nats == pytest.approx(result.final.nats)
     full: Any = instantiate(spec, "cpu", tmp_path / "full").model
     weights = saved(result).average or saved(result).weights

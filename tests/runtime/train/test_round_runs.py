@@ -79,7 +79,7 @@ def test_the_artifact_keeps_the_scales_that_the_run_trained_with(run: TrainResul
     """It reads back as the run's floats, without the program that rounds, too."""
     said: list[str] = []
     result = quantize(run.run, QuantizeOptions(), said.append)
-    assert any(line.startswith("inputs keep the scales of the training") for line in said)
+    assert any(line.startswith("inputs have the same scales as in training") for line in said)
     stored = read_verified(result.artifact).stored
     snapshot = checkpoint.load(run.checkpoint)
     spec = small()
@@ -164,7 +164,7 @@ def test_weights_alone_are_rounded_by_scales_that_are_kept(tmp_path: Path, stop:
     assert losses(tmp_path / "parts") == losses(whole.run)
     said.clear()
     stored = read_verified(quantize(whole.run, QuantizeOptions(), said.append).artifact).stored
-    assert any(line.startswith("inputs keep the scales of the training") for line in said)
+    assert any(line.startswith("inputs have the same scales as in training") for line in said)
     snapshot = checkpoint.load(whole.checkpoint)
     scale = snapshot.optimizer["rounding.input_scale/decoder.lstm.hidden"]
     nearest = stored.schemes["decoder.lstm.hidden"].quantize_seen(

@@ -105,7 +105,7 @@ def test_a_run_is_not_overwritten_nor_mixed(tmp_path: Path) -> None:
     before = losses(run)
     with pytest.raises(RunDirectoryError, match="is not empty"):
         go(tmp_path, "run")
-    with pytest.raises(RunDirectoryError, match=r"train\.seed: 1337 there, 1 now"):
+    with pytest.raises(RunDirectoryError, match=r"train\.seed: 1337 in the run, 1 now"):
         go(tmp_path, "run", spec=small("train.seed=1"), resume="auto")
     with locked(run), pytest.raises(RunDirectoryError, match="in use"):
         go(tmp_path, "run", resume="auto")

@@ -94,7 +94,9 @@ def test_every_split_is_scored(run: Path) -> None:
     assert isinstance(alone.score, ExactMatch)
     assert alone.score.nats == pytest.approx(result.sets[1].score.nats, rel=1e-5)
     assert alone.score.tokens == result.sets[1].score.tokens
-    assert result.report()[2].endswith("0.0 % of the lines are in the training set, 0.0 % by coefficients")
+    assert result.report()[2].endswith(
+        "0.0 % of lines are training lines, 0.0 % have the coefficients of a training line"
+    )
     assert result.facts()[1]["seen"] == 0
 
 
@@ -132,7 +134,7 @@ def test_a_file_of_lines_is_trained_on_but_for_a_tenth(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the data is a file"):
         go(tmp_path / "fresh", small("train.data.fresh=true"), str(path))
     path.write_text("x**2=x**2\n")
-    with pytest.raises(DataError, match="too few lines to hold some out"):
+    with pytest.raises(DataError, match="too few lines for a validation split"):
         go(tmp_path / "few", small(), str(path))
 
 

@@ -227,7 +227,7 @@ def test_data_that_is_cut_while_it_is_read_ends_the_run_and_it_can_go_on(tmp_pat
         if step.step == 7:
             os.truncate(shard, 1024)
 
-    with pytest.raises(DataIntegrityError, match="cut while in use"):
+    with pytest.raises(DataIntegrityError, match="truncated while in use"):
         go(tmp_path, "cut", train_spec(checkpoint_every=5), cut)
     assert read_log(tmp_path / "cut" / "log.jsonl")[-1]["event"] == "failure"
     shard.write_bytes(content)

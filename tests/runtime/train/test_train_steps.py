@@ -196,7 +196,7 @@ def test_what_is_not_finite_stops_within_the_step(tmp_path: Path, place: str, va
         run_trainer.advance()
     assert caught.value.exit_code == 4 and "step 5: " in caught.value.message
     if place != "loss":
-        assert f"the first parameter hit is {place}" in caught.value.message
+        assert f"the first parameter with NaN or infinity is {place}" in caught.value.message
     after = values(run_trainer.snapshot())
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert changed == ["rng/cpu"]  # neither weights nor their average nor the optimizer were touched
