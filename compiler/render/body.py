@@ -115,6 +115,8 @@ class Body:
     ahead: bool = False
 
     def __post_init__(self) -> None:
+        self._branch_texts: dict[tuple[Guarded, ...], tuple[Sequence[str], set[str]]] = {}
+        self._condition_texts: dict[tuple[Where, Where], tuple[set[str], str]] = {}
         self.names = {**{name: name for name, _, _ in self.merged.inputs()}, **self.names}
         self.alive |= {fact.name for fact in self.facts}
         for ref, name in self.names.items():
@@ -161,14 +163,24 @@ class Body:
             yield from (text for _, text in run) if common else self._branches(run, every)
 
     def _branches(self, lines: Sequence[Guarded], every: Where) -> Sequence[str]:
-        """Returns the text of guarded lines, with as few conditions as possible.
+        """Returns the text of guarded lines, with as few conditions as possible, and notes the facts that it tests."""
+        key = (*lines, (every, ""))  # statements within statements reach the same lines many times
+        if key not in self._branch_texts:
+            before, self.conditions = self.conditions, set()
+            text = self._fewest_tests(_grouped(lines), every)
+            self._branch_texts[key], self.conditions = (text, self.conditions), before
+        text, conditions = self._branch_texts[key]
+        self.conditions |= conditions
+        return text
+
+    def _fewest_tests(self, groups: Sequence[Group], every: Where) -> Sequence[str]:
+        """Returns the text of groups of guarded lines.
 
         Adjacent lines of the same variants form a group. A statement contains one group, two groups with opposite
         conditions, or several groups in the two branches of one fact. `best[n]` is the best text of the first n groups
         (dynamic programming).
         """
-        groups = _grouped(lines)
-        best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), self.conditions)]
+        best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), set())]
         for end in range(1, len(groups) + 1):
             options = []
             for start in range(end):
@@ -242,7 +254,15 @@ class Body:
     def condition(self, where: Where, every: Where | None = None) -> str:
         """Returns a Python condition that is true in the variants `where`, and false in the other variants of `every`,
         by default all variants. Raises Indistinguishable if no facts distinguish them."""
-        every = self.merged.every if every is None else every
+        key = where, self.merged.every if every is None else every
+        if key not in self._condition_texts:
+            self._condition_texts[key] = self._tests(*key)
+        names, text = self._condition_texts[key]
+        self.conditions |= names
+        return text
+
+    def _tests(self, where: Where, every: Where) -> tuple[set[str], str]:
+        """Returns the names of the facts in a condition of `condition`, and its text."""
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         facts = sorted(self.facts, key=lambda fact: fact.name not in STATE and fact.name not in read)
         options = [
@@ -255,8 +275,7 @@ class Body:
                 names, texts, variants = zip(*some, strict=True)
                 for word, combined in ((" and ", frozenset.intersection), (" or ", frozenset.union)):
                     if combined(*variants) & every == where:
-                        self.conditions |= set(names)
-                        return word.join(texts)
+                        return set(names), word.join(texts)
         raise Indistinguishable(f"no facts distinguish the variants {sorted(where)} of {self.merged.variants[0].name}")
 
     # Values
