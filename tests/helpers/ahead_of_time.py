@@ -22,10 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from specc.compiler.build import model_files
 from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.plan.plan import Plan
 from specc.compiler.targets import Target
 from specc.runtime.dtypes import DTYPES
+from specc.runtime.model.load import import_file
 
 MULTIPROCESSORS = {80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170}  # of the largest GPU
 THREADS, REGISTERS = 1024, 65536  # of a thread block
@@ -154,3 +157,35 @@ def jit_functions(module: ModuleType) -> set[str]:
 def launch_site(site: Site, function: Any, sizes: Mapping[str, int]) -> None:
     """Calls the function of a generated file within `gpu_of`, with tensors of the types of its site."""
     function(*inputs_on_gpu(site.inputs, site.node.op.site_sizes(sizes)))
+
+
+def compile_plan(plan: Plan, folder: Path, sizes: Sequence[Mapping[str, int]], only: str = "") -> list[Launch]:
+    """Compiles every Triton kernel of a plan, for its target.
+
+    Args:
+        plan: the plan of a model.
+        folder: an empty folder, for the generated files.
+        sizes: the sizes of the symbolic dims of each call; `Op.site_sizes` makes them consistent.
+        only: a text in the names of the modules to compile.
+
+    Returns:
+        The launches of the functions of all nodes with a kernel, for all sizes.
+
+    Raises:
+        AssertionError: if a call launches nothing, or a kernel is launched by no call.
+    """
+    for name, text in model_files(plan).items():
+        (folder / name).write_text(text)
+    chosen = {choice.rendered.module: choice for choice in plan.choices if only in choice.rendered.module}
+    every: list[Launch] = []
+    for name, choice in chosen.items():
+        if choice.kernel.language != "triton" or not choice.rendered.function:
+            continue
+        module = import_file(folder, name)
+        with gpu_of(plan.target) as launches:
+            for each in sizes:
+                launch_site(choice.site, getattr(module, choice.rendered.function), each)
+        unused = jit_functions(module) - {launch.kernel for launch in launches}
+        assert launches and not unused, f"{name} launches {len(launches)} kernels, and not {unused}"
+        every += launches
+    return every
