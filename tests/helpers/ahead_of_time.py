@@ -166,7 +166,7 @@ def compile_plan(plan: Plan, folder: Path, sizes: Sequence[Mapping[str, int]], o
         plan: the plan of a model.
         folder: an empty folder, for the generated files.
         sizes: the sizes of the symbolic dims of each call; `Op.site_sizes` makes them consistent.
-        only: a text in the names of the modules to compile.
+        only: a pattern in the names of the modules to compile.
 
     Returns:
         The launches of the functions of all nodes with a kernel, for all sizes.
@@ -176,7 +176,7 @@ def compile_plan(plan: Plan, folder: Path, sizes: Sequence[Mapping[str, int]], o
     """
     for name, text in model_files(plan).items():
         (folder / name).write_text(text)
-    chosen = {choice.rendered.module: choice for choice in plan.choices if only in choice.rendered.module}
+    chosen = {choice.rendered.module: choice for choice in plan.choices if re.search(only, choice.rendered.module)}
     every: list[Launch] = []
     for name, choice in chosen.items():
         if choice.kernel.language != "triton" or not choice.rendered.function:
