@@ -48,8 +48,10 @@ def test_steps_of_decoding_fit_onto_gpus(name: str, tmp_path: Path) -> None:
     plan = pipeline.decoding_plan(spec, target, "")
     kernels = checked(compile_plan(plan, tmp_path, (STEP, TEXTS), modules), tmp_path)
     assert any("attention" in kernel for kernel in kernels)
-    assert any("row_linear" in kernel for kernel in kernels) == any("rope_write" in kernel for kernel in kernels) == (
-        modules == ""
+    assert (
+        any("row_linear" in kernel for kernel in kernels)
+        == any("rope_write" in kernel for kernel in kernels)
+        == (modules == "")
     )
     assert ("to_codes_kernel" in kernels) == ("dtype" in cache) and "join_kernel" in kernels
 
@@ -92,5 +94,3 @@ def test_all_kernels_of_a_spec_fit_onto_gpus(path: Path, target: str, tmp_path: 
         folder = tmp_path / name
         folder.mkdir()
         checked(compile_plan(plan, folder, sizes), folder)
-
-
