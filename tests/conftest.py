@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cards import USUAL, gigabytes_of, memory_limit, memory_of_one_test, use_card_of_worker
 from tiers import Trials, done_today, record
 
 # On matrices as small as those of tests, threads only wait for each other. Torch reads this when it is imported.
@@ -41,6 +42,7 @@ def _keep_temporary_folders_in_memory() -> None:
 
 
 _keep_temporary_folders_in_memory()  # before pytest creates the first; processes of pytest-xdist inherit it
+use_card_of_worker()  # before Torch is imported
 gc.disable()  # while modules are imported and tests collected: nothing of it becomes garbage
 
 
@@ -82,6 +84,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
         config.stash[LEFT_OUT].append(f"{len(left_out)} {marker} tests deselected: {reason}")
+    limit = memory_limit()
+    if limit is not None and (large := [item for item in items if gigabytes_of(item) > max(limit, USUAL)]):
+        items[:] = [item for item in items if item not in large]
+        config.hook.pytest_deselected(items=large)
+        config.stash[LEFT_OUT].append(f"{len(large)} gpu tests deselected: they need more than {limit:g} GB of a GPU")
     if hasattr(config, "workeroutput"):  # a process of pytest-xdist, which has no terminal
         config.workeroutput["left_out"] = config.stash[LEFT_OUT]
 
@@ -109,6 +116,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Iterator[Any]:
     if report.when == "call" and not report.skipped:
         item.stash[PASSED] = report.passed
     return report
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The memory that a test with the marker `gpu` may allocate."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with memory_of_one_test(memory_limit()):
+        yield
 
 
 @pytest.fixture

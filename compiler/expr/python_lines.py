@@ -122,11 +122,13 @@ def _pairs(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _items(text: str) -> list[str]:
-    """Splits text at commas outside of brackets."""
-    depth, items, last = 0, [], 0
+    """Splits text at commas outside of brackets and string literals. Generated literals have no escapes."""
+    depth, items, last, quote = 0, [], 0, ""
     for i, char in enumerate(text):
+        if char in "\"'" and quote in ("", char):
+            quote = "" if quote else char
         depth += (char in BRACKETS) - (char in BRACKETS.values())
-        if char == "," and depth == 0:
+        if char == "," and depth == 0 and not quote:
             items.append(text[last:i].strip())
             last = i + 1
     return [item for item in (*items, text[last:].strip()) if item]

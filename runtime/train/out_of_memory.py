@@ -96,9 +96,11 @@ class Advice:
 
 
 def capacity_of(device: torch.device) -> int:
-    """Returns the bytes of GPU memory that the tensors of this process may use, including those in use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device))
+    """Returns the bytes of a GPU that the tensors of this process may use, those in use included. The allocator may be
+    limited to a share of the GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return int(min(free + torch.cuda.memory_reserved(device), limit))
 
 
 @contextmanager

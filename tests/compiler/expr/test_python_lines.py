@@ -18,6 +18,7 @@ LONG = [
     "grad = aaaaaaaaaa * (bbbbbbbbbbbbbb * cccccccccc * (dddddddddddd + eeeeeeee)) * ffffffffff",
     "grad = (aaaaaaaaaaaaaa * (bbbbbbbbbbbbbb + cccccccccc) * ddddddddd) * eeeeeeee * (ffffffffffff + gggg)",
     "grad = a * (1.0 + b * (cccccccccccccccc * dddddddddddddd * (eeeeeeeeeeeeeeee + ffffffffff * gggggggggg)))",
+    'y = torch.einsum("...hn,hnk->...hk", aaaaaaaaaaaaaa.unflatten(-1, (H, C)), bbbbbbbbbbbbb.unflatten(0, (H, -1)))',
     "    hidden = aaaaaaaaaa(b)[:, None] + cccccc(ddddd)[:, None, 0]",
 ]
 

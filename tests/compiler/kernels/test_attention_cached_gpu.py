@@ -62,6 +62,8 @@ def test_all_layouts_scores_and_lengths(name: str, folder: Path) -> None:
         pytest.skip("needs e4m3")
     op, site = op_of(name, case, folder), case.site()
     for seed, (lengths, each) in enumerate(TEXTS):
+        if lengths[0] < case.prefix:  # the reference would read keys of the prefix that the cache does not have yet
+            continue
         given = on_gpu(cached_inputs(case, site, lengths, each, seed, apart=5))
         y = op(*given)
         near(y, exact(site, given))

@@ -15,7 +15,7 @@ from specc.compiler.spec.check import load
 from specc.runtime.bench.step import WARM_UP, random_trainer
 from specc.runtime.model.load import instantiate
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(gigabytes=40)  # what the largest forecast needs
 
 
 @pytest.mark.parametrize(

@@ -160,4 +160,4 @@ def test_a_second_start_compiles_nothing(tmp_path: Path, root: Path) -> None:
     assert len(starts) == 2 and files[0] and {path: files[1].get(path) for path in files[0]} == files[0]
     assert not [path for path in files[1].keys() - files[0].keys() if path.suffix in (".so", ".cubin")]
     compiling = [start["trace"] + start.get("nvcc", 0.0) for start in starts]
-    assert compiling[1] < 0.5 * compiling[0] and starts[1]["seconds"] < 10
+    assert compiling[1] < 0.5 * compiling[0] and starts[1]["seconds"] < starts[0]["seconds"]

@@ -1,5 +1,6 @@
 """The advice after a GPU ran out of memory fits by the forecast, and no smaller change does."""
 
+import gc
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.runtime.errors import RunFailure
 from specc.runtime.train import train as module
-from specc.runtime.train.out_of_memory import GENERAL, MARGIN, Advice, out_of_memory_named
+from specc.runtime.train.out_of_memory import GENERAL, MARGIN, Advice, capacity_of, out_of_memory_named
 from specc.runtime.train.train import TrainOptions, train
 
 MLP35 = SPEC.with_name("gpt_mlp35.yaml")
@@ -81,6 +82,16 @@ def test_memory_that_is_full_before_the_first_step_ends_with_the_hint(
     assert caught.value.exit_code == 4 and "train." in caught.value.hint
 
 
+@pytest.mark.parametrize(("share", "wanted"), [(1.0, 5 << 30), (0.1, 2 << 30)])
+def test_memory_is_what_is_free_of_the_share_of_this_process(
+    share: float, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 << 30, 20 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 30)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
+    assert capacity_of(torch.device("cuda")) == wanted
+
+
 def test_other_errors_pass() -> None:
     with pytest.raises(ValueError, match="other"), out_of_memory_named("now", lambda: GENERAL):
         raise ValueError("other")
@@ -93,12 +104,15 @@ def test_a_run_that_does_not_fit_names_a_micro_batch_that_does(tmp_path: Path) -
     spec = load(SPEC, (*rows, "train.steps=2", "train.schedule={warmdown_steps: 1}"))[0]
     wanted = forecast(spec, micro_batch=200)
     total = torch.cuda.get_device_properties(0).total_memory
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(wanted / total)
     try:
         with pytest.raises(RunFailure, match="out of GPU memory") as caught:
             train(options_for(spec, tmp_path / "large", "sm90"), lambda line: None)
         (fits,) = re.findall(r"micro_batch: (\d+) instead of 512", caught.value.hint)
+        del caught  # the frames of its traceback have the tensors of the run
+        gc.collect()
         fewer = spec.model_copy(update={"train": spec.train.model_copy(update={"micro_batch": int(fits)})})
         torch.cuda.empty_cache()
         train(options_for(fewer, tmp_path / "fits", "sm90"), lambda line: None)

@@ -1,5 +1,6 @@
 """Training with recomputed parts: the same bits as without."""
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,5 +100,6 @@ def test_on_a_gpu_losses_are_equal_and_memory_is_smaller(part: str, tmp_path: Pa
         peaks.append(torch.cuda.max_memory_allocated() - before)
         trainer.loader.close()
         del trainer
+        gc.collect()  # CUDA graphs hold its memory
     assert results[1] == pytest.approx(results[0], rel=2e-3)  # kernels of Torch's compiler may round differently
     assert peaks[1] < 0.95 * peaks[0]
