@@ -1,8 +1,8 @@
 """A process of test_damage.py: a fuzzer that follows the coverage of the readers of an artifact (atheris, libFuzzer).
 
-usage: fuzz_artifact.py SECONDS CORPUS REPORT. It ends after SECONDS of its own processor time, or at the first input that
-a reader neither reads nor refuses, with a code that is not 0. CORPUS has the inputs to begin with, and takes those that
-reach new code. REPORT, a file, becomes one JSON object.
+usage: fuzz_artifact.py SECONDS CORPUS REPORT. It ends after SECONDS of its own processor time, or at the first input
+that a reader neither reads nor refuses, with a code that is not 0. CORPUS has the inputs to begin with, and takes those
+that reach new code. REPORT, a file, becomes one JSON object.
 """
 
 import hashlib
@@ -84,8 +84,7 @@ class Draft:
     def data(self) -> bytes:
         """The artifact, with true digests."""
         rows = (
-            ENTRY.pack(*row, hashlib.sha256(body).digest())
-            for row, body in zip(self.entries, self.bodies, strict=True)
+            ENTRY.pack(*row, hashlib.sha256(body).digest()) for row, body in zip(self.entries, self.bodies, strict=True)
         )
         head = self.prefix + b"".join(rows)
         return head + hashlib.sha256(head).digest() + b"".join(self.bodies)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,39 @@ ROUND = 100  # kills after which a soak that is stopped need not repeat them
 TESTS = Path(__file__).parents[1]
 
 
-@soak("C24", kills=2_000)
+# The writers, and their tests.
+KILLED = {
+    "training": "test_training_goes_on_from_the_newest_checkpoint[1]",
+    "training by two processes": "test_training_goes_on_from_the_newest_checkpoint[2]",
+    "quantizing": "test_quantizing_leaves_the_old_or_the_new",
+    "exporting": "test_exporting_leaves_the_old_or_the_new",
+}
+
+
+def kill(writers: Mapping[str, str], kills: int, config: pytest.Config) -> None:
+    """Kills every writer so often, in rounds. The tests of training by several processes are of `make soak`."""
+    command = [sys.executable, "-m", "pytest", "-m", "soak or not soak", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    assert config.cache is not None
+    for writer, test in writers.items():
+        sizes = {f"{first} of {kills}": min(ROUND, kills - first) for first in range(0, kills, ROUND)}
+        for name in rounds_left(config.cache, f"C24 {writer}", [*sizes]):
+            environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
+            path = f"{TESTS / 'runtime' / 'storage' / 'test_killed.py'}::{test}"
+            words = [*command, "--timeout", "0", "-q", path]
+            done = subprocess.run(words, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
+
+
+@soak("C24", writers=4, kills_of_each=500)
 def test_kills_of_training_quantizing_and_exporting(trials: Trials, pytestconfig: pytest.Config) -> None:
-    """A half of the kills hit training, a quarter quantizing, a quarter exporting. A round has 100."""
-    kills = trials["kills"]
-    sizes = {f"{first} of {kills}": min(ROUND, kills - first) for first in range(0, kills, ROUND)}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "0", "-q"]
-    for name in rounds_left(pytestconfig.cache, "C24", [*sizes]):  # type: ignore[arg-type]
-        environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
-        test = str(TESTS / "runtime" / "storage" / "test_killed.py")
-        done = subprocess.run([*command, test], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:]
+    assert len(KILLED) == trials["writers"]
+    kill(KILLED, trials["kills_of_each"], pytestconfig)
+
+
+@soak("C24", kills=500)
+def test_kills_of_training_by_eight_processes(trials: Trials, pytestconfig: pytest.Config) -> None:
+    """A half of the kills hit all processes at once, the others one of them."""
+    kill({"eight": "test_training_goes_on_from_the_newest_checkpoint[8]"}, trials["kills"], pytestconfig)
 
 
 @soak("C29", killed_ranks=20, hung_ranks=10)
