@@ -114,8 +114,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
 
 class Servers:
     """A Python that has imported torch, as a process of `specc` does in its first seconds; and, for many kills, one
-    that has trained, quantized and exported, so that a process is at work at once. A context of a GPU does not outlive a
-    fork."""
+    that has trained, quantized and exported, so that its forks are at work at once. Not on a GPU, whose context does
+    not outlive a fork."""
 
     def __init__(self, whole: Whole) -> None:
         self.cold = ForkServer("from specc.cli.app import main" + ("; import torch._dynamo" if TARGET == "cpu" else ""))
