@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,39 +20,43 @@ ROUND = 100  # kills after which a soak that is stopped need not repeat them
 TESTS = Path(__file__).parents[1]
 
 
-# The writers, and their tests.
-KILLED = {
-    "training": "test_training_goes_on_from_the_newest_checkpoint[1]",
-    "training by two processes": "test_training_goes_on_from_the_newest_checkpoint[2]",
-    "quantizing": "test_quantizing_leaves_the_old_or_the_new",
-    "exporting": "test_exporting_leaves_the_old_or_the_new",
-}
-
-
-def kill(writers: Mapping[str, str], kills: int, config: pytest.Config) -> None:
-    """Kills every writer so often, in rounds. The tests of training by several processes are of `make soak`."""
+def kill(test: str, trials: Trials, config: pytest.Config) -> None:
+    """Runs a test of kills in rounds. Those of exporting and of training by several processes are of `make soak`."""
     command = [sys.executable, "-m", "pytest", "-m", "soak or not soak", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    kills, path = trials["kills"], TESTS / "runtime" / "storage" / "test_killed.py"
+    sizes = {f"{first} of {kills}": min(ROUND, kills - first) for first in range(0, kills, ROUND)}
     assert config.cache is not None
-    for writer, test in writers.items():
-        sizes = {f"{first} of {kills}": min(ROUND, kills - first) for first in range(0, kills, ROUND)}
-        for name in rounds_left(config.cache, f"C24 {writer}", [*sizes]):
-            environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
-            path = f"{TESTS / 'runtime' / 'storage' / 'test_killed.py'}::{test}"
-            words = [*command, "--timeout", "0", "-q", path]
-            done = subprocess.run(words, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
+    for name in rounds_left(config.cache, f"C24 {test}", [*sizes]):
+        environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
+        words = [*command, "--timeout", "0", "-q", f"{path}::{test}"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
 
 
-@soak("C24", writers=4, kills_of_each=500)
-def test_kills_of_training_quantizing_and_exporting(trials: Trials, pytestconfig: pytest.Config) -> None:
-    assert len(KILLED) == trials["writers"]
-    kill(KILLED, trials["kills_of_each"], pytestconfig)
+@soak("C24", kills=500)
+def test_kills_of_training(trials: Trials, pytestconfig: pytest.Config) -> None:
+    kill("test_training_goes_on_from_the_newest_checkpoint[1]", trials, pytestconfig)
+
+
+@soak("C24", kills=500)
+def test_kills_of_training_by_two_processes(trials: Trials, pytestconfig: pytest.Config) -> None:
+    """A part of the kills hit both processes at once, the others one of them."""
+    kill("test_training_goes_on_from_the_newest_checkpoint[2]", trials, pytestconfig)
 
 
 @soak("C24", kills=500)
 def test_kills_of_training_by_eight_processes(trials: Trials, pytestconfig: pytest.Config) -> None:
-    """A half of the kills hit all processes at once, the others one of them."""
-    kill({"eight": "test_training_goes_on_from_the_newest_checkpoint[8]"}, trials["kills"], pytestconfig)
+    kill("test_training_goes_on_from_the_newest_checkpoint[8]", trials, pytestconfig)
+
+
+@soak("C24", kills=500)
+def test_kills_of_quantizing(trials: Trials, pytestconfig: pytest.Config) -> None:
+    kill("test_quantizing_leaves_the_old_or_the_new", trials, pytestconfig)
+
+
+@soak("C24", kills=500)
+def test_kills_of_exporting(trials: Trials, pytestconfig: pytest.Config) -> None:
+    kill("test_exporting_leaves_the_old_or_the_new", trials, pytestconfig)
 
 
 @soak("C29", killed_ranks=20, hung_ranks=10)
