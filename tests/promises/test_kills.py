@@ -23,7 +23,7 @@ TESTS = Path(__file__).parents[1]
 def kill(test: str, trials: Trials, config: pytest.Config) -> None:
     """Runs a test of kills in rounds. Those of exporting and of training by several processes are of `make soak`."""
     command = [sys.executable, "-m", "pytest", "-m", "soak or not soak", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    kills, path = trials["kills"], TESTS / "runtime" / "storage" / "test_killed.py"
+    (kills,), path = trials.values(), TESTS / "runtime" / "storage" / "test_killed.py"
     sizes = {f"{first} of {kills}": min(ROUND, kills - first) for first in range(0, kills, ROUND)}
     assert config.cache is not None
     for name in rounds_left(config.cache, f"C24 {test}", [*sizes]):
@@ -33,28 +33,28 @@ def kill(test: str, trials: Trials, config: pytest.Config) -> None:
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
 
 
-@soak("C24", kills=500)
+@soak("C24", kills_of_training=500)
 def test_kills_of_training(trials: Trials, pytestconfig: pytest.Config) -> None:
     kill("test_training_goes_on_from_the_newest_checkpoint[1]", trials, pytestconfig)
 
 
-@soak("C24", kills=500)
+@soak("C24", kills_of_training_by_two_processes=500)
 def test_kills_of_training_by_two_processes(trials: Trials, pytestconfig: pytest.Config) -> None:
     """A part of the kills hit both processes at once, the others one of them."""
     kill("test_training_goes_on_from_the_newest_checkpoint[2]", trials, pytestconfig)
 
 
-@soak("C24", kills=500)
+@soak("C24", kills_of_training_by_eight_processes=500)
 def test_kills_of_training_by_eight_processes(trials: Trials, pytestconfig: pytest.Config) -> None:
     kill("test_training_goes_on_from_the_newest_checkpoint[8]", trials, pytestconfig)
 
 
-@soak("C24", kills=500)
+@soak("C24", kills_of_quantizing=500)
 def test_kills_of_quantizing(trials: Trials, pytestconfig: pytest.Config) -> None:
     kill("test_quantizing_leaves_the_old_or_the_new", trials, pytestconfig)
 
 
-@soak("C24", kills=500)
+@soak("C24", kills_of_exporting=500)
 def test_kills_of_exporting(trials: Trials, pytestconfig: pytest.Config) -> None:
     kill("test_exporting_leaves_the_old_or_the_new", trials, pytestconfig)
 
