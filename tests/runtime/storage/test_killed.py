@@ -134,7 +134,8 @@ with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), cont
     codes = [run(words) for words in {commands}]
 assert codes == [0, 0, 0], codes
 """
-            self.warm = ForkServer(code)
+            # A fork has no threads of OpenMP, and would wait for those that its server has used.
+            self.warm = ForkServer(code, environment={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def close(self) -> None:
         for server in (self.cold, self.warm):
