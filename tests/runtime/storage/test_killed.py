@@ -36,6 +36,7 @@ TARGET = os.environ.get("SPECC_KILL_TARGET", "cpu")
 NOISE = float(os.environ.get("SPECC_KILL_NOISE", "1e-2"))
 TRAINING, OTHERS = KILLS or 2, KILLS or 1  # kills of each test
 WORTH = 20  # kills from which on it pays to prepare a process that has already trained
+COLD = 0.05  # of these kills hit processes that have not
 ALONE = 60.0  # seconds in which the other processes end after the death of one
 STEPS = 30
 SMALL = (
@@ -176,7 +177,7 @@ class Victim:
         self.chance = random.Random(f"{SEED} {name}")
         # A cache of its own: what is made once for all runs is interrupted too.
         self.env = {**environment(), "XDG_CACHE_HOME": str(folder / "cache")}
-        self.starting = 0.0  # seconds until a process that has only imported torch is at work: measured as it goes
+        self.starting = {True: 0.0, False: 0.0}  # seconds until it is at work, cold or warm: measured as it goes
 
     def start(self, words: list[str], cold: bool = False) -> Job:
         server = self.servers.cold if cold or self.servers.warm is None else self.servers.warm
@@ -213,19 +214,18 @@ class Victim:
     def strike(self, words: list[str], at_work: Callable[[], bool], seconds: float) -> bool:
         """Kills it while it starts, one time in five, or within `seconds` of being at work; False where it was
         faster."""
-        early, share = self.starting > 0 and self.chance.random() < 0.2, self.chance.random()
+        cold = self.servers.warm is None or self.chance.random() < COLD
+        early, share = self.starting[cold] > 0 and self.chance.random() < 0.2, self.chance.random()
         alone = not early and self.processes > 1 and self.chance.random() < 0.5
-        cold = early or not self.starting or self.chance.random() < 0.1
         began = time.monotonic()
         job = self.start(words, cold)
         try:
             if early:
-                self._sleep(job, share * self.starting)
+                self._sleep(job, share * self.starting[cold])
             else:
                 while not job.ended() and not at_work():
                     time.sleep(0.0005)
-                if cold:
-                    self.starting = time.monotonic() - began
+                self.starting[cold] = time.monotonic() - began
                 self._sleep(job, share * seconds)
             killed = self.chance.choice(job.processes) if alone else None
             if killed is not None:
