@@ -68,6 +68,10 @@ WRITERS = {
         f"train {SPEC} --run {{room}}/new --data {{room}}/text --target cpu --resume auto {SMALL}", (), (3, 4)
     ),
     "build": Writer(f"build {SPEC} --into {{room}}/generated"),
+    "submission": Writer("export {room}/run --format submission --target cpu --out {room}/submission --force"),
+    "eval": Writer("eval {room}/run --data {room}/text --max-tokens 64"),
+    "report": Writer("report {room}/run --out {room}/x --no-samples", ("x",)),
+    "tokenizer": Writer("data tokenizer {room}/text --vocab 280 --out {room}/x.json"),
 }
 
 

@@ -28,7 +28,7 @@ def kill(test: str, trials: Trials, config: pytest.Config) -> None:
     assert config.cache is not None
     for name in rounds_left(config.cache, f"C24 {test}", [*sizes]):
         environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
-        words = [*command, "--timeout", "0", "-q", f"{path}::{test}"]
+        words = [*command, "--timeout", "0", "-v", f"{path}::{test}"]
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
 
