@@ -34,7 +34,8 @@ test: check
 	@if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pytest -m gpu; else echo "no NVIDIA GPU here: GPU tests were not run"; fi
 
 # The numbers of docs/promises.md, one promise after the other. It takes hours; a run that was stopped goes on where it
-# was on the same day. SPECC_SOAK_SHARE=0.1 runs a tenth.
+# was on the same day. SPECC_SOAK_SHARE=0.1 runs a tenth. The fuzzer is not in the environment: `pip install atheris`
+# adds it, and without it that test is skipped, and has no result.
 soak: setup
 	$(BIN)/python -m pytest -m 'soak and not gpu' -p no:xdist --timeout 0
 	$(BIN)/python docs/generate.py --write

@@ -59,8 +59,6 @@ class Op:
     linear_in: ClassVar[int] = 0
     # Its Torch code concatenates values, so that Torch's compiler stores its result and never computes it again.
     concatenates: ClassVar[bool] = False
-    # Temporary values of the size of the first input that its code for the CPU has at once.
-    temporaries: ClassVar[int] = 0
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
 

@@ -143,7 +143,6 @@ class SoftmaxLoss(Op):
     work: ClassVar[str] = "softmax and loss"
     rowwise: ClassVar[bool] = True
     by_chunks: ClassVar[bool] = True
-    temporaries: ClassVar[int] = 4  # log_p, slope, and two of their products with the gradient
     vocab: int
     reduction: Literal["mean", "none"]
     f: str = "z"

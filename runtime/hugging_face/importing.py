@@ -28,6 +28,7 @@ from specc.runtime.hugging_face.tokenizer_files import is_byte_level
 from specc.runtime.log import Say
 from specc.runtime.model.load import choose_target
 from specc.runtime.storage import checkpoint, committed
+from specc.runtime.storage.atomic import create_folder
 from specc.runtime.storage.run_directory import Run, default_run, lasting, locked, require_free
 from specc.runtime.storage.safetensors_stream import Entry, stream
 
@@ -116,7 +117,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
     with locked(directory):
         data = lasting(options.data or spec.train.data.usual)
         run = Run(directory, spec, choose_target(spec, None), data, options.overrides)
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        create_folder(run.checkpoints)
         entries = [Entry(key, torch.float32, shapes[key]) for row in rows for key in row.parameters]
         if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # remains of an interrupted import
             committed.discard(left)
@@ -124,7 +125,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         run.create(folder.carried)
         Origin.from_dtypes({name: folder.tensors[name].dtype for row in rows for name in row.tensors}).write(run)
         if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
+            create_folder(place.parent)
             replace_file(place, text)
     count = sum(entry.size for entry in entries) // torch.float32.itemsize
     return Imported(family, spec, place, directory, fitted.ignored, count)

@@ -48,6 +48,17 @@ def write_all(descriptor: int, part: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def create_folder(folder: Path) -> None:
+    """Creates a folder, with its parents, if it does not exist, and syncs the entry of each that is new.
+
+    Without the sync, a power failure may remove a new folder with all files in it, although these were synced.
+    """
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in new:
+        sync_folder(place.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Syncs the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

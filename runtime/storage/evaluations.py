@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specc.runtime.errors import cannot_write
-from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.atomic import create_folder, write_atomically
 
 FOLDER = "evaluations"
 
@@ -20,7 +20,7 @@ def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
     folder = run / FOLDER
     name = f"{Path(str(facts['file'])).stem}-{str(facts['sha256'])[:8]}-{facts['model']}.json"
     try:
-        folder.mkdir(exist_ok=True)
+        create_folder(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
     text = json.dumps(dict(facts), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

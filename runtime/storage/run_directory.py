@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import GENERATED
 from specc.compiler.strict import StrictModel, later
 from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
-from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.atomic import create_folder, write_atomically
 from specc.runtime.storage.committed import COMMIT
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.records import Records
@@ -153,9 +152,9 @@ class Run:
         require_free(self.directory)
         try:
             for folder in (*([self.files] if files else []), self.generated, self.checkpoints, self.quantized):
-                folder.mkdir(parents=True, exist_ok=True)
+                create_folder(folder)
             for file in files:
-                shutil.copyfile(file, self.files / file.name)
+                write_atomically(self.files / file.name, [file.read_bytes()])
         except OSError as error:
             raise cannot_write(self.directory, error) from error
         if self.lock.targets:
@@ -277,7 +276,7 @@ def locked(directory: Path) -> Iterator[None]:
     created.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        create_folder(directory)
         lock = FileLock(directory / ".lock")
         lock.acquire(timeout=0)
     except Timeout:

@@ -15,7 +15,7 @@ from specc.runtime.errors import ExportError, IntegrityError, RunFailure, cannot
 from specc.runtime.model.load import choose_target
 from specc.runtime.open_model import Say, as_trained, read_verified
 from specc.runtime.quantize.written_artifact import write_quantized
-from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.atomic import create_folder, write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
 from specc.runtime.storage.run_directory import Run
@@ -87,7 +87,7 @@ def export_submission(
     text = _code(run, targets, search, codec)
     with _removed_on_failure(out, weights):
         try:
-            out.mkdir(parents=True, exist_ok=True)
+            create_folder(out)
             code.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(out, error) from error

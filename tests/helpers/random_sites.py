@@ -190,9 +190,9 @@ def surrounded(value: Tensor) -> tuple[Tensor, Tensor]:
 def inexact(kernel: Kernel, judge: Judge, op: Callable[..., Any]) -> Iterator[str]:
     """Yields the outputs of a kernel that are less exact than those of plain Torch, or not written.
 
-    The largest error is at most twice that of plain Torch, and the RMS error at most as large. Of few numbers, where
-    chance decides, the RMS error may be twice as large too; both may be SUMS times as large for sums over all rows,
-    such as gradients of tables of scores, which are a few numbers that plain Torch may hit.
+    The bounds are chosen, not proven. The largest error is at most twice that of plain Torch, and the RMS error about
+    as large. Of few numbers, where chance decides, the RMS error may be twice as large too. Both may be SUMS times as
+    large for sums over all rows, such as gradients of tables of scores: few numbers, which plain Torch may hit.
     """
     outputs = judge.call(op)
     labels = judge.site.node.op.output_labels or ("",) * len(judge.exact)

@@ -1,6 +1,9 @@
 """Damaged and hostile artifacts: refused before anything is handed out, in bounded time and memory."""
 
+import json
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -8,7 +11,8 @@ import brotli
 import pytest
 from artifact_damage import forge, in_process, mutated, parts_of
 from export_samples import SMALL, Layout, assert_same, layout_of, spec_of, write
-from tiers import Trials, tiers
+from run_samples import HELPERS
+from tiers import Trials, rounds_left, soak, tiers
 
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact import sections
@@ -68,6 +72,43 @@ def test_mutated_headers_are_refused_or_say_the_same(trials: Trials, tmp_path: P
         accepted += 1
         assert_same(artifact, SMALL, tensors)
     assert slowest < 1 and accepted > 0
+
+
+ROUND = 300  # seconds of fuzzing that a soak that is stopped need not repeat
+# Messages from each stage of reading. A fuzzer whose inputs all fail in the header would not see the last of these.
+DEEP = (
+    "its header is damaged",
+    "section # has the unknown kind #",
+    "its spec is not valid for this version",
+    "its sections do not have the sizes that its spec requires",
+    "its table of arrays cannot be read",
+    "an array of the table",
+    "section # is not a valid brotli stream",
+    "section # is not a valid lzma stream",
+    "section # expands to more than the # bytes that the header declares",
+    "the row order of section # is not a permutation",
+)
+
+
+@soak("C22", seconds_of_fuzzing=3_600)
+def test_a_fuzzer_that_follows_coverage(trials: Trials, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Processor time. Every reader refuses an input within a second, or reads it: the same contents, which can be
+    written again. The corpus of a soak that was stopped is used further."""
+    pytest.importorskip("atheris", reason="needs the fuzzer: pip install atheris")
+    seconds = trials["seconds_of_fuzzing"]
+    sizes = {f"{first} of {seconds}": min(ROUND, seconds - first) for first in range(0, seconds, ROUND)}
+    cache = pytestconfig.cache
+    assert cache is not None
+    corpus, report = cache.mkdir("fuzz_artifact"), tmp_path / "report"
+    for name in rounds_left(cache, "C22", [*sizes]):
+        words = [str(HELPERS / "fuzz_artifact.py"), str(sizes[name]), str(corpus), str(report)]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, errors="replace")
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        result = json.loads(report.read_text())
+        print(name, result)
+        assert result["accepted"] > 0 and result["slowest"] < 1
+        if sizes[name] == ROUND:
+            assert [message for message in DEEP if message not in result["messages"]] == []
 
 
 @tiers("C23", bombs=(13, 50))

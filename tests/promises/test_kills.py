@@ -20,17 +20,43 @@ ROUND = 100  # kills after which a soak that is stopped need not repeat them
 TESTS = Path(__file__).parents[1]
 
 
-@soak("C24", kills=2_000)
-def test_kills_of_training_quantizing_and_exporting(trials: Trials, pytestconfig: pytest.Config) -> None:
-    """A half of the kills hit training, a quarter quantizing, a quarter exporting. A round has 100."""
-    kills = trials["kills"]
+def kill(test: str, trials: Trials, config: pytest.Config) -> None:
+    """Runs a test of kills in rounds. Those of exporting and of training by several processes are of `make soak`."""
+    command = [sys.executable, "-m", "pytest", "-m", "soak or not soak", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    (kills,), path = trials.values(), TESTS / "runtime" / "storage" / "test_killed.py"
     sizes = {f"{first} of {kills}": min(ROUND, kills - first) for first in range(0, kills, ROUND)}
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--timeout", "0", "-q"]
-    for name in rounds_left(pytestconfig.cache, "C24", [*sizes]):  # type: ignore[arg-type]
+    assert config.cache is not None
+    for name in rounds_left(config.cache, f"C24 {test}", [*sizes]):
         environment = {**os.environ, "SPECC_KILLS": str(sizes[name]), "SPECC_KILL_SEED": str(int(time.time()))}
-        test = str(TESTS / "runtime" / "storage" / "test_killed.py")
-        done = subprocess.run([*command, test], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-4000:]
+        words = [*command, "--timeout", "0", "-v", f"{path}::{test}"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-4000:]
+
+
+@soak("C24", kills_of_training=500)
+def test_kills_of_training(trials: Trials, pytestconfig: pytest.Config) -> None:
+    kill("test_training_goes_on_from_the_newest_checkpoint[1]", trials, pytestconfig)
+
+
+@soak("C24", kills_of_training_by_two_processes=500)
+def test_kills_of_training_by_two_processes(trials: Trials, pytestconfig: pytest.Config) -> None:
+    """A part of the kills hit both processes at once, the others one of them."""
+    kill("test_training_goes_on_from_the_newest_checkpoint[2]", trials, pytestconfig)
+
+
+@soak("C24", kills_of_training_by_eight_processes=500)
+def test_kills_of_training_by_eight_processes(trials: Trials, pytestconfig: pytest.Config) -> None:
+    kill("test_training_goes_on_from_the_newest_checkpoint[8]", trials, pytestconfig)
+
+
+@soak("C24", kills_of_quantizing=500)
+def test_kills_of_quantizing(trials: Trials, pytestconfig: pytest.Config) -> None:
+    kill("test_quantizing_leaves_the_old_or_the_new", trials, pytestconfig)
+
+
+@soak("C24", kills_of_exporting=500)
+def test_kills_of_exporting(trials: Trials, pytestconfig: pytest.Config) -> None:
+    kill("test_exporting_leaves_the_old_or_the_new", trials, pytestconfig)
 
 
 @soak("C29", killed_ranks=20, hung_ranks=10)

@@ -17,7 +17,7 @@ from specc.compiler.expr import (
     triton_text,
     variables,
 )
-from specc.compiler.ir.types import DTYPES
+from specc.compiler.ir.types import DTYPES, TensorType
 from specc.compiler.kernels.generated import (
     TRITON_DTYPES,
     GeneratedFunction,
@@ -216,6 +216,16 @@ class SoftmaxLossTorch(Kernel):
 
     def rejects(self, site: Site) -> str | None:
         return unless_cpu(site, "would read the logits three times and keep them in f32")
+
+    def workspace(self, site: Site) -> tuple[TensorType, ...]:
+        op, wide = loss_of(site), site.inputs[0].dtype != "f32"
+        if op.reduction == "none":
+            count = 1 + (op.f != "z" or wide)  # log_p, and f(z)
+        else:
+            count = (op.per_token == "nats" or op.f != "z" or wide) + (op.f != "z" and wide)  # log_p or f(z), and z
+            count += 3 if slope_of(op) else 1  # grad; slope, and the product of both
+        logits = site.inputs[0]
+        return (replace(logits, shape=(*logits.shape[:-1], op.vocab), dtype="f32"),) * count
 
     def render(self, site: Site) -> Rendered:
         op = loss_of(site)

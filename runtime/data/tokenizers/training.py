@@ -13,7 +13,7 @@ from specc.runtime.data.tokenizers.patterns import PATTERNS
 from specc.runtime.data.tokenizers.ranks import rank_file, ranks_of, tokenizer_json
 from specc.runtime.data.tokenizers.tokenizer import missing_package
 from specc.runtime.errors import cannot_write
-from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.atomic import create_folder, write_atomically
 
 _LINE_CHARACTERS = 4096  # SentencePiece leaves out longer sentences
 
@@ -63,7 +63,7 @@ def train_tokenizer(options: TrainingText, say: Callable[[str], None]) -> None:
     corpus.require_files()
     content = train(options, _texts(corpus.documents(), options.most_bytes, say))
     try:
-        options.out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        create_folder(options.out.absolute().parent)
         write_atomically(options.out, [content])
     except OSError as error:
         raise cannot_write(options.out, error) from error

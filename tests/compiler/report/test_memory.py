@@ -43,6 +43,19 @@ def test_compiled_code_saves_less_than_eager_code() -> None:
     assert eager.parts["saved activations"] > 2 * compiled.parts["saved activations"]  # which are bf16
 
 
+def test_a_fused_loss_on_the_cpu_has_temporaries_beside_its_logits_and_their_gradient() -> None:
+    """The gradient is saved. At the peak are the logits, log_p, the slope of the softcap, the gradient of f, its
+    product with the slope, and that divided by the number of tokens."""
+    rows = ("train.micro_batch=64", "train.tokens_per_step=2048")
+    capped, plain = (
+        [memory(small_spec(*more, *rows, f"model.vocab={vocab}")).total for vocab in (8000, 4000)]
+        for more in ((), ("model.head.softcap=null", "fuse=[{head: [logits, loss]}]"))
+    )
+    logits = 4 * 4000 * 64 * 32
+    assert round((capped[0] - capped[1]) / logits) == 6
+    assert round((plain[0] - plain[1]) / logits) == 4  # without the slope and the product
+
+
 def test_unfused_logits_are_saved_and_have_a_gradient() -> None:
     """Rows and vocabulary are so large that the logits, the softcap and the loss are nearly everything."""
     wide, narrow = (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RuntimeFailure
-from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.atomic import create_folder, write_atomically
 
 
 def accept(path: Path) -> None:
@@ -146,3 +146,14 @@ def test_writers_at_once_all_succeed_and_one_wins(tmp_path: Path) -> None:
     data = (tmp_path / "m").read_bytes()
     assert len(data) == 1000 and len(set(data)) == 1
     assert names(tmp_path) == ["m"]
+
+
+def test_the_entries_of_new_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("specc.runtime.storage.atomic.sync_folder", synced.append)
+    create_folder(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+    assert sorted(synced) == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    synced.clear()
+    create_folder(tmp_path / "a" / "b")
+    assert synced == []
