@@ -13,7 +13,7 @@ from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.pipeline import lower, run
 from specc.compiler.spec.spec import Spec
 from specc.runtime.decode.few_rows import few_row_model, step_of
-from specc.runtime.decode.pages import PagedTexts, decoder_of, in_pages, page_of, with_cache
+from specc.runtime.decode.pages import decoder_of, page_of, with_cache
 from specc.runtime.decode.sampling import Sampling
 from specc.runtime.decode.text import Decoder, sample_tokens
 from specc.runtime.model.load import Loaded
