@@ -56,7 +56,7 @@ def layout_of(op: RopeWrite, keys: TensorType) -> Layout:
     """Returns the layout of the cache that a node writes. `keys` is the type of its first tensor."""
     position = "position = tl.load(positions_ptr + token)"
     if op.paged:
-        lines = (
+        lines: tuple[str, ...] = (
             "text, token = row // EACH, row  # the tokens of a text follow each other",
             position,
             "outer, inner = tl.load(table_ptr + text * N + position // PAGE), position % PAGE",
@@ -71,7 +71,7 @@ def layout_of(op: RopeWrite, keys: TensorType) -> Layout:
             "write_pages({cache}, {x}, positions, table)",
             ("torch/write_pages.py.jinja",),
         )
-    lines = ("text, token = row // T, row % T", position)
+    lines = "text, token = row // T, row % T", position
     sizes, known = {"T": "cos.shape[0]"}, "rows, t, s = q.shape[0], cos.shape[0], keys.shape[1]"
     if op.ring is None:
         write = "{cache}.index_copy_(1, positions, {x})"

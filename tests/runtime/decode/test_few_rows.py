@@ -13,7 +13,8 @@ from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.pipeline import lower, run
 from specc.compiler.spec.spec import Spec
 from specc.runtime.decode.few_rows import few_row_model, step_of
-from specc.runtime.decode.pages import decoder_of, page_of, with_cache
+from specc.runtime.decode.many_texts import sample_texts
+from specc.runtime.decode.pages import PagedDecoder, decoder_of, page_of, with_cache
 from specc.runtime.decode.sampling import Sampling
 from specc.runtime.decode.text import Decoder, sample_tokens
 from specc.runtime.model.load import Loaded
@@ -177,3 +178,47 @@ def test_captured_steps_sample_what_the_reference_samples(sampling: Sampling) ->
     for at in range(24):
         assert torch.equal(sampling.pick(logits[:, :257], uniform[at]), tokens[:, at]), at
         logits = decoder.append(tokens[:, at])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("name", WRITES)
+def test_every_layout_of_a_cache_on_a_gpu_is_within_bf16_of_the_model(name: str, rows: int) -> None:
+    changes, settings = WRITES[name]
+    spec = with_cache(small_spec(*changes, "targets=[cpu, sm80, sm90]", "fuse=[]"), **settings)
+    exact = loaded_of(spec, "cpu", "cuda")
+    loaded = loaded_of(spec, gpu_target(), "cuda")
+    ids, device = texts(spec, rows, 30).cuda(), torch.device("cuda")
+    results = []
+    for source, step in ((exact, None), (loaded, None), (loaded, step_of(loaded, rows))):
+        model: Any = source.model
+        decoder = decoder_of(model, spec.model.window, device, rows, step)
+        results.append([decoder.prefill(ids[:, :4]).clone(), *(decoder.append(row).clone() for row in ids[:, 4:].T)])
+    assert all(step.replays for step in decoder._steps.values())
+    wanted, plain, got = (torch.stack(result) for result in results)
+    errors = [float((value - wanted).square().mean().sqrt()) for value in (got, plain)]
+    assert errors[0] < 1.3 * errors[1] + 1e-6, errors
+
+
+@pytest.mark.gpu
+def test_texts_in_pages_do_not_depend_on_blocks_on_a_gpu() -> None:
+    spec = with_cache(small_spec("targets=[cpu, sm80, sm90]", "model.context=128"), page=8)
+    loaded, device = loaded_of(spec, gpu_target(), "cuda"), torch.device("cuda")
+    model: Any = loaded.model
+    prompts = [texts(spec, 1, length)[0].tolist() for length in (3, 9, 1, 5, 2, 12, 7, 4)]
+    results = []
+    for block in (1, 5, 16, 16):
+        decoder = PagedDecoder(model, spec.model.window, 8, 40, device, step_of(loaded, 4))
+        written: dict[int, list[int]] = {}
+        # All texts have one number of tokens, so that four rows are always in use: other shapes round in other ways.
+        arguments = (prompts, 257, Sampling(0.9), range(8), 50, 4, None, block)
+        for index, token, _ in sample_texts(decoder, *arguments):
+            written.setdefault(index, []).append(token)
+        assert any(rows.replayed.replays for rows in decoder._rows.values())
+        results.append(written)
+    assert all(written == results[0] for written in results)
+    assert {len(text) for text in results[0].values()} == {50}
+    first, last = results[0][0], results[0][0][3]
+    ended = list(sample_texts(decoder, prompts, 257, Sampling(0.9), range(8), 50, 4, last))
+    assert [token for index, token, _ in ended if index == 0] == first[: first.index(last) + 1]
+    assert len(decoder._free) == 40 and sum(ends for _, _, ends in ended) == 8
