@@ -12,12 +12,11 @@ from kernel_sites import DTYPES, check_clean, imported, interpret_calls, machine
 from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
-from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, parts_of, row_tile, rows_tile
+from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, parts_of, row_tile
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.norm_rope.rope_write import ROPE_WRITE_TORCH, ROPE_WRITE_TRITON
 from specc.compiler.ops.caches.key_value_cache import decoded
 from specc.compiler.ops.decoding.rope_write import RopeWrite
-from specc.compiler.targets import TARGETS
 from specc.runtime.model.cuda_graph import captured
 
 ROWS = (1, 2, 17, 67)
@@ -60,7 +59,7 @@ def test_interpreted_products_are_the_reference(tmp_path: Path) -> None:
     for i, name in enumerate(CASES):
         site = site_of(name, out="f32" if i % 2 else "")
         module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"rows_{i}").__name__
-        for m, tile in (*((m, {}) for m in ROWS), (1, {"ROW": (4, 16, 1, 1)})):  # the last in many pieces
+        for m, tile in (*((m, {}) for m in ROWS), (1, {"ROW": (4, 16, 1)})):  # the last in many pieces
             inputs = inputs_of(site, m)
             outputs = [torch.full((m + 1, int(t.width)), torch.nan, dtype=DTYPES[t.dtype]) for t in site.node.types]
             calls.append((str(tmp_path), module, {"PDL": False, **tile}, "launch", [*inputs, *outputs]))
@@ -88,8 +87,9 @@ def test_plain_torch_is_the_reference(name: str, tmp_path: Path) -> None:
 def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, tmp_path: Path) -> None:
     site = row_site(((768, 768, 768), 768, RMS, None), target, "bf16")
     module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"compiled_{target}")
-    for height, tile in ((1, module.ROW), (16, module.ROWS), (64, module.ROWS)):
-        n, k, warps, stages = tile
+    for m in (1, 2, 32, 64):
+        height, n, stages = module.rows_tile(m) if m > 1 else (1, module.ROW[0], 1)
+        k, warps = module.ROW[1:] if m == 1 else (module.ROWS_K, module.ROWS_WARPS)
         sizes = {"BLOCK_M": height, "BLOCK_N": n, "BLOCK_K": k, "WARPS": warps, "STAGES": stages, "M": 1}
 
         def type_of(name: str, height: int = height) -> str:
@@ -106,15 +106,28 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
         assert ptx.count("griddepcontrol.wait") == (3 if target == "sm90" else 0)  # one for each of q, k and v
 
 
-def test_tiles_fill_a_gpu_and_divide_the_features() -> None:
+def test_tiles_of_one_row_fill_a_gpu_and_divide_the_features() -> None:
     for widths, k, tile in (((768,), 768, (4, 256)), ((768,), 3072, (4, 1024)), ((50257,), 768, (16, 256))):
         parts = parts_of(row_site((widths, k, None, None)))
         assert (row_tile(parts).n, row_tile(parts).k) == tile
-        for target in ("sm80", "sm86", "sm90"):
-            memory = TARGETS[target].shared_memory
-            tile_of_rows = rows_tile(parts, memory)
-            assert tile_of_rows.n in (16, 32, 64) and tile_of_rows.stages >= 3
-            assert tile_of_rows.stages * (64 + tile_of_rows.n) * tile_of_rows.k * 2 <= memory
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90"])
+def test_tiles_of_several_rows_load_little_and_keep_memory_busy(target: str, tmp_path: Path) -> None:
+    wanted = {  # of 2, 32 and 64 rows: those of x and of the weights of a program
+        ((768, 768, 768), 768): ((16, 32), (32, 32), (64, 32)),
+        ((3072,), 768): ((16, 32), (32, 32), (64, 32)),
+        ((768,), 3072): ((16, 16), (16, 16), (32, 16)),
+        ((50257,), 768): ((16, 64), (32, 64), (64, 64)),
+    }
+    for i, ((widths, k), tiles) in enumerate(wanted.items()):
+        site = row_site((widths, k, None, None), target, "bf16")
+        module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"tiles_{target}_{i}")
+        for m, tile in zip((2, 32, 64), tiles, strict=True):
+            height, n, stages = module.rows_tile(m)
+            piece = 2 * (height + n) * module.ROWS_K
+            assert (height, n) == tile and stages * piece <= site.target.shared_memory
+            assert (stages - 1) * piece >= 65_536 or stages in (k // module.ROWS_K + 1, 8) or target != "sm90"
 
 
 def test_nodes_that_no_kernel_computes_say_why() -> None:
