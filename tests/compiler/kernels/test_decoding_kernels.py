@@ -8,7 +8,7 @@ import pytest
 import torch
 from decoding_sites import AFFINE, RMS, ROPES, rope_site, row_site
 from decoding_sites import ROW_CASES as CASES
-from kernel_sites import DTYPES, check_clean, imported, interpret_calls, machine_code
+from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, interpret_calls, machine_code
 from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
@@ -251,6 +251,20 @@ def test_products_on_a_gpu_are_the_reference(name: str, dtype: str, folder: Path
             error = (value.double() - wanted).abs() / (1 + wanted.abs())
             # Rounded once, after sums in f32; a weight of the norm rounds the input a second time.
             assert float(error.max()) < (3 if site.node.op.norm == AFFINE else 1.1) * rounding + 1e-5, (name, m)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rotations_and_writes_state_their_types_without_a_gpu(name: str, tmp_path: Path) -> None:
+    site = rope_site(**ROPES[name], dtype="bf16")
+    module = imported(ROPE_WRITE_TRITON, site, tmp_path / f"rope_fake_{re.sub(r'[ ,]+', '_', name)}")
+    function = vars(module)[ROPE_WRITE_TRITON.render(site).function]
+    op = site.node.op
+    assert isinstance(op, RopeWrite) and op.infer(site.inputs) == site.node.types
+    pages = {"B": 1, "T": 6, "R": 3, "N": 4, "P": 12}
+    sizes = pages if op.paged else {"B": 3, "T": 2 if op.ring is None else 1, "S": 9}
+    check_outputs(function(*(empty(type, **sizes) for type in site.inputs)), site, **sizes)
+    with pytest.raises(ValueError, match=r"q is torch.bfloat16 .* on cpu; expected torch.bfloat16 .* on one GPU"):
+        function(*(empty(type, "cpu", **sizes) for type in site.inputs))
 
 
 @pytest.mark.gpu
