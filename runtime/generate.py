@@ -9,7 +9,8 @@ import torch
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.few_rows import step_of
-from specc.runtime.decode.pages import PagedDecoder, decoder_of, page_of, pages_for, sample_texts
+from specc.runtime.decode.many_texts import sample_texts
+from specc.runtime.decode.pages import PagedDecoder, decoder_of, page_of, pages_for
 from specc.runtime.decode.sampling import Sampling, SamplingError
 from specc.runtime.decode.text import BLOCK, on_the_host, sample_blocks
 from specc.runtime.errors import RunFailure
@@ -198,8 +199,8 @@ def generate_many(
     try:
         step = step_of(opened.loaded, batch, compiled)
         decoder = PagedDecoder(paged_model(opened.model), window, page, pages, opened.device, step)
-        steps = sample_texts(decoder, starts, tokenizer.vocab, sampling, seeds, max_tokens, batch, tokenizer.bos)
-        for index, token, ends in steps:
+        settings = (starts, tokenizer.vocab, sampling, seeds, max_tokens, batch, tokenizer.bos, _block(opened))
+        for index, token, ends in sample_texts(decoder, *settings):
             if token < 0:
                 raise RunFailure("the logits contain NaN or infinity", "the model is broken: try an earlier checkpoint")
             detokenizer, pieces = texts[index]
@@ -224,14 +225,18 @@ def _sampled(
     try:
         step = step_of(opened.loaded, len(seeds), compiled)
         decoder = decoder_of(opened.text_model, opened.spec.model.window, opened.device, len(seeds), step)
-        block = BLOCK if opened.device.type == "cuda" else 1
-        blocks = sample_blocks(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count, block)
+        blocks = sample_blocks(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count, _block(opened))
         for tokens_of_step in chain.from_iterable(zip(*texts, strict=True) for texts in on_the_host(blocks)):
             if min(tokens_of_step) < 0:
                 raise RunFailure("the logits contain NaN or infinity", "the model is broken: try an earlier checkpoint")
             yield list(tokens_of_step)
     except torch.OutOfMemoryError as error:
         raise RunFailure(f"out of GPU memory for {len(seeds)} texts at once", "ask for fewer samples") from error
+
+
+def _block(opened: OpenedModel) -> int:
+    """Returns the number of tokens that are sampled before the host reads them."""
+    return BLOCK if opened.device.type == "cuda" else 1
 
 
 def _prompt_tokens(opened: OpenedModel, prompt: str | bytes, max_tokens: int, say: Say | None) -> list[int]:

@@ -1,35 +1,55 @@
-"""Joins the rotation of queries and keys, and the writes of keys and values to a cache, in decoding steps."""
+"""Joins the rotation of queries and keys, and the writes of their rows to a cache, in decoding steps."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of, rename
-from specc.compiler.ops.caches.key_value_cache import CacheWrite
-from specc.compiler.ops.caches.paged_attention import PackedPositions
+from specc.compiler.ops.caches.cached_attention import SdpaCached
+from specc.compiler.ops.caches.key_value_cache import CacheWrite, ToCodes
+from specc.compiler.ops.caches.paged_attention import PackedPositions, PagedWrite
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 from specc.compiler.ops.positions import Positions, Rope, RopeAngles, RopeRows
+from specc.compiler.ops.sequence import Concat
 from specc.compiler.programs.programs import Programs
 
 
 def rope_writes(programs: Programs) -> Programs:
     """Returns the programs with a `RopeWrite` in place of the rotations of q and k by the same angles and of the writes
-    of the rotated k and of v to a cache without a ring, if nothing else reads the rotated k. Angles are read from a
-    table."""
+    of the rotated k and of v to a cache, with their rounding to codes, if nothing else reads the written rows. For
+    latents, the row is v and the rotated k. Angles are read from a table.
+
+    A ring is written before attention reads it, in programs that extend texts by one token. Attention masks the
+    position that the token replaces."""
+    single = all(dict(graph.inputs)["ids"].shape[1] == 1 for graph in programs.programs)
     graphs, functions = (
-        tuple(_rewritten(graph, programs.context) for graph in group)
+        tuple(_rewritten(graph, programs.context, single) for graph in group)
         for group in (programs.programs, programs.functions)
     )
     return replace(programs, programs=graphs, functions=functions)
 
 
-def _rewritten(graph: Graph, context: int | None) -> Graph:
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The nodes that write a row to a cache: its rounding to codes, if it is rounded, and a write for the row or for
+    codes and scales."""
+
+    codes: tuple[Node, ...]
+    writes: tuple[Node, ...]
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (*self.codes, *self.writes)
+
+
+NOTHING = _Stored((), ())
+
+
+def _rewritten(graph: Graph, context: int | None, single: bool) -> Graph:
     if context is not None:
         graph = replace(graph, nodes=tuple(_from_table(graph, node, context) for node in graph.nodes))
     for name in tuple(graph.by_name):
-        write = graph.by_name.get(name)
-        members = write and _members(graph, write)
-        if members:
-            graph = _joined(graph, *members)
+        k = graph.by_name.get(name)
+        if k is not None and isinstance(k.op, Rope):
+            graph = _joined(graph, k, k.op, single)
     return graph
 
 
@@ -44,20 +64,38 @@ def _from_table(graph: Graph, node: Node, context: int) -> Node:
     return replace(node, op=RopeRows(node.op.dims, node.op.base, context))
 
 
-def _members(graph: Graph, write: Node) -> tuple[Node, Node, Node, Node] | None:
-    """Returns the rotation of q, that of k, and the writes of keys and values; None if the nodes differ from these."""
-    if write.op != CacheWrite() or graph.types[write.inputs[0]].shape[0] != "B":
-        return None
-    k = graph.by_name.get(node_of(write.inputs[1]))
-    if k is None or not isinstance(k.op, Rope) or graph.uses(k.name) > 1:
-        return None
-    values = [n for n in _writes(graph, write) if graph.types[n.inputs[1]].shape[:-1] == k.type.shape[:-1]]
-    queries = [n for n in graph.nodes if n.op == k.op and n is not k and n.inputs[1:] == k.inputs[1:]]
-    if len(values) != 1 or len(queries) != 1:
-        return None
-    members = queries[0], k, write, values[0]
-    later = {node.name for node in _later(graph, members)}
-    return None if any(node_of(ref) in later for node in members for ref in node.inputs) else members
+def _joined(graph: Graph, k: Node, rope: Rope, single: bool) -> Graph:
+    """Returns the graph with a `RopeWrite` that writes the rotated keys `k`; the graph itself if other nodes read what
+    it would replace."""
+    concat = next((node for node in graph.consumers[k.name] if isinstance(node.op, Concat)), None)
+    if concat is not None and (graph.uses(k.name) > 1 or concat.inputs[1] != k.name):
+        return graph
+    keys = _stored(graph, k.name if concat is None else concat.name, single, only=True)
+    rows = [] if keys is None else _values(graph, k, keys, single) if concat is None else [(concat.inputs[0], NOTHING)]
+    queries = [n for n in graph.nodes if n.op == rope and n is not k and n.inputs[1:] == k.inputs[1:]]
+    if keys is None or len(rows) != 1 or len(queries) != 1:
+        return graph
+    q, (v, values), (first, *_) = queries[0], rows[0], keys.writes
+    members = (q, k, *([concat] if concat is not None else []), *keys.nodes, *values.nodes)
+    later = _later(graph, members)
+    inside = {node.name for node in later}
+    if any(node_of(ref) in inside for node in members for ref in node.inputs):
+        return graph
+    ring = first.op.ring if isinstance(first.op, CacheWrite) else None
+    op = RopeWrite(rope.neighbors, concat is not None, bool(keys.codes), ring, isinstance(first.op, PagedWrite))
+    writes = (first, *values.writes[:1], *keys.writes[1:], *values.writes[1:])  # the order of `stored`
+    new = [write.inputs[1] for name, write in zip(op.stored, writes, strict=True) if name in op.new]
+    inputs = (q.inputs[0], k.inputs[0], v, *k.inputs[1:], *(write.inputs[0] for write in writes), *first.inputs[2:])
+    types = (q.type, *(write.type for write in writes), *(graph.types[ref] for ref in new))
+    node = Node(q.name, op, inputs, types, None, tuple(member.name for member in members))
+    cached = node.outputs[1 : 1 + len(writes)]
+    names = {write.name: ref for write, ref in zip(writes, cached, strict=True)}
+    names |= dict(zip(new, node.outputs[1 + len(writes) :], strict=True))
+    if ring is not None:
+        names |= {write.inputs[0]: ref for write, ref in zip(writes, cached, strict=True)}
+    before = tuple(old for old in graph.nodes if old not in members and old not in later)
+    after = rename(replace(graph, nodes=later), names)
+    return replace(after, nodes=(*before, node, *after.nodes))
 
 
 def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -71,23 +109,55 @@ def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
     return tuple(later)
 
 
-def _writes(graph: Graph, keys: Node) -> Iterator[Node]:
-    """Yields the other writes at the same positions whose values are not rotated."""
+def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
+    """Returns the nodes that write a row to a cache; None if there are none, or if others read what they write.
+
+    Args:
+        graph: the graph.
+        row: the row, [B, T, G, C].
+        single: whether the graph extends texts by one token, so that a ring may be written before it is read.
+        only: whether others may not read the row itself.
+    """
+    codes = tuple(node for node in graph.consumers[row] if isinstance(node.op, ToCodes))
+    if len(codes) > 1 or (codes and only and graph.uses(row) > 1):
+        return None
+    writes: list[Node] = []
+    for ref in codes[0].outputs if codes else (row,):
+        readers = graph.consumers[ref]
+        found = [node for node in readers if isinstance(node.op, CacheWrite | PagedWrite) and node.inputs[1] == ref]
+        if len(found) != 1 or graph.types[found[0].inputs[0]].shape[0] not in ("B", "P"):
+            return None
+        (write,) = found
+        ring = write.op.ring if isinstance(write.op, CacheWrite) else None
+        expected = [node for node in readers if ring is not None and _reads_ring(node, ring)]
+        if (codes or only) and graph.uses(ref) > 1 + len(expected):
+            return None
+        others = [node for node in graph.consumers[write.inputs[0]] if node is not write]
+        if ring is not None and not (single and all(_reads_ring(node, ring) for node in others)):
+            return None
+        writes.append(write)
+    same = len({(write.op, write.inputs[2:]) for write in writes}) == 1
+    return _Stored(codes, tuple(writes)) if same else None
+
+
+def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
+    return isinstance(node.op, SdpaCached) and node.op.ring == ring
+
+
+def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
+    """Returns the other rows that are written where the keys are, in the same form, and are not rotated, with the nodes
+    that write them."""
+    rows = []
     for node in graph.nodes:
-        if node.op == keys.op and node is not keys and node.inputs[2] == keys.inputs[2]:
-            written = graph.by_name.get(node_of(node.inputs[1]))
-            if written is None or not isinstance(written.op, Rope):
-                yield node
-
-
-def _joined(graph: Graph, q: Node, k: Node, keys: Node, values: Node) -> Graph:
-    assert isinstance(k.op, Rope)
-    inputs = (q.inputs[0], k.inputs[0], values.inputs[1], *k.inputs[1:], keys.inputs[0], values.inputs[0])
-    types = (q.type, keys.type, values.type)
-    members = (q, k, keys, values)
-    op = RopeWrite(k.op.neighbors)
-    node = Node(q.name, op, (*inputs, keys.inputs[2]), types, None, tuple(member.name for member in members))
-    later = _later(graph, members)
-    before = (old for old in graph.nodes if old not in members and old not in later)
-    nodes = (*before, node, *later)
-    return rename(replace(graph, nodes=nodes), {keys.name: node.outputs[1], values.name: node.outputs[2]})
+        if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:
+            made = graph.by_name.get(node_of(node.inputs[1]))
+            row = made.inputs[0] if made is not None and isinstance(made.op, ToCodes) else node.inputs[1]
+            rows += [row] if row not in rows else []
+    found = []
+    for row in rows:
+        made = graph.by_name.get(node_of(row))
+        stored = _stored(graph, row, single, only=False)
+        alike = stored is not None and bool(stored.codes) == bool(keys.codes)
+        if stored is not None and alike and graph.types[row].shape[:-1] == k.type.shape[:-1]:
+            found += [] if made is not None and isinstance(made.op, Rope) else [(row, stored)]
+    return found

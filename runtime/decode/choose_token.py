@@ -59,21 +59,22 @@ def choose_token_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * STRIDE
     weights_ptr += row * V
-    # The index of the first of the largest logits. NaN counts as the largest number, so that it is detected.
-    largest = tl.full((), float("-inf"), tl.float32)
-    token = tl.zeros((), tl.int32)
-    broken = tl.zeros((), tl.int32)
-    lowest = tl.full((), 0x7FFFFFFF, tl.int32)
+    # The first of the largest logits. Each lane has its own, so that threads wait for each other only once.
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    top = tl.zeros((BLOCK,), tl.int32)
+    broken = tl.zeros((BLOCK,), tl.int32)
+    lowest = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
     for first in range(0, V, BLOCK):
         at = first + tl.arange(0, BLOCK)
         logits = _logits(logits_ptr, at, V)
-        broken += tl.sum((logits != logits).to(tl.int32), 0)
-        top = tl.max(logits, 0)
-        place = tl.min(tl.where((logits == top) & (at < V), at, 0x7FFFFFFF), 0)
-        token = tl.where(top > largest, place, token)
-        largest = tl.maximum(largest, top)
-        lowest = tl.minimum(lowest, tl.min(tl.where(at < V, _key(logits), 0x7FFFFFFF), 0))
-    finite = (broken == 0) & (largest > float("-inf")) & (largest < float("inf"))
+        broken |= (logits != logits).to(tl.int32)
+        top = tl.where(logits > best, at, top)
+        best = tl.where(logits > best, logits, best)
+        if TEMPERATURE > 0:
+            lowest = tl.minimum(lowest, tl.where(at < V, _key(logits), 0x7FFFFFFF))
+    largest = tl.max(best, 0)
+    token = tl.min(tl.where(best == largest, top, 0x7FFFFFFF), 0)
+    finite = (tl.max(broken, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
     if TEMPERATURE > 0:
         most = largest.to(tl.float64)
         total = tl.zeros((), tl.float64)
@@ -84,8 +85,8 @@ def choose_token_kernel(
             tl.store(weights_ptr + at, weights, mask=at < V)
             total += tl.sum(weights, 0)
         tl.debug_barrier()  # other threads read these weights below
-        # Two groups of tokens remain: all above the key `bound`, and the first `equal` tokens with this key.
-        bound = lowest.to(tl.int64) - 1
+        # The tokens above the key `bound` remain, and the first `equal` tokens of this key.
+        bound = tl.min(lowest, 0).to(tl.int64) - 1
         equal = tl.zeros((), tl.int32)
         highest = _key(largest).to(tl.int64)
         if TOP_K > 0:

@@ -3,9 +3,8 @@
 On a GPU, each step is a CUDA graph.
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +12,8 @@ from torch import Tensor
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.spec.spec import Spec
-from specc.runtime.decode.sampling import Sampling, generator_of
-from specc.runtime.decode.text import PAGE, SHORTEST, STRIDES, Decoder, Step, StepFunction
+from specc.runtime.decode.sampling import Sampling
+from specc.runtime.decode.text import BLOCK, SHORTEST, STRIDES, Decoder, Replayed, StepFunction
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, paged_model, text_model
 
@@ -53,21 +52,23 @@ def page_of(spec: Spec) -> int:
 
 @dataclass
 class _Text:
-    """A text in the cache: its tokens since the start of the cache, and its pages."""
+    """A text: its pages, the number of tokens in them, and the tokens since they began, i64 on the device, in pieces.
+    The last token is not in the pages yet."""
 
-    tokens: list[int]
     pages: list[int]
+    pieces: list[Tensor]
+    length: int = 0
 
 
 class PagedDecoder:
-    """Computes next-token logits for texts that grow, join and leave.
+    """Samples tokens of texts that grow, join and leave. The host does not wait for the device.
 
     When a text joins, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a text
     has `window` tokens, its last `window // 2` tokens are read again as the start of a text, as in `Decoder`.
 
-    A step reads the same number of pages of each text. This is the number for the longest text, rounded up to one of a
-    few numbers. The number of rows is the number of texts, rounded up to a power of two. On a GPU there is one CUDA
-    graph per pair of these numbers. Rows without a text use a separate page.
+    A step reads the same number of pages of each text: that of the longest text, rounded up to one of a few numbers. On
+    a GPU there is one CUDA graph per such number and per number of texts, rounded up to a power of two. Rows without a
+    text use a separate page, as does a text after its last page, whose tokens the caller discards.
 
     Args:
         model: the model, on `device`.
@@ -94,13 +95,13 @@ class PagedDecoder:
         self._texts: dict[int, _Text] = {}
         self._most = self.pages_of(window)
         self._stride = max(-(-SHORTEST // page), -(-self._most // STRIDES))
-        self._steps: dict[torch.Size, Step] = {}
+        self._rows: dict[tuple[int, int, Sampling, int], _Rows] = {}
         self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, for few graphs
 
     @property
     def preparing(self) -> float:
         """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
-        return sum(step.preparing for step in self._steps.values())
+        return sum(rows.replayed.preparing for rows in self._rows.values())
 
     def pages_of(self, most: int) -> int:
         """Returns the number of pages of a text of at most `most` tokens."""
@@ -110,69 +111,159 @@ class PagedDecoder:
         """Returns whether a text of at most `most` tokens can join now."""
         return self.pages_of(most) <= len(self._free)
 
-    @torch.no_grad()
-    def join(self, texts: Mapping[int, Sequence[int]], most: int) -> Tensor:
-        """Adds texts of one length, and returns the logits after each, f32 [R, vocabulary].
+    def join(self, key: int, tokens: Sequence[int], most: int) -> None:
+        """Adds a text of at least one token. `begin` reads it.
 
         Args:
-            texts: the tokens of each text, by a key that no other text has.
-            most: the maximum number of tokens of each text before it leaves.
+            key: the key of the text, which no other text has.
+            tokens: its tokens, at most `window`.
+            most: the number of tokens that it has at most before it leaves.
 
         Raises:
             RunFailure: there are not enough free pages.
         """
-        if len(texts) * self.pages_of(most) > len(self._free):
-            message = f"{len(texts)} texts of {most} tokens do not fit into {len(self._free)} free pages"
+        if not self.fits(most):
+            message = f"a text of {most} tokens does not fit into {len(self._free)} free pages"
             raise RunFailure(message, "decode fewer texts at once")
-        for key, tokens in texts.items():
-            self._texts[key] = _Text(list(tokens), [self._free.pop() for _ in range(self.pages_of(most))])
-        return self._begin([self._texts[key] for key in texts])
-
-    @torch.no_grad()
-    def append(self, tokens: Mapping[int, int]) -> Tensor:
-        """Appends one token to each given text, and returns the logits, f32 [R, vocabulary], in the same order."""
-        logits: dict[int, Tensor] = {}
-        for key, token in tokens.items():
-            text = self._texts[key]
-            if len(text.tokens) == self._window:
-                text.tokens = [*text.tokens[self._window - self._window // 2 :], token]
-                logits[key] = self._begin([text])[0]
-            else:
-                text.tokens.append(token)
-        others = [key for key in tokens if key not in logits]
-        if others:
-            logits |= zip(others, self._extend([self._texts[key] for key in others]), strict=False)
-        return torch.stack([logits[key] for key in tokens])
+        pages = [self._free.pop() for _ in range(self.pages_of(most))]
+        self._texts[key] = _Text(pages, [self._sent(torch.tensor(tokens))])
 
     def leave(self, key: int) -> None:
-        """Removes a text, and frees its pages."""
+        """Removes a text. Its pages are free for others: the device reads them before it writes those of a text that
+        joins later."""
         self._free += self._texts.pop(key).pages
 
-    def _begin(self, texts: Sequence[_Text]) -> Tensor:
-        """Runs the model on all tokens of texts of one length."""
-        reach = self.pages_of(len(texts[0].tokens))
-        ids, starts, table = self._tensors([(text.tokens, 0, text.pages[:reach]) for text in texts])
-        return self._model.step(ids, starts, table, self._cache)
+    def begins(self, key: int) -> bool:
+        """Returns whether a text has just joined or is full, so that `begin` samples its next token."""
+        return self._texts[key].length in (0, self._window)
 
-    def _extend(self, texts: Sequence[_Text]) -> Tensor:
-        """Runs the model on the last token of each text. Returns logits of at least as many rows, valid until the next
-        call."""
-        reach = max(self.pages_of(len(text.tokens)) for text in texts)
+    def room(self, keys: Iterable[int]) -> int:
+        """Returns the number of tokens until the first of some texts is full."""
+        return min(self._window - self._texts[key].length for key in keys)
+
+    @torch.no_grad()
+    def begin(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
+        """Reads texts that have just joined or are full, one by one, and samples the next token of each.
+
+        Args:
+            keys: the texts.
+            sampling: the sampling settings.
+            vocab: the number of logits to use, from id 0.
+            uniform: random numbers in [0, 1), f64 [texts] on the host.
+
+        Returns:
+            The tokens, i64 [texts, 1] on the device; -1 if the largest logit is not finite.
+        """
+        logits = []
+        for text in (self._texts[key] for key in keys):
+            ids = torch.cat(text.pieces)
+            if text.length:
+                ids = ids[self._window - self._window // 2 :].clamp(min=0)
+            text.pieces, text.length = [ids], len(ids)
+            start, table = ids.new_zeros(1), self._sent(torch.tensor([text.pages[: self.pages_of(len(ids))]]))
+            logits.append(self._model.step(ids[None], start, table, self._cache)[:, :vocab])
+        tokens = sampling.sample(torch.cat(logits), self._sent(uniform))[:, None]
+        for key, token in zip(keys, tokens, strict=True):
+            self._texts[key].pieces.append(token)
+        return tokens
+
+    @torch.no_grad()
+    def write(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
+        """Appends the last token of some texts, and samples further tokens, all but the last of which are appended.
+
+        Args:
+            keys: the texts, none of which begins.
+            sampling: the sampling settings.
+            vocab: the number of logits to use, from id 0.
+            uniform: random numbers in [0, 1), f64 [n, texts] on the host, with n <= BLOCK and n <= `room(keys)`.
+
+        Returns:
+            The tokens, i64 [texts, n] on the device. A token is -1 if the largest logit is not finite; later tokens of
+            such a row are meaningless.
+        """
+        texts, steps = [self._texts[key] for key in keys], len(uniform)
+        reach = max(self.pages_of(text.length + steps) for text in texts)
         reach = min(-(-reach // self._stride) * self._stride, self._most)
-        rows = [(text.tokens[-1:], len(text.tokens) - 1, self._table(text.pages, reach)) for text in texts]
-        count = 1 << (len(rows) - 1).bit_length() if self.rounds else len(rows)
-        rows += [([0], 0, self._table([], reach))] * (count - len(rows))
-        ids, starts, table = self._tensors(rows)
-        if table.shape not in self._steps:
-            self._steps[table.shape] = Step(self._step, self._cache)
-        return self._steps[table.shape](ids, starts, table)
+        count = 1 << (len(texts) - 1).bit_length() if self.rounds else len(texts)
+        shape = count, reach, sampling, vocab
+        if shape not in self._rows:
+            self._rows[shape] = _Rows(self._step, self._cache, *shape, self._device)
+        rows = self._rows[shape]
+        rows.fill(texts, [[*text.pages, *[self._spare] * reach][:reach] for text in texts], self._spare, uniform)
+        for _ in range(steps):
+            rows.replayed()
+        tokens = rows.tokens[: len(texts), :steps].clone()
+        for text, row in zip(texts, tokens, strict=True):
+            text.pieces.append(row)
+            text.length += steps
+        return tokens
 
-    def _table(self, pages: Sequence[int], reach: int) -> list[int]:
-        return [*pages[:reach], *[self._spare] * (reach - len(pages))]
+    def _sent(self, values: Tensor) -> Tensor:
+        return _copied_to(torch.empty_like(values, device=self._device), values)
 
-    def _tensors(self, rows: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> tuple[Tensor, ...]:
-        """Returns ids i64 [R, K], starts i64 [R] and the table i64 [R, N]. Each of `rows` is (ids, start, pages)."""
-        return tuple(torch.tensor(column, device=self._device) for column in zip(*rows, strict=True))
+
+class _Rows:
+    """Rows of a step, at fixed addresses. `replayed` appends a token to the text of each row and samples the next.
+
+    Args:
+        step: the program that appends a token to each text.
+        cache: the pages.
+        count: the number of rows.
+        reach: the number of pages of a row.
+        sampling: the sampling settings.
+        vocab: the number of logits to use, from id 0.
+        device: the device of the pages.
+    """
+
+    def __init__(
+        self,
+        step: StepFunction,
+        cache: Cache,
+        count: int,
+        reach: int,
+        sampling: Sampling,
+        vocab: int,
+        device: torch.device,
+    ) -> None:
+        self._step, self._cache, self._sampling, self._vocab = step, cache, sampling, vocab
+        self._next = torch.zeros(count, dtype=torch.int64, device=device)
+        self._counters = torch.zeros(2 + count, dtype=torch.int64, device=device)  # see `choose`; then the starts
+        self._table = torch.zeros(count, reach, dtype=torch.int64, device=device)
+        self._uniform = torch.zeros(BLOCK, count, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(count, BLOCK, dtype=torch.int64, device=device)
+        self.replayed = Replayed(self._work, device)
+
+    def fill(self, texts: Sequence[_Text], table: Sequence[Sequence[int]], spare: int, uniform: Tensor) -> None:
+        """Places texts in the first rows.
+
+        Args:
+            texts: the texts.
+            table: the pages of each text.
+            spare: the page of rows without a text.
+            uniform: random numbers, f64 [n, texts] on the host.
+        """
+        count, reach = self._table.shape
+        pages = torch.full((count, reach), spare)
+        pages[: len(texts)] = torch.tensor(table)
+        counters = torch.zeros(2 + count, dtype=torch.int64)
+        counters[0] = -1  # the first token is in column 0
+        counters[2 : 2 + len(texts)] = torch.tensor([text.length for text in texts])
+        numbers = torch.zeros(BLOCK, count, dtype=torch.float64)
+        numbers[: len(uniform), : len(texts)] = uniform
+        for target, values in ((self._table, pages), (self._counters, counters), (self._uniform, numbers)):
+            _copied_to(target, values)
+        self._next[: len(texts)] = torch.cat([text.pieces[-1][-1:] for text in texts]).clamp(min=0)
+
+    def _work(self) -> None:
+        logits = self._step(self._next[:, None], self._counters[2:], self._table, self._cache)
+        self._sampling.choose(logits[:, : self._vocab], self._uniform, self._counters[:2], self._next, self.tokens)
+        self._counters.add_(1)
+
+
+def _copied_to(target: Tensor, values: Tensor) -> Tensor:
+    """Copies values of the host to a tensor on the device, without waiting for it. Returns the tensor."""
+    pinned = values.pin_memory() if target.device.type == "cuda" else values
+    return target.copy_(pinned, non_blocking=True)
 
 
 class PagedTexts(Decoder):
@@ -244,83 +335,6 @@ def decoder_of(
     pages = paged_model(model)
     page = next(tensor.shape[1] for layer in pages.new_cache(0) for tensor in layer)
     return PagedTexts(pages, window, page, device, rows, step)
-
-
-@dataclass
-class _Writing:
-    """A text that is being generated: its prompt, its random numbers, and the number of generated tokens."""
-
-    prompt: Sequence[int]
-    generator: torch.Generator
-    written: int = 0
-    numbers: deque[float] = field(default_factory=deque)
-
-    def number(self, count: int) -> float:
-        """Returns the next random number, from the same stream as in `sample_tokens`. `count` tokens are generated."""
-        if not self.numbers:
-            many = min(PAGE, count - self.written)
-            self.numbers.extend(torch.rand(many, dtype=torch.float64, generator=self.generator).tolist())
-        return self.numbers.popleft()
-
-
-def sample_texts(
-    decoder: PagedDecoder,
-    prompts: Sequence[Sequence[int]],
-    vocab: int,
-    sampling: Sampling,
-    seeds: Sequence[int],
-    count: int,
-    batch: int,
-    last: int | None = None,
-) -> Iterator[tuple[int, int, bool]]:
-    """Yields the sampled tokens of many texts. As a text ends, the next prompt takes its place (continuous batching; Yu
-    et al., 2022, "Orca").
-
-    Args:
-        decoder: the decoder of the model.
-        prompts: the tokens of each prompt.
-        vocab: number of logits to use, from id 0.
-        sampling: the sampling settings.
-        seeds: a seed per prompt. The random numbers of a text depend only on its seed.
-        count: the maximum number of tokens to sample for a text.
-        batch: the maximum number of texts at once.
-        last: a token that ends a text. It is yielded too.
-
-    Yields:
-        The index of the prompt, a token, and whether it is the last of its text. The token is -1 if the largest logit
-        is not finite.
-
-    Raises:
-        SamplingError: a seed has more than 64 bits.
-        RunFailure: a text needs more pages than the decoder has.
-    """
-    waiting = deque(range(len(prompts) if count else 0))
-    writing: dict[int, _Writing] = {}
-    sampled: dict[int, int] = {}
-    while waiting or writing:
-        logits: dict[int, Tensor] = {}
-        if sampled:
-            logits |= zip(sampled, decoder.append(sampled), strict=True)
-        while waiting and len(writing) < batch:
-            prompt = prompts[index := waiting[0]]
-            if not decoder.fits(len(prompt) + count) and writing:
-                break  # wait until another text leaves
-            logits[index] = decoder.join({index: prompt}, len(prompt) + count)[0]
-            writing[index] = _Writing(prompt, generator_of(seeds[index]))
-            waiting.popleft()
-        rows = torch.stack(list(logits.values()))[:, :vocab]
-        uniform = torch.tensor([writing[index].number(count) for index in logits], dtype=torch.float64)
-        tokens = sampling.sample(rows, uniform.to(rows.device)).tolist()
-        sampled = {}
-        for index, token in zip(logits, tokens, strict=True):
-            writing[index].written += 1
-            ends = token in (-1, last) or writing[index].written == count
-            yield index, token, ends
-            if ends:
-                decoder.leave(index)
-                del writing[index]
-            else:
-                sampled[index] = token
 
 
 def pages_for(lengths: Sequence[int], page: int, window: int, batch: int) -> int:

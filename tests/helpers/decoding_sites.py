@@ -5,6 +5,8 @@ from typing import Any
 from specc.compiler.ir.graph import Node
 from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.caches.key_value_cache import coded_types
+from specc.compiler.ops.caches.paged_attention import TABLE
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
@@ -29,6 +31,17 @@ ROPES: dict[str, dict[str, Any]] = {
     "all channels": {"c": 8, "v": 8},
     "neighbors": {"neighbors": True, "h": 3, "g": 3},
     "one group": {"g": 1, "r": 6},
+    "codes": {"coded": True},
+    "latent": {"g": 1, "c": 8, "v": 20, "joined": True},
+    "latent codes": {"g": 1, "v": 21, "joined": True, "coded": True},
+    "ring": {"ring": (0, 5)},
+    "ring, first positions": {"ring": (2, 3), "neighbors": True},
+    "ring, codes": {"ring": (0, 4), "coded": True},
+    "ring, latent": {"g": 1, "ring": (1, 4), "joined": True},
+    "pages": {"page": 4},
+    "pages, codes": {"page": 2, "coded": True, "c": 8},
+    "pages, latent": {"g": 1, "page": 4, "joined": True, "r": 6},
+    "pages, latent codes": {"g": 1, "page": 8, "joined": True, "coded": True},
 }
 
 
@@ -52,13 +65,19 @@ def row_site(case: Case, target: str = "sm90", dtype: str = "f16", out: str = ""
 
 
 def rope_site(
-    h: int = 4, g: int = 2, c: int = 12, v: int = 10, r: int = 4, neighbors: bool = False, *, target: str = "sm90",
-    dtype: str = "f16", cached: str = "",
+    h: int = 4, g: int = 2, c: int = 12, v: int = 10, r: int = 4, neighbors: bool = False, *, joined: bool = False,
+    coded: bool = False, ring: tuple[int, int] | None = None, page: int = 0, target: str = "sm90", dtype: str = "f16",
+    cached: str = "",
 ) -> Site:  # fmt: skip
-    """A site of rotation with the write to caches of dtype `cached`, by default `dtype`."""
-    shapes: list[tuple[Dim, ...]] = [("B", "T", h, c), ("B", "T", g, c), ("B", "T", g, v), ("T", r), ("T", r)]
-    shapes += [("B", "S", g, c), ("B", "S", g, v), ("T",)]
-    dtypes = [dtype, dtype, dtype, "f32", "f32", cached or dtype, cached or dtype, "i64"]
-    types = tuple(map(TensorType, shapes, dtypes))
-    node = Node("attention.q.rope", RopeWrite(neighbors), (), (types[0], types[5], types[6]), None, ())
-    return Site(node, types, TARGETS[target], "blocks.*.attention.q.rope", "sample")
+    """A site of rotation with the write to a cache of dtype `cached`, by default `dtype`."""
+    op = RopeWrite(neighbors, joined, coded, ring, page > 0)
+    slots: tuple[Dim, Dim] = ("P", page) if page else ("B", "S" if ring is None else sum(ring))
+    widths = (v + c,) if joined else (c, v)
+    rows = [TensorType((*slots, g, width), cached or dtype) for width in widths]
+    stored = [coded_types(type)[i] for i in (0, 1) for type in rows] if coded else rows
+    types = [TensorType(("B", "T", heads, width), dtype) for heads, width in ((h, c), (g, c), (g, v))]
+    types += [TensorType(("T", r), "f32")] * 2 + [*stored, TensorType(("T",), "i64"), *([TABLE] if page else [])]
+    new = [stored[op.stored.index(name)] for name in op.new]
+    results = (types[0], *stored, *(type.with_shape("B", "T", *type.shape[2:]) for type in new))
+    node = Node("attention.q.rope", op, (), results, None, ())
+    return Site(node, tuple(types), TARGETS[target], "blocks.*.attention.q.rope", "sample")

@@ -111,6 +111,7 @@ def machine_code(
     type_of: Callable[[str], str],
     constants: Mapping[str, int] | None = None,
     kernel: Any = None,
+    fused: bool = True,
 ) -> Any:
     """Compiles a Triton kernel of a generated file for the target of its site, without a GPU.
 
@@ -120,6 +121,7 @@ def machine_code(
         type_of: the Triton type of a parameter by name; "constexpr" for a constant.
         constants: the values of constants that are not values of the module, or other values of them.
         kernel: the kernel, if it is not named after the site.
+        fused: whether products and sums may be fused.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -132,6 +134,7 @@ def machine_code(
     aligned = (i for i, (name, type) in enumerate(types.items()) if type[0] == "*" or name.endswith("STRIDE"))
     even = {(i,): [["tt.divisibility", 16]] for i in aligned if list(types.values())[i] != "constexpr"}
     options = {"num_warps": known["WARPS"]} | ({"num_stages": known["STAGES"]} if "STAGES" in known else {})
+    options |= {} if fused else {"enable_fp_fusion": False}
     source = ASTSource(kernel, types, values, even)
     return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
 

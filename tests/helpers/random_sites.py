@@ -116,7 +116,9 @@ def _rope_write(rng: random.Random, target: str, dtype: str) -> Site:
     groups, pairs = rng.choice((1, 2, 3)), rng.choice((4, 32, rng.randint(1, 64)))
     channels = 2 * pairs + rng.choice((0, rng.randint(0, 64)))
     heads, values, neighbors = groups * rng.choice((1, 2, 4)), rng.choice((channels, rng.randint(1, 99))), rng.random()
-    return rope_site(heads, groups, channels, values, pairs, neighbors < 0.5, target=target, dtype=dtype)
+    layout = rng.choice(({}, {"ring": (rng.randint(0, 4), rng.randint(1, 40))}, {"page": rng.choice((1, 16, 64))}))
+    form = {"joined": rng.random() < 0.3, **layout}  # codes of rounded rows are compared with Torch's elsewhere
+    return rope_site(heads, groups, channels, values, pairs, neighbors < 0.5, **form, target=target, dtype=dtype)
 
 
 def _step(rng: random.Random, target: str, dtype: str) -> Site:
@@ -165,7 +167,11 @@ def random_sizes(site: Site, rng: random.Random, most: int) -> Mapping[str, int]
     if isinstance(op, CachedBase):
         return _cached_sizes(op, site, texts, rng.choice((1, 1, 2, 7, 33)), keys)
     if isinstance(op, RopeWrite):
-        keys = max(keys, tokens)
+        if op.paged:
+            page = int(site.inputs[5].shape[1])
+            each, pages = rng.choice((1, 1, 2, 7)), -(-keys // page) + 7
+            return within(site, {"B": 1, "T": texts * each, "R": texts, "N": pages, "P": texts * pages})
+        tokens, keys = (1, keys) if op.ring is not None else (tokens, max(keys, tokens))
     return within(site, {"B": texts, "T": tokens, "S": keys})
 
 

@@ -20,28 +20,30 @@ from specc.compiler.kernels.lines import listed, nested, returned
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
 
-PROGRAMS = 132  # a kernel has at least so many programs if its weights have enough rows
+MULTIPROCESSORS = 132  # programs for one row of x are at least so many if the weights have enough rows
 LOADED = 4096  # elements of a weight that a program of one row loads at once
 EACH = 16  # of them, those that each thread loads: two vectors of 16 bytes
 DEPENDENT_LAUNCH = 90  # the first architecture with programmatic dependent launch
-MOST_ROWS = 64  # rows of x that one program multiplies
+MOST_ROWS = 64  # rows of x up to which these kernels are used
 LINE = 256  # bytes of a row that a program of several rows loads at once
 AHEAD = 4  # pieces of weights of one row in flight; each takes 8 registers of a thread
-STAGES = 4  # of such loads that are in flight
+IN_FLIGHT = 65_536  # bytes that a multiprocessor must have requested, as in attention over a cache
+STAGES = 8  # at most, of such loads
+HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)  # rows of x, and of the weights, of a program of several rows
+ROWS_WARPS = 4
 OURS = {"x", "gain", "product", "part", *(f"{letter}{i}" for letter in "wpy" for i in ("", *range(9)))}
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The pieces of a kernel for few rows: `n` rows of weights per program, `k` features at a time."""
+    """The pieces of a kernel for one row: `n` rows of weights per program, `k` features at a time."""
 
     n: int
     k: int
     warps: int
-    stages: int
 
     def __str__(self) -> str:
-        return f"{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        return f"{self.n}x{self.k}, {self.warps} warps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +152,14 @@ class TritonContext:
         rows_norm: its lines for several rows.
         scaled: the result, as text, after the norm.
         row: the tile for one row.
-        rows: the tile for several rows.
-        most: the rows of x that one program multiplies.
-        programs: the number of programs below which each multiplies fewer rows of x, at least 16.
+        rows_k: the features that a program of several rows loads at once.
+        rows_warps: the warps of such a program.
+        tiles: the possible numbers of rows of x, and of the weights, of such a program.
+        line: the bytes of `rows_k` features.
+        in_flight: the bytes of its loads in flight.
+        stages: the largest number of its stages.
+        shared_memory: the bytes of shared memory that its stages may use.
+        multiprocessors: the number of multiprocessors, for which these numbers are chosen.
         ahead: the pieces of weights that a program of one row loads before it waits for the kernel before it.
         pdl: whether a kernel begins before the one before it ends, which needs weights that no kernel computes.
         widths: the tuple of the extents N of the parts.
@@ -176,9 +183,14 @@ class TritonContext:
     rows_norm: tuple[str, ...]
     scaled: str
     row: RowTile
-    rows: RowTile
-    most: int
-    programs: int
+    rows_k: int
+    rows_warps: int
+    tiles: tuple[tuple[int, ...], tuple[int, ...]]
+    line: int
+    in_flight: int
+    stages: int
+    shared_memory: int
+    multiprocessors: int
     ahead: int
     pdl: bool
     widths: str
@@ -219,9 +231,10 @@ class RowLinearTriton(Kernel):
     def render(self, site: Site) -> Rendered:
         parts = parts_of(site)
         op = row_function(site, parts, "in one kernel")
-        row, rows = row_tile(parts), rows_tile(parts, site.target.shared_memory)
-        context = _context(site, op, parts, row, rows)
-        return python_file(op, context.TEMPLATE, context, f"{row}; {rows}")
+        context = _context(site, op, parts, row_tile(parts))
+        return python_file(
+            op, context.TEMPLATE, context, f"{context.row}; 16 to 64x{context.rows_k}, {ROWS_WARPS} warps"
+        )
 
 
 ROW_LINEAR_TRITON = RowLinearTriton("row_linear_triton", "triton", frozenset({"mma"}), RowLinear)
@@ -229,22 +242,16 @@ ROW_LINEAR_TRITON = RowLinearTriton("row_linear_triton", "triton", frozenset({"m
 
 def row_tile(parts: Parts) -> RowTile:
     """Returns the tile for one row."""
-    n = next((n for n in (16, 8, 4, 2) if sum(-(-width // n) for width in parts.widths) >= PROGRAMS), 1)
+    n = next((n for n in (16, 8, 4, 2) if sum(-(-width // n) for width in parts.widths) >= MULTIPROCESSORS), 1)
     most = LOADED // n // len(parts.products if parts.epilogue else parts.products[:1])
     exact = parts.k & -parts.k  # the largest power of two that divides K needs no mask
     k = min(most, exact if exact >= 128 else 1 << (parts.k - 1).bit_length())
-    return RowTile(n, k, min(8, max(1, n * k // (32 * EACH))), 1)
+    return RowTile(n, k, min(8, max(1, n * k // (32 * EACH))))
 
 
-def rows_tile(parts: Parts, shared_memory: int) -> RowTile:
-    """Returns the tile for several rows, whose products tensor cores compute. Its loads in flight fit into
-    `shared_memory` bytes."""
-    n = next((n for n in (64, 32) if sum(-(-width // n) for width in parts.widths) >= PROGRAMS), 16)
-    k = min(LINE // BYTES[parts.x.type.dtype], max(16, 1 << (parts.k - 1).bit_length()))
-    return RowTile(n, k, 4, min(STAGES, shared_memory // ((MOST_ROWS + n) * LINE)))
-
-
-def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile, rows: RowTile) -> TritonContext:
+def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> TritonContext:
+    size = BYTES[parts.x.type.dtype]
+    rows_k = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length()))
     gain = "gain_ptr, " * len(parts.gain)
     names = [f"{value.name}_ptr" for value in (*parts.inputs, *parts.outputs)]
     inner = names if parts.epilogue else ["x_ptr", *gain.split(", ")[:-1], "w_ptr", "y_ptr"]
@@ -279,9 +286,14 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile, rows
         rows_norm=(*squares[1:], *(f"x = (x * {load}[None, :]).to(w.dtype)" for _ in parts.gain)),
         scaled=f"result * tl.rsqrt(mean + {parts.norm.eps!r})" if parts.norm is not None else "result",
         row=row,
-        rows=rows,
-        most=MOST_ROWS,
-        programs=PROGRAMS,
+        rows_k=rows_k,
+        rows_warps=ROWS_WARPS,
+        tiles=(HEIGHTS, WIDTHS),
+        line=rows_k * size,
+        in_flight=IN_FLIGHT,
+        stages=STAGES,
+        shared_memory=site.target.shared_memory,
+        multiprocessors=MULTIPROCESSORS,
         ahead=AHEAD,
         pdl=site.target.arch >= DEPENDENT_LAUNCH and all(ref[0] == "@" for ref in weights_read),
         widths=str(parts.widths),

@@ -25,6 +25,7 @@ from specc.compiler.kernels.attention.cached_context import CachedTile
 from specc.compiler.kernels.attention.to_codes import CODES_TRITON
 from specc.compiler.kernels.kernel import Site, symbol
 from specc.compiler.ops.attention import Sdpa
+from specc.compiler.ops.caches.cached_attention import SdpaCached
 from specc.compiler.ops.caches.key_value_cache import ToCodes
 from specc.runtime.verify.judge import Judge, inputs_of, sizes_of
 
@@ -179,6 +180,34 @@ def test_interpreted_kernels_give_the_reference(name: str, interpreted: dict[Any
         tolerance = 2.0**-12 * (want.abs() + 4 * want.abs().max()) + 2.0**-11
         excess = ((got - want).abs() / tolerance).max()
         assert excess <= 1, f"y of {run} is off by {excess:.3g} tolerances"
+
+
+@pytest.mark.interpret
+def test_a_ring_that_holds_the_row_of_the_query_already_gives_the_same_bits(tmp_path: Path) -> None:
+    """A decoding step writes a ring before it reads it. The new row replaces a position that the query does not see."""
+    runs, cases = [], []
+    for name in ("ring", "ring, first keys", "ring, documents", "ring, codes"):
+        case, site = CASES[name], CASES[name].site("f16")
+        op, ring = site.node.op, case.ring
+        assert isinstance(op, SdpaCached) and ring is not None
+        module = imported(kernel_of(), site, tmp_path / f"written_{len(cases)}").__name__
+        for length in (3, ring[0] + ring[1], 61):
+            before = dict(zip(op.names, cached_inputs(case, site, (length, length), 1, length), strict=True))
+            position = length - 1
+            slot = position if position < ring[0] else ring[0] + (position - ring[0]) % ring[1]
+            after = {label: value.clone() for label, value in before.items()}
+            for label in (label for label in op.names if f"new_{label}" in before):
+                after[label][:, slot] = before[f"new_{label}"][:, 0]
+            wanted = [exact(site, list(given.values())) for given in (before, after)]
+            assert torch.equal(*wanted), name
+            for given in (before, after):
+                buffer = torch.full((wanted[0].numel() + 2 * GUARD,), torch.nan, dtype=torch.float16)
+                runs.append((str(tmp_path), module, list(given.values()), [buffer], [wanted[0].shape[-1]]))
+            cases.append((name, length))
+    buffers = [buffer for (buffer,), _ in interpret(tmp_path, runs)]
+    for case, first, second in zip(cases, buffers[::2], buffers[1::2], strict=True):
+        check_guards(first, "y")
+        assert torch.equal(first[GUARD:-GUARD], second[GUARD:-GUARD]), case
 
 
 @pytest.mark.interpret

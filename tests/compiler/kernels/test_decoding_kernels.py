@@ -1,5 +1,6 @@
 """Kernels of decoding steps: linear layers of few rows, and rotation with the write to a cache, against float64."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,16 @@ import pytest
 import torch
 from decoding_sites import AFFINE, RMS, ROPES, rope_site, row_site
 from decoding_sites import ROW_CASES as CASES
-from kernel_sites import DTYPES, check_clean, imported, interpret_calls, machine_code
+from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, interpret_calls, machine_code
 from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
-from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, parts_of, row_tile, rows_tile
+from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, parts_of, row_tile
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.norm_rope.rope_write import ROPE_WRITE_TORCH, ROPE_WRITE_TRITON
-from specc.compiler.targets import TARGETS
+from specc.compiler.ops.caches.key_value_cache import decoded
+from specc.compiler.ops.decoding.rope_write import RopeWrite
+from specc.runtime.model.cuda_graph import captured
 
 ROWS = (1, 2, 17, 67)
 
@@ -56,7 +59,7 @@ def test_interpreted_products_are_the_reference(tmp_path: Path) -> None:
     for i, name in enumerate(CASES):
         site = site_of(name, out="f32" if i % 2 else "")
         module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"rows_{i}").__name__
-        for m, tile in (*((m, {}) for m in ROWS), (1, {"ROW": (4, 16, 1, 1)})):  # the last in many pieces
+        for m, tile in (*((m, {}) for m in ROWS), (1, {"ROW": (4, 16, 1)})):  # the last in many pieces
             inputs = inputs_of(site, m)
             outputs = [torch.full((m + 1, int(t.width)), torch.nan, dtype=DTYPES[t.dtype]) for t in site.node.types]
             calls.append((str(tmp_path), module, {"PDL": False, **tile}, "launch", [*inputs, *outputs]))
@@ -84,8 +87,9 @@ def test_plain_torch_is_the_reference(name: str, tmp_path: Path) -> None:
 def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, tmp_path: Path) -> None:
     site = row_site(((768, 768, 768), 768, RMS, None), target, "bf16")
     module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"compiled_{target}")
-    for height, tile in ((1, module.ROW), (16, module.ROWS), (64, module.ROWS)):
-        n, k, warps, stages = tile
+    for m in (1, 2, 32, 64):
+        height, n, stages = module.rows_tile(m) if m > 1 else (1, module.ROW[0], 1)
+        k, warps = module.ROW[1:] if m == 1 else (module.ROWS_K, module.ROWS_WARPS)
         sizes = {"BLOCK_M": height, "BLOCK_N": n, "BLOCK_K": k, "WARPS": warps, "STAGES": stages, "M": 1}
 
         def type_of(name: str, height: int = height) -> str:
@@ -102,15 +106,28 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
         assert ptx.count("griddepcontrol.wait") == (3 if target == "sm90" else 0)  # one for each of q, k and v
 
 
-def test_tiles_fill_a_gpu_and_divide_the_features() -> None:
+def test_tiles_of_one_row_fill_a_gpu_and_divide_the_features() -> None:
     for widths, k, tile in (((768,), 768, (4, 256)), ((768,), 3072, (4, 1024)), ((50257,), 768, (16, 256))):
         parts = parts_of(row_site((widths, k, None, None)))
         assert (row_tile(parts).n, row_tile(parts).k) == tile
-        for target in ("sm80", "sm86", "sm90"):
-            memory = TARGETS[target].shared_memory
-            tile_of_rows = rows_tile(parts, memory)
-            assert tile_of_rows.n in (16, 32, 64) and tile_of_rows.stages >= 3
-            assert tile_of_rows.stages * (64 + tile_of_rows.n) * tile_of_rows.k * 2 <= memory
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90"])
+def test_tiles_of_several_rows_load_little_and_keep_memory_busy(target: str, tmp_path: Path) -> None:
+    wanted = {  # of 2, 32 and 64 rows: those of x and of the weights of a program
+        ((768, 768, 768), 768): ((16, 32), (32, 32), (64, 32)),
+        ((3072,), 768): ((16, 32), (32, 32), (64, 32)),
+        ((768,), 3072): ((16, 16), (16, 16), (32, 16)),
+        ((50257,), 768): ((16, 64), (32, 64), (64, 64)),
+    }
+    for i, ((widths, k), tiles) in enumerate(wanted.items()):
+        site = row_site((widths, k, None, None), target, "bf16")
+        module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"tiles_{target}_{i}")
+        for m, tile in zip((2, 32, 64), tiles, strict=True):
+            height, n, stages = module.rows_tile(m)
+            piece = 2 * (height + n) * module.ROWS_K
+            assert (height, n) == tile and stages * piece <= site.target.shared_memory
+            assert (stages - 1) * piece >= 65_536 or stages in (k // module.ROWS_K + 1, 8) or target != "sm90"
 
 
 def test_nodes_that_no_kernel_computes_say_why() -> None:
@@ -121,50 +138,102 @@ def test_nodes_that_no_kernel_computes_say_why() -> None:
     assert "up to 1024 channels" in str(ROPE_WRITE_TRITON.rejects(rope_site(c=2048)))
 
 
-def rope_inputs(site: Site, rows: int, tokens: int, device: str = "cpu") -> list[Tensor]:
-    generator = torch.Generator().manual_seed(rows)
-    sizes = {"B": rows, "T": tokens, "S": 9}
-    values = [
-        torch.randn(type.extents(sizes), generator=generator).to(DTYPES.get(type.dtype)) for type in site.inputs[:-1]
-    ]
-    angles = torch.randn(values[3].shape, generator=generator)
-    values[3], values[4] = angles.cos(), angles.sin()
-    # The rows of a cache are apart, as those of a part of its positions.
-    caches = [torch.cat((value, value), 1)[:, :9] for value in values[5:7]]
-    positions = torch.arange(3, 3 + tokens)
-    return [value.to(device) for value in (*values[:5], *caches, positions)]
+def rope_inputs(site: Site, texts: int, tokens: int, seed: int = 0) -> list[Tensor]:
+    """Random inputs. Texts have `tokens` new tokens; with pages, texts have different lengths, and the last has no text
+    and writes to a page of its own. Rows of a cache hold other numbers."""
+    generator, op = torch.Generator().manual_seed(seed), site.node.op
+    assert isinstance(op, RopeWrite)
+    page = int(site.inputs[5].shape[1]) if op.paged else 0
+    packed = (1, texts * tokens) if page else (texts, tokens)
+    sizes = {"B": packed[0], "T": packed[1], "S": 9, "R": texts, "N": 3, "P": 3 * texts + 1}
+    given = {}
+    for name, type in zip(op.names, site.inputs, strict=True):
+        if type.dtype == "u8":
+            given[name] = torch.randint(256, type.extents(sizes), generator=generator, dtype=torch.uint8)
+        elif type.dtype != "i64":
+            value = torch.randn(type.extents(sizes), generator=generator)
+            value[value > 2] *= 1000  # outliers share a row with small numbers
+            given[name] = value.to(DTYPES[type.dtype])
+    angles = torch.randn(given["cos"].shape, generator=generator)
+    given["cos"], given["sin"] = angles.cos(), angles.sin()
+    given["k"][..., -1, :], given["v"][..., -1, :] = 0, 0  # a row of zeros
+    if page:
+        table = torch.randperm(3 * texts, generator=generator).view(texts, 3)
+        begin = torch.randint(3 * page - tokens + 1, (texts,), generator=generator)
+        table[-1], begin[-1] = 3 * texts, 0
+        given["positions"], given["table"] = (begin[:, None] + torch.arange(tokens)).flatten(), table
+    else:
+        begin = 3 if op.ring is None else int(torch.randint(30, (), generator=generator))
+        given["positions"] = torch.arange(begin, begin + tokens)
+        for name in op.stored:  # the texts of a cache are apart, as those of a part of its positions
+            given[name] = torch.cat((given[name], given[name]), 1)[:, : given[name].shape[1]]
+    return [given[name] for name in op.names]
 
 
 def check_rope(site: Site, inputs: list[Tensor], results: list[Tensor], name: str, tolerance: float) -> None:
-    wanted = site.node.op.reference(*(value.double() if value.is_floating_point() else value for value in inputs))
-    for got, value in zip(results, wanted, strict=True):
-        torch.testing.assert_close(
-            got.double(), value.double(), rtol=tolerance, atol=tolerance, msg=lambda t: f"{name}: {t}"
-        )
+    """Compares results, of any dtype, with float64. Codes are compared by their values."""
+    op = site.node.op
+    assert isinstance(op, RopeWrite)
+    wanted = op.reference(*(value.double() if value.dtype in DTYPES.values() else value for value in inputs))
+    values: list[dict[str, Tensor]] = [dict(zip(op.output_labels, each, strict=True)) for each in (results, wanted)]
+    for label, value in values[1].items():
+        got = values[0][label]
+        if value.dtype == torch.uint8:
+            scales = [each[f"{label}_scale"].double() for each in values]
+            got, value = (decoded(each[label], scale) for each, scale in zip(values, scales, strict=True))
+            # A code may be the next one, because rows are rounded to 16 bits before.
+            close = (got - value).abs() <= value.abs() / 8 + 2.0**-8 * scales[1].abs()
+            assert bool((close | (got.isnan() & value.isnan())).all()), (name, label)
+            continue
+        error = (got.double() - value.double()).abs()
+        assert bool((error <= tolerance * (1 + value.double().abs())).all()), (name, label, float(error.max()))
 
 
-def test_interpreted_rotations_and_writes_are_the_reference(tmp_path: Path) -> None:
+def rope_calls(site: Site) -> list[tuple[int, int]]:
+    """Numbers of texts and of their new tokens. A ring takes one token per text."""
+    ring = isinstance(site.node.op, RopeWrite) and site.node.op.ring is not None
+    return [(1, 1), (3, 1), (5, 1)] if ring else [(1, 1), (3, 1), (2, 4)]
+
+
+def test_interpreted_rotations_and_writes_are_those_of_torch_and_the_reference(tmp_path: Path) -> None:
     calls, cases = [], []
     for i, (name, settings) in enumerate(ROPES.items()):
         site = rope_site(**settings)
+        op = site.node.op
+        assert isinstance(op, RopeWrite)
         module = imported(ROPE_WRITE_TRITON, site, tmp_path / f"rope_{i}").__name__
-        for rows, tokens in ((1, 1), (3, 1), (2, 4)):
-            inputs = rope_inputs(site, rows, tokens)
-            arguments = [value.clone() for value in inputs[:5]] + [*inputs[5:7], inputs[7], torch.empty_like(inputs[0])]
-            calls.append((str(tmp_path), module, {"PDL": False}, "launch", arguments))
-            cases.append((site, [value.clone() for value in inputs], name))
-    for arguments, (site, inputs, name) in zip(interpret_calls(tmp_path, calls), cases, strict=True):
-        check_rope(site, inputs, [arguments[8], arguments[5], arguments[6]], name, 2e-3)
-    check_clean(tmp_path)
+        # Torch in the dtype of the kernel, and with several texts per call
+        plain = imported(ROPE_WRITE_TORCH, rope_site(**settings, target="cpu"), tmp_path / f"rope_plain_{i}")
+        for seed, (texts, tokens) in enumerate(rope_calls(site)):
+            inputs = rope_inputs(site, texts, tokens, seed)
+            given = [value.clone() for value in inputs]
+            wanted = vars(plain)[ROPE_WRITE_TORCH.render(site).function](*given)
+            outputs = [torch.full_like(each, 7) for each in (wanted[0], *wanted[1 + len(op.stored) :])]
+            calls.append((str(tmp_path), module, {"PDL": False}, "launch", [*inputs, *outputs]))
+            cases.append((site, op, [value.clone() for value in inputs], wanted, name))
+    for arguments, (site, op, inputs, wanted, name) in zip(interpret_calls(tmp_path, calls), cases, strict=True):
+        cache = slice(5, 5 + len(op.stored))
+        got = [arguments[len(inputs)], *arguments[cache], *arguments[len(inputs) + 1 :]]
+        for label, value, exact in zip(op.output_labels, got, wanted, strict=True):
+            same = torch.equal(value, exact)
+            if op.paged and label in op.stored:  # the page of rows without a text holds one of their tokens
+                same = torch.equal(value[:-1], exact[:-1])
+            assert same, (name, label)
+        unread = [i for i in range(len(inputs)) if not cache.start <= i < cache.stop]
+        assert all(torch.equal(arguments[i], inputs[i]) for i in unread), f"{name}: an input was written"
+        check_rope(site, inputs, list(wanted), name, 4e-3)
+    check_clean(tmp_path, 120)  # of functions that models have
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rotations_and_writes_of_plain_torch_are_the_reference(name: str, tmp_path: Path) -> None:
     site = rope_site(**ROPES[name], target="cpu", dtype="f32")
-    module = imported(ROPE_WRITE_TORCH, site, tmp_path / f"rope_torch_{name.replace(' ', '_')}")
-    inputs = rope_inputs(site, 2, 3)
-    check_rope(site, [value.clone() for value in inputs], list(module.rope_write(*inputs)), name, 1e-6)
-    check_clean(tmp_path)
+    module = imported(ROPE_WRITE_TORCH, site, tmp_path / f"rope_torch_{re.sub(r'[ ,]+', '_', name)}")
+    function = vars(module)[ROPE_WRITE_TORCH.render(site).function]
+    for seed, (texts, tokens) in enumerate(rope_calls(site)):
+        inputs = rope_inputs(site, texts, tokens, seed)
+        check_rope(site, [value.clone() for value in inputs], list(function(*inputs)), name, 1e-6)
+    check_clean(tmp_path, 120)  # of functions that models have
 
 
 @pytest.mark.gpu
@@ -184,30 +253,84 @@ def test_products_on_a_gpu_are_the_reference(name: str, dtype: str, folder: Path
             assert float(error.max()) < (3 if site.node.op.norm == AFFINE else 1.1) * rounding + 1e-5, (name, m)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ROPES)
-def test_rotations_and_writes_on_a_gpu_are_the_reference(name: str, folder: Path) -> None:
-    site = rope_site(**ROPES[name], target=gpu_target(), dtype="bf16")
-    module = imported(ROPE_WRITE_TRITON, site, folder / f"rope_gpu_{name.replace(' ', '_')}")
-    for rows, tokens in ((1, 1), (5, 1), (2, 4)):
-        inputs = rope_inputs(site, rows, tokens, "cuda")
-        given = [value.clone() for value in inputs]
-        check_rope(site, [value.cpu() for value in given], [v.cpu() for v in module.rope_write(*inputs)], name, 2.0**-7)
+def test_rotations_and_writes_state_their_types_without_a_gpu(name: str, tmp_path: Path) -> None:
+    site = rope_site(**ROPES[name], dtype="bf16")
+    module = imported(ROPE_WRITE_TRITON, site, tmp_path / f"rope_fake_{re.sub(r'[ ,]+', '_', name)}")
+    function = vars(module)[ROPE_WRITE_TRITON.render(site).function]
+    op = site.node.op
+    assert isinstance(op, RopeWrite) and op.infer(site.inputs) == site.node.types
+    pages = {"B": 1, "T": 6, "R": 3, "N": 4, "P": 12}
+    sizes = pages if op.paged else {"B": 3, "T": 2 if op.ring is None else 1, "S": 9}
+    check_outputs(function(*(empty(type, **sizes) for type in site.inputs)), site, **sizes)
+    with pytest.raises(ValueError, match=r"q is torch.bfloat16 .* on cpu; expected torch.bfloat16 .* on one GPU"):
+        function(*(empty(type, "cpu", **sizes) for type in site.inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("name", ROPES)
+def test_rotations_and_writes_on_a_gpu_are_the_bits_of_torch(name: str, dtype: str, folder: Path) -> None:
+    words = f"{re.sub(r'[ ,]+', '_', name)}_{dtype}"
+    site = rope_site(**ROPES[name], target=gpu_target(), dtype=dtype)
+    op = site.node.op
+    assert isinstance(op, RopeWrite)
+    if op.coded and "fp8_mma" not in site.target.features:
+        pytest.skip("the GPU has no e4m3")
+    module = imported(ROPE_WRITE_TRITON, site, folder / f"rope_gpu_{words}")
+    plain = imported(ROPE_WRITE_TORCH, rope_site(**ROPES[name], target="cpu", dtype=dtype), folder / f"rope_by_{words}")
+    function, by_torch = (vars(each)[ROPE_WRITE_TORCH.render(site).function] for each in (module, plain))
+    for seed, (texts, tokens) in enumerate([*rope_calls(site), (64, 1)]):
+        inputs = [value.cuda() for value in rope_inputs(site, texts, tokens, seed)]
+        wanted = by_torch(*(value.clone() for value in inputs))
+        for label, got, value in zip(op.output_labels, function(*inputs), wanted, strict=True):
+            parts = slice(None, -1 if op.paged and label in op.stored else None)  # without the page of no text
+            assert torch.equal(got[parts], value[parts]), (name, label)
+    positions = op.names.index("positions")
     with pytest.raises(ValueError, match=r"positions is torch.int32"):
-        module.rope_write(*inputs[:7], inputs[7].int())
+        function(*inputs[:positions], inputs[positions].int(), *inputs[positions + 1 :])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["pages", "pages, latent codes", "ring, codes", "codes"])
+def test_captured_writes_follow_positions_and_tables(name: str, folder: Path) -> None:
+    site = rope_site(**ROPES[name], target=gpu_target(), dtype="bf16")
+    op = site.node.op
+    assert isinstance(op, RopeWrite)
+    if op.coded and "fp8_mma" not in site.target.features:
+        pytest.skip("the GPU has no e4m3")
+    module = imported(ROPE_WRITE_TRITON, site, folder / f"rope_captured_{re.sub(r'[ ,]+', '_', name)}")
+    function = vars(module)[ROPE_WRITE_TRITON.render(site).function]
+    fixed = [value.cuda() for value in rope_inputs(site, 3, 1)]
+    graph, results = captured(lambda: function(*fixed))
+    for seed in range(1, 5):
+        given = [value.cuda() for value in rope_inputs(site, 3, 1, seed)]
+        for target, value in zip(fixed, given, strict=True):
+            target.copy_(value)
+        graph.replay()
+        for label, got, value in zip(op.output_labels, results, function(*given), strict=True):
+            parts = slice(None, -1 if op.paged and label in op.stored else None)
+            assert torch.equal(got[parts], value[parts]), (label, seed)
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rotations_and_writes_compile(name: str, tmp_path: Path) -> None:
     site = rope_site(**ROPES[name], dtype="bf16")
-    module = imported(ROPE_WRITE_TRITON, site, tmp_path / f"rope_compiled_{name.replace(' ', '_')}")
-    kinds = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64"}
+    op = site.node.op
+    assert isinstance(op, RopeWrite)
+    module = imported(ROPE_WRITE_TRITON, site, tmp_path / f"rope_compiled_{re.sub(r'[ ,]+', '_', name)}")
+    types = dict(zip(op.names, site.inputs, strict=True))
+    types |= {f"new_{label}": types[label] for label in op.new}
+    words = {"f32": "*fp32", "i64": "*i64", "u8": "*u8", "bf16": "*bf16"}
 
     def type_of(parameter: str) -> str:
         if parameter.endswith("_ptr"):
-            return kinds.get(parameter.removesuffix("_ptr"), "*bf16")
-        return "i32" if parameter in ("KEYS_STRIDE", "VALUES_STRIDE") else "constexpr"
+            label = parameter.removesuffix("_ptr")
+            return words[types[label].dtype] if label in types else "*bf16"
+        return "i32" if parameter.endswith("_STRIDE") or parameter == "N" else "constexpr"
 
-    sizes = {"T": 1, "BLOCK_R": 8, "BLOCK_C": 8, "BLOCK_V": 16, "WARPS": 1}
-    code = machine_code(module, site, type_of, sizes)
-    assert ".local" not in code.asm["ptx"]
+    sizes = {"T": 1, "EACH": 1, "BLOCK_R": 8, "BLOCK_C": 8, "BLOCK_V": 32, "WARPS": 1}
+    code = machine_code(module, site, type_of, sizes, kernel=module.rope_write_kernel, fused=False)
+    ptx = code.asm["ptx"]
+    assert ".local" not in ptx and "fma.rn.f32" not in ptx
+    assert ("e4m3x2" in ptx) == op.coded

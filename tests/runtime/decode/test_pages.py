@@ -1,6 +1,8 @@
 """Caches in pages: the same logits as the whole text, for texts of different lengths that join and leave."""
 
 import json
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from run_samples import make_run, small_spec, write_text
 from tiny_models import ATTENTION, MLP, Pair, float64, pair, tiny
+from torch import Tensor
 
 from specc.cli import app
 from specc.compiler import pipeline
@@ -16,7 +19,9 @@ from specc.compiler.programs import reference
 from specc.compiler.programs.cost import cached_bytes, cached_numbers
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.spec.check import load
-from specc.runtime.decode.pages import PagedDecoder, PagedTexts, in_pages, pages_for, sample_texts
+from specc.runtime.decode import many_texts
+from specc.runtime.decode.many_texts import sample_texts
+from specc.runtime.decode.pages import PagedDecoder, PagedTexts, in_pages, pages_for
 from specc.runtime.decode.sampling import Sampling
 from specc.runtime.decode.text import Decoder, sample_tokens
 from specc.runtime.errors import RunFailure
@@ -45,31 +50,66 @@ def sample(case: dict[str, Any], folder: Path, paged: bool = True, **cache: Any)
     return pair(spec, folder / ("pages" if paged else "rows"))
 
 
+class Forced(Sampling):
+    """Samples given tokens, and records the logits of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "tokens", deque[list[int]]())
+        object.__setattr__(self, "logits", list[Tensor]())
+
+    def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        tokens: Any = self.tokens.popleft()
+        self.logits.append(logits.clone())
+        return torch.tensor([*tokens, *[0] * (len(logits) - len(tokens))])
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    tokens: deque[list[int]]
+    logits: list[Tensor]
+
+
 @pytest.mark.parametrize("rounds", [False, True], ids=["as many rows", "as on a GPU"])
+@pytest.mark.parametrize("steps", [1, 4], ids=["one step", "several steps"])
 @pytest.mark.parametrize("name", CASES)
-def test_pages_have_the_logits_of_the_whole_text(name: str, rounds: bool, tmp_path: Path) -> None:
+def test_pages_have_the_logits_of_the_whole_text(name: str, steps: int, rounds: bool, tmp_path: Path) -> None:
     with float64(), torch.no_grad():
         tested = sample(CASES[name], tmp_path)
         ids = torch.cat(tested.batch())[:3]
         every = [tested.model.score(ids, torch.full_like(ids, token)) for token in range(11)]
         want = -torch.stack(every, -1)
-        decoder = PagedDecoder(tested.model, 12, PAGE, 9, CPU)
+        decoder, forced = PagedDecoder(tested.model, 12, PAGE, 9, CPU), Forced()
         decoder.rounds = rounds
         for layer in decoder._cache:
             for pages in layer:
                 pages.fill_(1e6)  # positions that are not written yet must not be read
-        lengths = {0: 5, 1: 2, 2: 1}
-        for row, length in lengths.items():
-            logits = decoder.join({row: ids[row, :length].tolist()}, 12)
-            torch.testing.assert_close(logits.log_softmax(-1)[0], want[row, length - 1], rtol=1e-10, atol=1e-10)
-        while lengths:
-            logits = decoder.append({row: int(ids[row, length]) for row, length in lengths.items()}).log_softmax(-1)
-            for (row, length), result in zip(list(lengths.items()), logits, strict=True):
-                torch.testing.assert_close(result, want[row, length], rtol=1e-10, atol=1e-10)
-                lengths[row] += 1
-                if lengths[row] == 12:
-                    decoder.leave(row)
-                    del lengths[row]
+        lengths = {0: 5, 1: 2, 2: 1}  # tokens of each text, the last of which is not in the pages yet
+
+        def check(texts: list[int], tokens: Tensor) -> None:
+            for column, logits in zip(tokens.T, forced.logits, strict=True):
+                for row, text in enumerate(texts):
+                    got = logits[row].log_softmax(-1)
+                    torch.testing.assert_close(got, want[text, lengths[text] - 1], rtol=1e-10, atol=1e-10)
+                    assert int(column[row]) == following(text, 0)
+                    lengths[text] += 1
+            forced.logits.clear()
+
+        def following(text: int, steps: int) -> int:
+            return int(ids[text, lengths[text] + steps]) if lengths[text] + steps < 12 else 0
+
+        for text, length in tuple(lengths.items()):
+            decoder.join(text, ids[text, :length].tolist(), 12)
+            forced.tokens.append([following(text, 0)])
+            assert decoder.begins(text)
+            check([text], decoder.begin([text], forced, 11, torch.zeros(1)))
+        while texts := [text for text in lengths if not decoder.begins(text)]:
+            many = min(steps, decoder.room(texts))
+            forced.tokens.extend([following(text, step) for text in texts] for step in range(many))
+            check(texts, decoder.write(texts, forced, 11, torch.zeros(many, len(texts))))
+        assert set(lengths.values()) == {13}
+        for text in lengths:
+            decoder.leave(text)
         assert sorted(decoder._free) == list(range(9))
 
 
@@ -143,27 +183,32 @@ def _loaded(tested: Pair, folder: Path) -> Any:
     return loaded
 
 
-def test_texts_that_join_and_leave_are_those_decoded_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize("rounds", [False, True], ids=["as many rows", "as on a GPU"])
+def test_texts_that_join_and_leave_are_those_decoded_alone(rounds: bool, block: int, tmp_path: Path) -> None:
     case, sampling, generator = CASES["score, sinks, positions"], Sampling(0.7), torch.Generator().manual_seed(3)
     prompts = [torch.randint(11, (length,), generator=generator).tolist() for length in (1, 7, 3, 12, 2, 5, 4)]
     with float64(), torch.no_grad():
         pages, rows = sample(case, tmp_path), sample(case, tmp_path, paged=False)
-        count = pages_for([len(prompt) + 9 for prompt in prompts], PAGE, 12, 3)
-        decoder = PagedDecoder(pages.model, 12, PAGE, count - 1, CPU)  # one page too few: the last text waits
-        texts: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
-        ended = []
-        for index, token, ends in sample_texts(decoder, prompts, 11, sampling, range(7), 9, 3, last=10):
-            texts[index].append(token)
-            ended += [index] if ends else []
-        assert sorted(ended) == list(texts) and len(decoder._free) == count - 1
-        for index, prompt in enumerate(prompts):
-            alone = [
-                int(token)
-                for token in sample_tokens(
-                    Decoder(rows.model, 12, CPU), torch.tensor([prompt]), 11, sampling, (index,), 9
+        for written, last in ((30, None), (9, 10)):  # with 30 tokens, texts are full several times
+            count = pages_for([len(prompt) + written for prompt in prompts], PAGE, 12, 3)
+            decoder = PagedDecoder(pages.model, 12, PAGE, count - 1, CPU)  # one page too few: the last text waits
+            decoder.rounds = rounds
+            texts: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
+            ended = []
+            arguments = (prompts, 11, sampling, range(7), written, 3, last, block)
+            for index, token, ends in sample_texts(decoder, *arguments):
+                texts[index].append(token)
+                ended += [index] if ends else []
+            assert sorted(ended) == list(texts) and len(decoder._free) == count - 1
+            for index, prompt in enumerate(prompts):
+                alone = sample_tokens(
+                    Decoder(rows.model, 12, CPU), torch.tensor([prompt]), 11, sampling, (index,), written
                 )
-            ]
-            assert texts[index] == (alone[: alone.index(10) + 1] if 10 in alone else alone)
+                tokens = list(map(int, alone))
+                assert texts[index] == (tokens[: tokens.index(last) + 1] if last in tokens else tokens)
+            assert {len(text) for text in texts.values()} >= {written}
+        assert len({len(text) for text in texts.values()}) > 1  # some texts end before
         together = [
             list(map(int, step))
             for step in sample_tokens(
@@ -171,8 +216,38 @@ def test_texts_that_join_and_leave_are_those_decoded_alone(tmp_path: Path) -> No
             )
         ]
         assert [step[0] for step in together][: len(texts[5])] == texts[5]
-        with pytest.raises(RunFailure, match="do not fit into"):
-            decoder.join(dict.fromkeys(range(9), prompts[3]), 12)
+        with pytest.raises(RunFailure, match="does not fit into"):
+            for key in range(9):
+                decoder.join(key, prompts[3], 12)
+
+
+def test_blocks_that_the_host_reads_late_hold_the_same_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the host reads a block after the next one is computed."""
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(11, (length,), generator=generator).tolist() for length in (3, 1, 6, 2, 4, 12, 5, 1)]
+
+    def late(blocks: Iterable[Tensor]) -> Iterator[list[list[int]]]:
+        before: list[Tensor] = []
+        for block in blocks:
+            before.append(block)
+            if len(before) > 1:
+                yield before.pop(0).tolist()
+        yield from (block.tolist() for block in before)
+
+    with float64(), torch.no_grad():
+        model = sample(CASES["grouped heads, rope, window"], tmp_path).model
+        results = []
+        for reads, block in ((None, 1), (late, 1), (late, 5), (late, 16)):
+            if reads is not None:
+                monkeypatch.setattr(many_texts, "on_the_host", reads)
+            decoder = PagedDecoder(model, 12, PAGE, 8, CPU)
+            texts: dict[int, list[int]] = {}
+            for index, token, _ in sample_texts(decoder, prompts, 11, Sampling(0.9), range(8), 20, 3, 7, block):
+                texts.setdefault(index, []).append(token)
+            assert len(decoder._free) == 8 and len(texts) == 8
+            results.append(texts)
+        assert all(texts == results[0] for texts in results)
+        assert {len(text) for text in results[0].values()} > {20}
 
 
 def test_a_model_with_pages_is_still_one_of_its_family() -> None:

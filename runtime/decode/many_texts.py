@@ -1,0 +1,118 @@
+"""Samples many texts of different lengths from a cache in pages: as texts end, others take their places."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specc.runtime.decode.pages import PagedDecoder
+from specc.runtime.decode.sampling import Sampling, generator_of
+from specc.runtime.decode.text import BLOCK, PAGE, on_the_host
+
+
+@dataclass
+class _Writing:
+    """A text that is being written: its random numbers, and how many tokens were sampled, of which the host may not
+    have read the last."""
+
+    generator: torch.Generator
+    sampled: int = 0
+    numbers: deque[float] = field(default_factory=deque)
+    drawn: int = 0
+
+    def next_numbers(self, steps: int, count: int) -> list[float]:
+        """Returns the next random numbers, of the same stream as in `sample_tokens` for `count` tokens. Those after
+        `count` are 0, because their tokens are discarded."""
+        while len(self.numbers) < steps and self.drawn < count:
+            many = min(PAGE, count - self.drawn)
+            self.numbers.extend(torch.rand(many, dtype=torch.float64, generator=self.generator).tolist())
+            self.drawn += many
+        return [self.numbers.popleft() if self.numbers else 0.0 for _ in range(steps)]
+
+
+def sample_texts(
+    decoder: PagedDecoder,
+    prompts: Sequence[Sequence[int]],
+    vocab: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    count: int,
+    batch: int,
+    last: int | None = None,
+    block: int = BLOCK,
+) -> Iterator[tuple[int, int, bool]]:
+    """Yields the sampled tokens of many texts. As a text ends, the next prompt takes its place (continuous batching; Yu
+    et al., 2022, "Orca").
+
+    Tokens are sampled in blocks, and a GPU computes the next block while the host reads one. Texts join and leave
+    between blocks. A text whose number of tokens is reached leaves at once; one that ends with `last` leaves after the
+    block that is computed when the host reads this token. Its tokens after the end are discarded.
+
+    Args:
+        decoder: the decoder of the model.
+        prompts: the tokens of each prompt.
+        vocab: number of logits to use, from id 0.
+        sampling: the sampling settings.
+        seeds: a seed per prompt. The random numbers of a text depend only on its seed.
+        count: the number of tokens to sample for a text.
+        batch: the number of texts at once.
+        last: a token that ends a text; it is yielded too.
+        block: the largest number of tokens of a block, at most BLOCK.
+
+    Yields:
+        The index of the prompt, a token, and whether it is the last of its text. The token is -1 if the largest logit
+        is not finite.
+
+    Raises:
+        SamplingError: a seed has more than 64 bits.
+        RunFailure: a text has more tokens than the decoder has pages.
+    """
+    waiting = deque(range(len(prompts) if count else 0))
+    writing: dict[int, _Writing] = {}
+    unread: deque[list[int]] = deque()  # the texts of each block that the host has not read
+
+    def blocks() -> Iterator[Tensor]:
+        while waiting or writing:
+            while waiting and len(writing) < batch:
+                most = len(prompts[waiting[0]]) + count
+                if not decoder.fits(most) and writing:
+                    break  # until another text leaves
+                index = waiting.popleft()
+                decoder.join(index, prompts[index], most)
+                writing[index] = _Writing(generator_of(seeds[index]))
+            beginning = [index for index in writing if decoder.begins(index)]
+            texts = beginning or list(writing)
+            left = max(count - writing[index].sampled for index in texts)
+            steps = 1 if beginning else min(block, left, decoder.room(texts))
+            uniform = torch.tensor([writing[index].next_numbers(steps, count) for index in texts], dtype=torch.float64)
+            if beginning:
+                tokens = decoder.begin(texts, sampling, vocab, uniform[:, 0])
+            else:
+                tokens = decoder.write(texts, sampling, vocab, uniform.T)
+            for index in texts:
+                writing[index].sampled += steps
+                if writing[index].sampled >= count:
+                    leave(index)
+            unread.append(texts)
+            yield tokens
+
+    def leave(index: int) -> None:
+        del writing[index]
+        decoder.leave(index)
+
+    written: dict[int, int] = dict.fromkeys(range(len(prompts)), 0)  # tokens, of texts that have not ended
+    for rows in on_the_host(blocks()):
+        texts = unread.popleft()
+        for step in zip(*rows, strict=True):
+            for index, token in zip(texts, step, strict=True):
+                if index not in written:
+                    continue
+                written[index] += 1
+                ends = token in (-1, last) or written[index] == count
+                yield index, token, ends
+                if ends:
+                    del written[index]
+                    if index in writing:
+                        leave(index)
