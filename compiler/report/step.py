@@ -139,7 +139,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     train, window, programs = spec.train, spec.model.window, plan.programs
     sizes = {"B": train.at_once(), "T": window, "S": window}
     tokens, micro_batches = train.rows(window) * window, max(1, -(-train.rows(window) // train.at_once()))
-    graph = flatten(programs, programs.program("train"), groups=False)
+    graph = flatten(programs, programs.program("train"), groups=False, derived=False)
     key = _key(plan, graph, tokens, sizes)
     locked = plan.locked
     timing = locked.step if locked is not None and locked.step is not None and locked.step.key == key else None

@@ -209,7 +209,8 @@ def test_patterns_choose_nodes() -> None:
         ("fold_scales", ("blocks.*.mlp.down",)),
         ("merge_linears", ("blocks.*.attention.k", "blocks.*.attention.v")),
     ]
-    (function,) = [graph for graph in programs.functions if "mlp.down.scaled" in graph.by_name]
+    assert programs.derived == ("block.attention_k_v_weight", "block.mlp_down_scaled")
+    (function,) = [graph for graph in programs.functions if graph.name == "block.forward"]
     assert "attention.q" in function.by_name and "attention.k_v" in function.by_name
 
 
