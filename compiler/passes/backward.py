@@ -43,17 +43,21 @@ def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
 
 def spelled(forward: Graph, ref: str) -> str:
     """Returns the name that a forward value has in the backward. An input keeps its name. Other values have short
-    names, e.g. `act` or `slope`."""
+    names, e.g. `act` or `slope`, that no input has: the result of a linear layer has another name than its weight."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
+    words = node.name.split(".")
     if ref == node.name:
-        *_, word = words = node.name.split(".")
-        alike = [n for n in forward.nodes if n.name.rpartition(".")[2] == word]
-        return word if len(alike) == 1 else "_".join(words[-2:])
-    label = node.op.output_labels[int(ref.partition(":")[2])]
-    alike = [n for n in forward.nodes if label in n.op.output_labels]
-    return label if len(alike) == 1 else f"{node.name.rpartition('.')[2]}_{label}"
+        alike = [n for n in forward.nodes if n.name.rpartition(".")[2] == words[-1]]
+        options = [words[-1]] * (len(alike) == 1) + ["_".join(words[-2:])]
+    else:
+        label = node.op.output_labels[int(ref.partition(":")[2])]
+        alike = [n for n in forward.nodes if label in n.op.output_labels]
+        options = [label] * (len(alike) == 1) + [f"{words[-1]}_{label}"]
+    inputs = {name for name, _ in forward.inputs}
+    options += [f"{options[-1]}_value", "_".join((*words, "value"))]
+    return next(name for name in options if name not in inputs)
 
 
 @dataclass
