@@ -83,6 +83,8 @@ class Group:
         chunks: the number of chunks of rows that are computed one after another. With more than one chunk, the
             gradients of a chunk are computed right after its results. Only the intermediate values of one chunk then
             exist at a time.
+        results: the number of results, which are the first outputs of `forward`. The first inputs of `backward` are
+            their gradients.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Group:
     keep: Keep = KEEPS[0]
     others: tuple["Group", ...] = ()
     chunks: int = 1
+    results: int = 1
 
     @property
     def inlined(self) -> bool:

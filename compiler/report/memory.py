@@ -175,12 +175,19 @@ class _Peak:
             lasting = {ref for _, ref in group.forward.outputs[: len(node.types)]}
             lasting |= {labels.get(name, name) for name in self._pass.groups[node.name].needed}
         most = live = 0
-        last = {ref: i for i, inner in enumerate(nodes) for ref in inner.inputs}
+        roots: dict[str, str] = {}  # the tensor that a value is, if nodes write to it in place
+        for inner in nodes:
+            if inner.op.written is not None:
+                ref = inner.inputs[inner.op.written]
+                roots[inner.outputs[0]] = roots.get(ref, ref)
+        lasting |= {roots[ref] for ref in lasting if ref in roots}
+        last = {roots.get(ref, ref): i for i, inner in enumerate(nodes) for ref in inner.inputs}
         ends: Counter[int] = Counter()
         for i, inner in enumerate(nodes):
             for ref, type in zip(inner.outputs, inner.types, strict=True):
-                live += type.bytes(self._pass.sizes)
-                ends[last.get(ref, i)] += 0 if ref in lasting else type.bytes(self._pass.sizes)
+                if not inner.op.views and ref not in roots:
+                    live += type.bytes(self._pass.sizes)
+                    ends[last.get(ref, i)] += 0 if ref in lasting else type.bytes(self._pass.sizes)
             most = max(most, live + max(self._workspace(graph, inner) for graph in graphs))
             live -= ends[i]
         return most // group.chunks

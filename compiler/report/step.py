@@ -244,7 +244,7 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
     op, fused = site.node.op, choice is not None and bool(choice.rendered.function)
     flops = op.flops(site.inputs[: op.arity] if site.node.epilogue else site.inputs, site.node.types, sizes)
     between = choice.kernel.between(site) if choice is not None else ()
-    moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types, *between))
+    moved = site.node.op.moved(site.inputs, site.node.types, sizes) + sum(type.bytes(sizes) for type in between)
     work = op.work if op.work != "products" else FUSED if fused else LIBRARY
     kernel = choice.kernel.made_of if choice is not None and fused else TORCH
     label = choice.site.label if choice is not None else site.label
