@@ -88,8 +88,8 @@ class Derivation:
 
     def run(self, name: str) -> Graph:
         """Returns the backward as a graph named `name`. The inputs of the backward are the gradients of the group's
-        results, under the names of `gradient_names`, and the saved values. The outputs are the gradients of the group's inputs, in order. Inputs without a
-        gradient have no output."""
+        results, under the names of `gradient_names`, and the saved values. The outputs are the gradients of the group's
+        inputs, in order. Inputs without a gradient have no output."""
         b = self.b
         b.name = name
         gradients: dict[str, list[Scaled]] = {}

@@ -16,9 +16,7 @@ def derive_weights(programs: Programs) -> Programs:
     of parameters, such as a matrix with a folded factor. `Programs.derived` lists the functions."""
     whole = {graph.name for graph, at in whole_sequences(programs) if at}
     derived: dict[str, Graph] = {}
-    functions = tuple(
-        _derived(graph, derived) if graph.name in whole else graph for graph in programs.functions
-    )
+    functions = tuple(_derived(graph, derived) if graph.name in whole else graph for graph in programs.functions)
     return replace(programs, functions=(*functions, *derived.values()), derived=tuple(derived))
 
 

@@ -100,9 +100,7 @@ def _composed(
         given = gradient_names(forward)
         saved = tuple(label for label, _ in backward.inputs if label not in given)
         whole = _returning(forward, saved)
-        choice = Group(
-            name, scope, members, whole, join_epilogues(backward), saved, keep, (), chunks, len(results)
-        )
+        choice = Group(name, scope, members, whole, join_epilogues(backward), saved, keep, (), chunks, len(results))
         if all(replace(choice, keep=other.keep) != other for other in choices):
             choices.append(choice)
     return replace(choices[0], others=tuple(choices[1:]))

@@ -10,7 +10,15 @@ from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of, output_refs, rename
 from specc.compiler.ops.region import Fused, returned
-from specc.compiler.ops.shape import JoinFeatures, MergeHeads, NewFeatures, PartHeads, SplitFeatures, SplitHeads, WriteFeatures
+from specc.compiler.ops.shape import (
+    JoinFeatures,
+    MergeHeads,
+    NewFeatures,
+    PartHeads,
+    SplitFeatures,
+    SplitHeads,
+    WriteFeatures,
+)
 from specc.compiler.passes.fuse import shared
 from specc.compiler.passes.group import compose
 from specc.compiler.programs.programs import Group, Programs
@@ -79,14 +87,18 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
             result, value = node.name, fused.name
         results[label] = result, value
     scope = name.rpartition(".")[0]
-    made = compose(graph, scope, f"fused_{'_'.join(results)}", nodes, tuple(members), {k: v for k, (v, _) in results.items()})
+    made = compose(
+        graph, scope, f"fused_{'_'.join(results)}", nodes, tuple(members), {k: v for k, (v, _) in results.items()}
+    )
     made = replace(made, backward=_into_one(made.backward))
     group, known = shared(programs, made)
     types = tuple(made.forward.types[ref] for _, ref in made.forward.outputs[: len(results)])
     inside = {ref for node in nodes for ref in node.outputs}
     external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if ref not in inside))
     fused_parts = Node(name, Fused(group.name, returned(types), tuple(results)), external, types)
-    kept = tuple(fused_parts if node.name == name else node for node in graph.nodes if node.name not in replaced - {name})
+    kept = tuple(
+        fused_parts if node.name == name else node for node in graph.nodes if node.name not in replaced - {name}
+    )
     refs = {value: ref for (_, value), ref in zip(results.values(), output_refs(name, len(results)), strict=True)}
     changed = rename(replace(graph, nodes=kept), refs)
     functions = tuple(changed if other.name == graph.name else other for other in programs.functions)

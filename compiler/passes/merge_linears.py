@@ -57,8 +57,8 @@ class _Moved:
         if self.costs <= self.saves:
             return None
         return (
-            f"gradients of {_last_words(tuple(self.copied))} are results of kernels: one product would copy {self.costs:,} numbers per token in"
-            f" all blocks to save {self.saves:,} of the gradient of the input"
+            f"gradients of {_last_words(tuple(self.copied))} are results of kernels: one product would copy"
+            f" {self.costs:,} numbers per token in all blocks to save {self.saves:,} of the gradient of the input"
         )
 
 
@@ -100,10 +100,15 @@ def _merged(programs: Programs, graph: Graph, requests: Requests, balance: Balan
             requests.refuse(graph, names, reason)
             continue
         text = f"over whole sequences, one product of {sum(map(_features, aligned)):,} features, as is each gradient"
+        text += "; its matrix is concatenated once per step"
         written = [name for name in names if writer(programs, graph, name)]
         text += f"; kernels write the gradients of {_last_words(written)} into one tensor" if written else ""
         copied = [name for name in names if _is_copied(programs, graph, name)]
-        text += f"; gradients of {_last_words(copied)} are copied into {'it' if written else 'one tensor'}" if copied else ""
+        text += (
+            f"; gradients of {_last_words(copied)} are copied into {'it' if written else 'one tensor'}"
+            if copied
+            else ""
+        )
         requests.done(graph, names, text)
         graph = _applied(graph, aligned)
     return graph

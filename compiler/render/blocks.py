@@ -176,7 +176,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         taken: the names of earlier classes.
     """
     begins = [graph for graph in uses.functions if _method(graph).startswith("begin")]
-    decorators = {name: DERIVED for name in plan.programs.derived}
+    decorators = dict.fromkeys(plan.programs.derived, DERIVED)
     decorators |= {graph.name: DECORATOR for graph in uses.functions if _method(graph).startswith(PREFIX)}
     parts = [graph for graph in uses.functions if graph.name in decorators]
     runs = [graph for graph in uses.functions if graph not in (*begins, *parts)]

@@ -84,7 +84,7 @@ class Masters:
             self._released[name] = torch.full((), math.nan, device=master.device).expand(master.shape)
         self.derived = DerivedWeights(model, derived)
         self.fake_quantize(None)
-        self._lay_out(dtypes, sharded, unclipped)
+        self._lay_out(dtypes, sharded, unclipped, {name for weight in derived for name in weight.params})
 
     def release(self) -> None:
         """Releases the f32 values of masters in bf16. Until then, optimizers can create state of the same shapes and
@@ -153,13 +153,20 @@ class Masters:
         self.refresh()
         return before != schemes
 
-    def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str], unclipped: Collection[str]) -> None:
+    def _lay_out(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        sharded: Collection[str],
+        unclipped: Collection[str],
+        read_once: Collection[str],
+    ) -> None:
         """Allocates one f32 buffer for all gradients and the loss: first those of `sharded`, last those of `unclipped`,
-        those of one compute dtype adjacent."""
-        groups: dict[tuple[int, torch.dtype], list[str]] = {}
+        those of one compute dtype adjacent. Derived weights read `read_once`, whose gradients are computed once per
+        step. In a group of their own, they cost nothing in a backward pass."""
+        groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
         for name in sorted(dtypes, key=place.__getitem__):
-            groups.setdefault((place[name], dtypes[name]), []).append(name)
+            groups.setdefault((place[name], name in read_once, dtypes[name]), []).append(name)
         sizes = [sum(_room(self.tensors[name]) for name in names) for names in groups.values()]
         self.sums = torch.zeros(sum(sizes) + 1, device=next(iter(self.tensors.values())).device)
         self.loss = self.sums[-1]
@@ -168,7 +175,7 @@ class Masters:
         self._clipped = self.common[: parts[1]]
         self._groups: list[_Group] = []
         views: dict[str, Tensor] = {}
-        for ((_, dtype), names), total in zip(groups.items(), torch.split(self.sums[:-1], sizes), strict=True):
+        for ((*_, dtype), names), total in zip(groups.items(), torch.split(self.sums[:-1], sizes), strict=True):
             self._groups.append(_Group([self.model_parameters[name] for name in names], total, dtype))
             views.update(zip(names, self._groups[-1].totals, strict=True))
         self.gradients = [views[name] for name in self.tensors]

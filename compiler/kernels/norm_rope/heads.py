@@ -7,7 +7,6 @@ from specc.compiler.kernels.generated import GeneratedFunction, Tensors, generat
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad, NormRopeGradInto
 
-
 WHOLE = "whole"  # the tensor that dx is a part of
 
 

@@ -75,6 +75,8 @@ class HeadContext:
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
         into: Whether dx is written to a part of a given tensor.
+        begins: Lines of the backward that find the place of the first result.
+        advances: The line of the backward that moves this place to the next sequence.
         head: The first line of the custom op.
         ending: The lines of the function after its docstring, if it is not the custom op itself.
     """
@@ -110,6 +112,8 @@ class HeadContext:
     fake_signature: str
     fake: str
     into: bool = False
+    begins: tuple[str, ...] = ()
+    advances: str = ""
     head: str = ""
     ending: tuple[str, ...] = ()
 
@@ -224,6 +228,8 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
         fake_signature=f"def _({', '.join(arguments if learned else [arguments[0], '*_: Tensor'])}):",
         fake=", ".join(f"{name}.new_empty({name}.shape)" for name in (*[first] * (not into), *learned)),
         into=into,
+        begins=_INTO if into else ("dx_ptr += first * T * H * C",),
+        advances=f"{WHOLE}_ptr += tl.cast(T, tl.int64) * WIDTH" if into else "dx_ptr += tl.cast(T, tl.int64) * H * C",
         head=listed("def write(", arguments, f") -> {_annotation(len(learned))}:") if into else op.signature,
         ending=_ending(heads, learned) if into else (),
     )
@@ -245,6 +251,7 @@ def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
 
 PARTIAL = {"dweight": "weight_partial", "dgain": "partial"}  # the sums of each program, which Torch adds
 
+_INTO = ("whole_at = token.to(tl.int64) * WIDTH + AT + head * C", "whole_ptr += first * T * WIDTH")
 _SPACING = (
     "tokens = x.flatten(0, max(x.dim() - 3, 0))  # a view where tokens follow each other evenly",
     "even = tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (C, 1)",

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from specc.compiler import pipeline
+from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGradInto
-from specc.compiler.ops.shape import JoinFeatures, WriteFeatures
-from specc.compiler.programs.programs import Group, flatten
+from specc.compiler.ops.shape import JoinFeatures, NewFeatures, SplitFeatures, WriteFeatures
+from specc.compiler.programs.programs import Group
 from specc.compiler.report.explain import explain
 from specc.compiler.spec.spec import Spec
 from specc.runtime.model.load import instantiate
@@ -159,9 +160,23 @@ def test_explain_names_the_product_and_its_gradients() -> None:
     assert any("kernels write the gradients of q, k into one tensor" in text for row in rows for _, text in row.passes)
 
 
+def test_the_gradient_of_parts_is_their_concatenation() -> None:
+    """`derivative` of a split reads the gradients of all its parts."""
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    op = SplitFeatures((2, 6), ("a", "b"))
+    parts = op.reference(x)
+    gradients = [torch.randn(2, 3, width, dtype=torch.float64) for width in (2, 6)]
+    (want,) = torch.autograd.grad(parts, x, gradients)  # type: ignore[arg-type]
+    torch.testing.assert_close(JoinFeatures(2).reference(*gradients), want)
+    new = NewFeatures(8)
+    (type,) = new.infer([TensorType(("B", "T", 2, 4), "bf16")])
+    assert type == TensorType(("B", "T", 8), "bf16")
+    like = torch.empty(2, 3, 2, 4, dtype=torch.bfloat16)
+    value = eval(new.torch(["like"], [type]), {"like": like})
+    assert value.shape == (2, 3, 8) and value.dtype == torch.bfloat16
+
+
 # --- compiled code ---
-
-
 
 
 def compiled_model(case: Spec, folder: Path) -> Any:

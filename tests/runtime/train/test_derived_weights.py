@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from run_samples import small_spec, write_text
-from toy import feed_of
 from torch import Tensor
+from toy import feed_of
 
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
