@@ -53,8 +53,8 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
     params = plan.programs.params
     count = sum(param.count for param in params)
     copies = [param for param in params if param.dtype != "f32" or (train.qat is not None and param.storage)]
-    derived = plan.programs.derived_weights
-    narrow = [*(param for param in params if param.dtype != "f32"), *(each for each in derived if each.dtype != "f32")]
+    derived = [(weight.dtype, weight.count) for weight in plan.programs.derived_weights]
+    narrow = [(dtype, size) for dtype, size in (*((p.dtype, p.count) for p in params), *derived) if dtype != "f32"]
     owned = [(train.optimizers[param.optimizer], param.shape) for param in params if param.optimizer is not None]
     one = Pass(graph, plan.programs, sizes, "gpu" in plan.target.features)
     groups: Counter[str] = Counter()
@@ -65,11 +65,12 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
     saved, by_groups, peak = sum(one.saved.values()), sum(groups.values()), _Peak(one, plan).bytes()
     parts = {
         "masters": 0 if train.precision.masters == "bf16" else MASTER * count,  # the weights of the products are they
-        "gradients": MASTER * (count + sum(each.count for each in derived))
-        + sum(BYTES[each.dtype] * each.count for each in narrow),
+        "gradients": MASTER * (count + sum(size for _, size in derived))
+        + sum(BYTES[dtype] * size for dtype, size in narrow),
         "optimizer state": MASTER * sum(spec.state_numbers(shape) for spec, shape in owned),
         "average": MASTER * count if train.average is not None else 0,
-        "weights of the products": sum(BYTES[each.dtype] * each.count for each in (*copies, *derived)),
+        "weights of the products": sum(BYTES[param.dtype] * param.count for param in copies)
+        + sum(BYTES[dtype] * size for dtype, size in derived),
         "library workspaces": WORKSPACES * plan.target.workspace,
     }
     if (update := _update_bytes(train, plan)) > peak:

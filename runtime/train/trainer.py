@@ -143,10 +143,7 @@ class Trainer:
         self._norm = torch.zeros((), device=self.device)
         self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # of the terms of the loss
         self._segments = run_segments(model.phases, train, model.window, world.size)
-        self._finish_gradients = {
-            count: self._replayed(partial(self._mean_gradients, count), collective=True)
-            for count in {segment.micro_batches for segment in self._segments}
-        }
+        self._finish_gradients = self._finish_functions()
         state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
         self._unused = {names: UnusedParameters(names, self.masters.tensors, state) for names in unused}
         self.masters.release()
@@ -505,6 +502,15 @@ class Trainer:
         shares = self._input_scales.shares() if self._input_scales is not None else None
         if self.masters.fake_quantize(schemes, shares):
             self._updates.clear()  # the captured graphs still write the previous copies
+            if self.masters.derived.leaves:  # and compute gradients from the previous values of parameters
+                self._finish_gradients = self._finish_functions()
+
+    def _finish_functions(self) -> dict[int, Callable[[], None]]:
+        """Returns the functions that finish the gradients of a step, by its number of micro-batches."""
+        return {
+            count: self._replayed(partial(self._mean_gradients, count), collective=True)
+            for count in {segment.micro_batches for segment in self._segments}
+        }
 
     def _mean_gradients(self, micro_batches: int) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm

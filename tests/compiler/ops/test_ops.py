@@ -461,8 +461,8 @@ def test_flops_of_attention_count_the_pairs_that_see_each_other(window: int | No
 MOVES = {
     "embedding", "split_heads", "merge_heads", "last", "first_features", "pad_rows", "crop_rows", "cache_write",
     "positions", "document_starts", "document_starts_cached", "split", "previous", "previous_cached", "keep_last",
-    "reset", "bigram_hash", "concat_rows", "join_features", "rotary_pairs", "ring_keys", "top_experts", "paged_write", "pool_write",
-    "rope_rows",
+    "reset", "bigram_hash", "concat_rows", "join_features", "rotary_pairs", "ring_keys", "top_experts", "paged_write",
+    "pool_write", "rope_rows",
 }  # fmt: skip
 
 
