@@ -111,7 +111,19 @@ def _merged(programs: Programs, graph: Graph, requests: Requests, balance: Balan
         )
         requests.done(graph, names, text)
         graph = _applied(graph, aligned)
+    for names in _in_groups(programs, graph) if requests.patterns == "auto" else ():
+        requests.refuse(
+            graph, names, "one kernel of a fused group computes them, and one writes their gradients, as two tensors"
+        )
     return graph
+
+
+def _in_groups(programs: Programs, graph: Graph) -> Iterator[tuple[str, ...]]:
+    """Yields the linear layers that one kernel of a fused group computes, such as gate and up."""
+    for node in graph.nodes:
+        for inner in programs.group(node.op.group).forward.nodes if isinstance(node.op, Fused) else ():
+            if isinstance(inner.op, Linear) and inner.op.weights > 1:
+                yield inner.members[: inner.op.weights]
 
 
 def _layers(graph: Graph) -> Iterator[Sequence[Node]]:

@@ -274,6 +274,14 @@ def test_copies_of_gradients_decide_for_all_blocks_alike() -> None:
     assert any(isinstance(n.op, ConcatRows) for graph in pipeline.run(asked, "cpu").functions for n in graph.nodes)
 
 
+def test_layers_of_one_kernel_of_a_group_say_why() -> None:
+    case = spec({**ATTENTION, **VECTOR}, {**GATED, **VECTOR}, keys={"merge": "auto"})
+    refused = [rewriting for rewriting in pipeline.run(case, "cpu").rewritings if rewriting.refusal]
+    nodes = "blocks.*.mlp.gate", "blocks.*.mlp.up"
+    assert [tuple(sorted(rewriting.nodes)) for rewriting in refused] == [nodes]
+    assert "one kernel of a fused group" in refused[0].refusal
+
+
 def test_a_product_of_8_bits_is_not_folded() -> None:
     data = spec_data(({**ATTENTION, **VECTOR}, {**MLP, **VECTOR}), (HEAD,), dim=16)
     data["train"]["precision"] = {"fp8": [{"match": "blocks.*.attention.*"}]}
