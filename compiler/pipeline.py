@@ -12,9 +12,11 @@ from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.count_dropout import count_dropout
+from specc.compiler.passes.derive_weights import derive_weights
 from specc.compiler.passes.fold_scales import fold_scales
 from specc.compiler.passes.fp8_products import fp8_products
 from specc.compiler.passes.fuse import fuse
+from specc.compiler.passes.join_groups import join_groups
 from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.merge_linears import merge_linears
 from specc.compiler.passes.optimizers import assign_optimizers
@@ -46,6 +48,14 @@ FP8_PRODUCTS: Pass = ("fp8_products", lambda programs, spec, target: fp8_product
 FUSE: Pass = ("fuse", lambda programs, spec, target: fuse(programs, spec.fuse))
 FOLD_SCALES: Pass = ("fold_scales", lambda programs, spec, target: fold_scales(programs, spec.fold))
 MERGE_LINEARS: Pass = ("merge_linears", lambda programs, spec, target: merge_linears(programs, spec.merge))
+JOIN_GROUPS: Pass = (
+    "join_groups",
+    lambda programs, spec, target: join_groups(programs) if spec.merge else programs,
+)
+DERIVE_WEIGHTS: Pass = (
+    "derive_weights",
+    lambda programs, spec, target: derive_weights(programs) if spec.merge or spec.fold else programs,
+)
 RECOMPUTE: Pass = ("recompute", lambda programs, spec, target: recompute(programs, spec.train))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
@@ -66,6 +76,8 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
         FUSE,
         FOLD_SCALES,
         MERGE_LINEARS,
+        JOIN_GROUPS,
+        DERIVE_WEIGHTS,
         RECOMPUTE,
     ),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),

@@ -59,6 +59,12 @@ class Op:
     linear_in: ClassVar[int] = 0
     # Its Torch code concatenates values, so that Torch's compiler stores its result and never computes it again.
     concatenates: ClassVar[bool] = False
+    # Its outputs are views of its only input, so that a backward makes them again instead of saving them.
+    views: ClassVar[bool] = False
+    # The index of an input to which it writes in place, and which is its first output.
+    written: ClassVar[int | None] = None
+    # `into` of the node of its derivative that computes the gradient of the first input returns an op.
+    writes_parts: ClassVar[bool] = False
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
 
@@ -162,6 +168,15 @@ class Op:
         if not isinstance(values, tuple) or not isinstance(whole, tuple):
             return whole
         return tuple(whole[i] if i in sums else value for i, value in enumerate(values))
+
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        """Returns the bytes that the op moves if it reads each input once and writes each output once."""
+        return sum(type.bytes(sizes) for type in (*inputs, *outputs))
+
+    def into(self, at: int) -> "Op | None":
+        """Returns an op with another last input, a tensor [..., D], that writes the first output to its features from
+        `at` on, and returns that tensor in place of the first output. None if there is no such op."""
+        return None
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
         """Adds the nodes that compute the gradients of the inputs and returns one gradient per input.

@@ -65,6 +65,7 @@ class NormRope(HeadRotation):
 
     name: ClassVar[str] = "norm_rope"
     keeps_features: ClassVar[bool] = True
+    writes_parts: ClassVar[bool] = True
 
     @property
     def arity(self) -> int:
@@ -168,6 +169,52 @@ class NormRopeGrad(HeadRotation):
         assert isinstance(y, torch.Tensor)
         gradients = torch.autograd.grad(y, leaves, dy)
         return gradients if learned else gradients[0]
+
+    def into(self, at: int) -> Op | None:
+        return NormRopeGradInto(self.eps, self.gain, self.neighbors, self.weight, at)
+
+
+@dataclass(frozen=True, slots=True)
+class NormRopeGradInto(NormRopeGrad):
+    """The gradients of NormRope, of which dx [..., T, H, C] is written to the H C features from `at` on of the last
+    input, a tensor [..., T, D]. The first output is that tensor."""
+
+    name: ClassVar[str] = "norm_rope_grad_into"
+    assigned: ClassVar[bool] = True
+    written: ClassVar[int | None] = -1
+    at: int = 0
+
+    @property
+    def arity(self) -> int:
+        return 4 + self.reads_x + len(self.learned)
+
+    @property
+    def words(self) -> str:
+        return f"gradient of {self.description}, into a wider tensor"
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        words, size = NormRopeGrad.symbol(self, inputs)
+        return f"{words}_into", f"{size}_at{self.at}_of{inputs[-1].width}"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        *others, whole = inputs
+        dx, *learned = NormRopeGrad.infer(self, others)
+        (heads, channels), width = dx.shape[-2:], whole.width
+        assert isinstance(heads, int) and isinstance(channels, int) and isinstance(width, int)
+        if (whole.shape[:-1], whole.dtype) != (dx.shape[:-2], dx.dtype) or self.at + heads * channels > width:
+            raise TypeRuleError(f"cannot write the gradient {dx} to {whole} from feature {self.at} on", (0, -1))
+        return (whole, *learned)
+
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return sum(type.bytes(sizes) for type in (*inputs[:-1], inputs[0], *outputs[1:]))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        *others, whole = inputs
+        results = NormRopeGrad.reference(self, *others)
+        dx, *learned = results if isinstance(results, tuple) else (results,)
+        written = whole.clone()
+        written[..., self.at : self.at + dx.shape[-2:].numel()] = dx.flatten(-2)
+        return (written, *learned) if learned else written
 
 
 def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *learned: TensorType) -> None:

@@ -55,6 +55,11 @@ class Fused(Op):
     flops_per_output: ClassVar[int] = 0
     group: str
     returns: Types
+    labels: tuple[str, ...] = ()
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from specc.compiler.ir.op import Gradients, Op, Tape
 from specc.compiler.ir.torch_call import Input, TorchCall
-from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 
 class Moves(Op):
@@ -156,6 +156,7 @@ class SplitFeatures(Moves):
 
     name: ClassVar[str] = "split_features"
     inline: ClassVar[bool] = False
+    views: ClassVar[bool] = True
     sizes: tuple[int, ...]
     labels: tuple[str, ...]
 
@@ -175,6 +176,104 @@ class SplitFeatures(Moves):
     def reference(self, *inputs: Tensor) -> Tensors:
         (x,) = inputs
         return tuple(x.narrow(-1, sum(self.sizes[:i]), size) for i, size in enumerate(self.sizes))
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        return (tape.add("joined", JoinFeatures(len(self.sizes)), [tape.grad(i) for i in range(len(self.sizes))]),)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinFeatures(Op):
+    """Concatenates `count` values [..., D] along their features."""
+
+    name: ClassVar[str] = "join_features"
+    flops_per_output: ClassVar[int] = 0
+    count: int
+
+    @property
+    def arity(self) -> int:
+        return self.count
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        first = inputs[0]
+        if any(x.shape[:-1] != first.shape[:-1] or x.dtype != first.dtype for x in inputs):
+            raise TypeRuleError(f"joins values that differ in their features alone, not {', '.join(map(str, inputs))}")
+        return (first.with_shape(*first.shape[:-1], sum(x.width for x in inputs if isinstance(x.width, int))),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("torch.cat", (tuple(map(Input, range(self.count))), -1))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        import torch
+
+        return torch.cat(inputs, -1)
+
+
+class PartHeads(SplitHeads):
+    """Reshapes a part [..., H C] of a wider tensor to a view [..., H, C]."""
+
+    name: ClassVar[str] = "part_heads"
+    views: ClassVar[bool] = True
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        return (tape.add("merged", MergeHeads(), (tape.grad(),)),)
+
+
+@dataclass(frozen=True, slots=True)
+class NewFeatures(Moves):
+    """Returns a tensor [..., D] of `width` features that are not written yet, for heads x [..., H, C]."""
+
+    name: ClassVar[str] = "new_features"
+    assigned: ClassVar[bool] = True
+    width: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        return (x.with_shape(*x.shape[:-2], self.width),)
+
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{args[0]}.new_empty(*{args[0]}.shape[:-2], {self.width})"
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        (x,) = inputs
+        return x.new_zeros(*x.shape[:-2], self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFeatures(Moves):
+    """Writes a part [..., N] or [..., H, C] to the features of x [..., D] from `at` on, in place, and returns x."""
+
+    name: ClassVar[str] = "write_features"
+    assigned: ClassVar[bool] = True
+    written: ClassVar[int | None] = 0
+    arity: ClassVar[int] = 2
+    at: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, part = inputs
+        count = 1
+        for dim in part.shape[len(x.shape) - 1 :]:
+            assert isinstance(dim, int)
+            count *= dim
+        assert isinstance(x.width, int)
+        if part.shape[: len(x.shape) - 1] != x.shape[:-1] or part.dtype != x.dtype or self.at + count > x.width:
+            raise TypeRuleError(f"cannot write {part} to the features of {x} from {self.at} on", (0, 1))
+        return (x,)
+
+    def moved(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 2 * inputs[1].bytes(sizes)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("write_features", (Input(0), Input(1), self.at))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        x, part = inputs
+        part = part.reshape(*x.shape[:-1], -1)
+        written = x.clone()
+        written[..., self.at : self.at + part.shape[-1]] = part
+        return written
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,17 +43,31 @@ def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
 
 def spelled(forward: Graph, ref: str) -> str:
     """Returns the name that a forward value has in the backward. An input keeps its name. Other values have short
-    names, e.g. `act` or `slope`."""
+    names, e.g. `act` or `slope`, that no input has: the result of a linear layer has another name than its weight."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
+    words = node.name.split(".")
     if ref == node.name:
-        *_, word = words = node.name.split(".")
-        alike = [n for n in forward.nodes if n.name.rpartition(".")[2] == word]
-        return word if len(alike) == 1 else "_".join(words[-2:])
-    label = node.op.output_labels[int(ref.partition(":")[2])]
-    alike = [n for n in forward.nodes if label in n.op.output_labels]
-    return label if len(alike) == 1 else f"{node.name.rpartition('.')[2]}_{label}"
+        alike = [n for n in forward.nodes if n.name.rpartition(".")[2] == words[-1]]
+        options = [words[-1]] * (len(alike) == 1) + ["_".join(words[-2:])]
+    else:
+        label = node.op.output_labels[int(ref.partition(":")[2])]
+        alike = [n for n in forward.nodes if label in n.op.output_labels]
+        options = [label] * (len(alike) == 1) + [f"{words[-1]}_{label}"]
+    inputs = {name for name, _ in forward.inputs}
+    options += [f"{options[-1]}_value", "_".join((*words, "value"))]
+    return next(name for name in options if name not in inputs)
+
+
+def gradient_names(forward: Graph) -> tuple[str, ...]:
+    """Returns the names of the gradients of a group's results in its backward: `d`, or `d_` and the label of each of
+    several results."""
+    if len(forward.outputs) == 1:
+        return ("d",)
+    taken = {f"d_{name}" for name, _ in forward.inputs}
+    names = (f"d_{label}" for label, _ in forward.outputs)
+    return tuple(f"{name}_result" if name in taken else name for name in names)
 
 
 @dataclass
@@ -73,13 +87,14 @@ class Derivation:
     b: Builder = field(default_factory=lambda: Builder(""))
 
     def run(self, name: str) -> Graph:
-        """Returns the backward as a graph named `name`. The inputs of the backward are `d`, the gradient of the group's
-        output, and the saved values. The outputs are the gradients of the group's inputs, in order. Inputs without a
-        gradient have no output."""
+        """Returns the backward as a graph named `name`. The inputs of the backward are the gradients of the group's
+        results, under the names of `gradient_names`, and the saved values. The outputs are the gradients of the group's
+        inputs, in order. Inputs without a gradient have no output."""
         b = self.b
         b.name = name
-        last = self.forward.nodes[-1]
-        gradients = {last.name: [Scaled(b.input("d", last.type), "")]}
+        gradients: dict[str, list[Scaled]] = {}
+        for given, (_, ref) in zip(gradient_names(self.forward), self.forward.outputs, strict=True):
+            gradients.setdefault(ref, []).append(Scaled(b.input(given, self.forward.types[ref]), ""))
         for node in reversed(self.forward.nodes):
             reached = {i: self.total(ref, gradients.pop(ref)) for i, ref in enumerate(node.outputs) if ref in gradients}
             numbers = {grad.by for grad in reached.values()}
@@ -93,7 +108,12 @@ class Derivation:
 
     def saved(self, ref: str) -> str:
         """Returns the name of a forward value in the backward. The value becomes an input of the backward if it is not
-        one yet."""
+        one yet. A view is made again."""
+        node = self.forward.by_name.get(node_of(ref))
+        if node is not None and node.op.views:
+            if node.name not in self.b.types:
+                self.b.add(node.name, node.op, [self.saved(source) for source in node.inputs])
+            return ref
         name = spelled(self.forward, ref)
         return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
 

@@ -74,7 +74,7 @@ def _folded(programs: Programs, graph: Graph, requests: Requests) -> Graph:
             refused.add(scale.product.name)
             requests.refuse(graph, [scale.product.name], reason)
             continue
-        text = f"over whole sequences, the factor {scale.factor} is multiplied into the matrix"
+        text = f"over whole sequences, the factor {scale.factor} is multiplied into the matrix, once per step"
         requests.done(graph, [scale.product.name], text)
         graph = _applied(graph, scale)
 

@@ -122,7 +122,7 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
     node has the name of the last member."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
-    group, known = _shared(programs, build_group(graph, scope, nodes, chunks))
+    group, known = shared(programs, build_group(graph, scope, nodes, chunks))
     last, inside = nodes[-1], {node.name for node in nodes}
     external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
     fused = Node(last.name, Fused(group.name, returned(last.types)), external, last.types)
@@ -164,7 +164,7 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
     return [node for node in graph.nodes if node.name in chosen]
 
 
-def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
+def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
     """Returns an existing group that equals this group, and True. If there is none, returns this group under a unique
     name, and False."""
     for known in programs.groups:

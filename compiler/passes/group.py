@@ -12,7 +12,7 @@ from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.op import Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.passes.backward import Derivation, accumulators, spelled, titled
+from specc.compiler.passes.backward import Derivation, accumulators, gradient_names, spelled, titled
 from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.programs.programs import Group
 
@@ -51,18 +51,56 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
     names = _input_names(external, _labels(rewrite))
     scope = _part(scope, members)
     words = ("fused", scope.rpartition(".")[2], *(() if rewrite.learns else graph.name.split(".")))
-    name = "_".join(words)
     replaced = tuple(node.name for node in members)
+    last = rewrite.nodes[-1]
+    results = {(*last.op.output_labels, "y")[0]: last.name}
+    return _composed(graph, scope, "_".join(words), rewrite, replaced, results, names, chunks)
+
+
+def compose(
+    graph: Graph, scope: str, name: str, nodes: Sequence[Node], members: tuple[str, ...], results: Mapping[str, str]
+) -> Group:
+    """Builds a group of several results from nodes that state derivatives.
+
+    Args:
+        graph: The graph of the nodes, with the types of the values that they read.
+        scope: The prefix of the names of the members.
+        name: The name of the group.
+        nodes: The nodes, in order.
+        members: The names of the nodes of the spec that the group replaces.
+        results: The values that the group returns, by label.
+
+    Returns:
+        The group with the default choice of saved values.
+    """
+    inside = {node.name for node in nodes}
+    external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
+    rewrite = Rewrite(tuple(nodes))
+    return _composed(graph, scope, name, rewrite, members, results, _input_names(external, _labels(rewrite)), 1)
+
+
+def _composed(
+    graph: Graph,
+    scope: str,
+    name: str,
+    rewrite: Rewrite,
+    members: tuple[str, ...],
+    results: Mapping[str, str],
+    names: Mapping[str, str],
+    chunks: int,
+) -> Group:
+    """Returns the group with the default choice of saved values, and in `others` those with the other choices. `names`
+    are the names of its inputs, by ref."""
     choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
-        forward = _forward(graph, f"{name}.forward", names, rewrite, keep)
+        forward = _forward(graph, f"{name}.forward", names, rewrite, keep, results)
         backward = Graph(f"{name}.backward", (), (), (), ())
         if rewrite.learns:
             backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
-        saved = tuple(label for label, _ in backward.inputs if label != "d")
-        choice = Group(
-            name, scope, replaced, _returning(forward, saved), join_epilogues(backward), saved, keep, (), chunks
-        )
+        given = gradient_names(forward)
+        saved = tuple(label for label, _ in backward.inputs if label not in given)
+        whole = _returning(forward, saved)
+        choice = Group(name, scope, members, whole, join_epilogues(backward), saved, keep, (), chunks, len(results))
         if all(replace(choice, keep=other.keep) != other for other in choices):
             choices.append(choice)
     return replace(choices[0], others=tuple(choices[1:]))
@@ -136,7 +174,9 @@ def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str,
     return names
 
 
-def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep) -> Graph:
+def _forward(
+    graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep, results: Mapping[str, str]
+) -> Graph:
     """Returns the members as a graph over short input names. Pointwise members also output the values that the backward
     reads."""
     b = Builder(name)
@@ -151,8 +191,7 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite
             types += [replace(node.type, dtype=b.types[inputs[0]].dtype) for _ in op.labels[1:]]
         b.nodes.append(replace(node, op=op, inputs=inputs, types=tuple(types)))
         b.types |= zip(b.nodes[-1].outputs, types, strict=True)
-    last = b.nodes[-1]
-    return b.build({(*last.op.output_labels, "y")[0]: last.name})
+    return b.build(results)
 
 
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:

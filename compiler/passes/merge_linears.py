@@ -4,8 +4,9 @@ The forward is one product with the concatenated matrices, and so are both gradi
 concatenated gradients of the outputs, and the rows of that of the matrix belong to the matrices. Each matrix remains a
 parameter of its own.
 
-Torch's compiler writes a gradient that it computes itself into its part of the concatenated gradients. The results of
-kernels, attention and fused groups are copied there.
+Torch's compiler writes a gradient that it computes itself into its part of the concatenated gradients, and so do the
+kernels of some fused groups, which the pass `join_groups` joins. The results of other kernels, attention and fused
+groups are copied there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.ops.shape import ConcatRows, Moves, SplitFeatures
+from specc.compiler.passes.join_groups import writer
 from specc.compiler.passes.requests import Patterns, Requests, whole_sequences
 from specc.compiler.programs.programs import Programs
 
@@ -54,10 +56,9 @@ class _Moved:
         """The reason why one product would move more numbers, or None."""
         if self.costs <= self.saves:
             return None
-        names = ", ".join(name.rpartition(".")[2] for name in self.copied)
         return (
-            f"gradients of {names} are results of kernels: one product would copy {self.costs:,} numbers per token in"
-            f" all blocks to save {self.saves:,} of the gradient of the input"
+            f"gradients of {_last_words(tuple(self.copied))} are results of kernels: one product would copy"
+            f" {self.costs:,} numbers per token in all blocks to save {self.saves:,} of the gradient of the input"
         )
 
 
@@ -98,12 +99,31 @@ def _merged(programs: Programs, graph: Graph, requests: Requests, balance: Balan
         if reason is not None:
             requests.refuse(graph, names, reason)
             continue
-        copied = [name.rpartition(".")[2] for name in names if _is_copied(programs, graph, name)]
         text = f"over whole sequences, one product of {sum(map(_features, aligned)):,} features, as is each gradient"
-        text += f"; gradients of {', '.join(copied)} are copied into one tensor" if copied else ""
+        text += "; its matrix is concatenated once per step"
+        written = [name for name in names if writer(programs, graph, name)]
+        text += f"; kernels write the gradients of {_last_words(written)} into one tensor" if written else ""
+        copied = [name for name in names if _is_copied(programs, graph, name)]
+        text += (
+            f"; gradients of {_last_words(copied)} are copied into {'it' if written else 'one tensor'}"
+            if copied
+            else ""
+        )
         requests.done(graph, names, text)
         graph = _applied(graph, aligned)
+    for names in _in_groups(programs, graph) if requests.patterns == "auto" else ():
+        requests.refuse(
+            graph, names, "one kernel of a fused group computes them, and one writes their gradients, as two tensors"
+        )
     return graph
+
+
+def _in_groups(programs: Programs, graph: Graph) -> Iterator[tuple[str, ...]]:
+    """Yields the linear layers that one kernel of a fused group computes, such as gate and up."""
+    for node in graph.nodes:
+        for inner in programs.group(node.op.group).forward.nodes if isinstance(node.op, Fused) else ():
+            if isinstance(inner.op, Linear) and inner.op.weights > 1:
+                yield inner.members[: inner.op.weights]
 
 
 def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
@@ -118,6 +138,10 @@ def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
 def _aligned(layers: Sequence[Node]) -> Sequence[Node]:
     """Returns the layers whose outputs can be parts of one product that all kernels read."""
     return [layer for layer in layers if _features(layer) % ALIGNMENT == 0]
+
+
+def _last_words(names: Sequence[str]) -> str:
+    return ", ".join(name.rpartition(".")[2] for name in names)
 
 
 def _names(layers: Sequence[Node]) -> tuple[str, ...]:
@@ -156,6 +180,8 @@ def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
     computed by Torch's compiler."""
     if ref in dict(graph.outputs).values():
         return True
+    if writer(programs, graph, ref) is not None:
+        return False
     readers = _readers(graph, ref)
     if len(readers) != 1:
         return False  # a sum

@@ -53,7 +53,7 @@ def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
     for node in graph.nodes:
         inputs = [types[ref] for ref in node.inputs]
         flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
-        moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
+        moved = node.op.moved(inputs, node.types, sizes)
         yield NodeCost(node.name, node.op.name, flops, moved, node.op.matrix)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from specc.compiler.expr import KEEPS, Keep
 from specc.compiler.ir.graph import Graph, Named, Node, node_of, retyped
@@ -63,10 +64,7 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        total = 1
-        for dim in self.shape:
-            total *= dim
-        return total
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +83,8 @@ class Group:
         chunks: the number of chunks of rows that are computed one after another. With more than one chunk, the
             gradients of a chunk are computed right after its results. Only the intermediate values of one chunk then
             exist at a time.
+        results: the number of results, which are the first outputs of `forward`. The first inputs of `backward` are
+            their gradients.
     """
 
     name: str
@@ -96,6 +96,7 @@ class Group:
     keep: Keep = KEEPS[0]
     others: tuple["Group", ...] = ()
     chunks: int = 1
+    results: int = 1
 
     @property
     def inlined(self) -> bool:
@@ -131,6 +132,29 @@ class Phase:
     rests: tuple[str, ...] = ()
     rounds: bool = False
     writes: tuple[str, str] = ("encode", "extend")
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedWeight:
+    """A matrix that a block computes from its parameters alone.
+
+    Attributes:
+        at: the path of the block.
+        method: the method of the block that computes it.
+        params: the names of the parameters that it reads.
+        shape: the dims of the matrix.
+        dtype: the dtype in which programs read it.
+    """
+
+    at: str
+    method: str
+    params: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +194,8 @@ class Programs:
         constants: the values of the spec's formulas: a name for generated code, the value, the formula.
         sizes: the names of dims: the name, the size, the description.
         recomputed: the functions whose values a backward pass computes again instead of reading them from memory.
+        derived: the functions of blocks that compute matrices from parameters alone. Training computes each once per
+            step.
         layers: the value of `layers` in formulas: the number of blocks, of both sides in an encoder-decoder; 1 if there
             are no blocks.
         rewritings: the effects and refusals of the passes that choose nodes themselves.
@@ -188,6 +214,7 @@ class Programs:
     constants: tuple[tuple[str, float, str], ...] = ()
     sizes: tuple[tuple[str, int, str], ...] = ()
     recomputed: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
     layers: int = 1
     rewritings: tuple[Rewriting, ...] = ()
 
@@ -223,6 +250,20 @@ class Programs:
                     paths.setdefault(node.op.callee, []).extend(paths.get(function.name, ()))
         return {name: tuple(at) for name, at in paths.items()}
 
+    @property
+    def derived_weights(self) -> tuple[DerivedWeight, ...]:
+        """The matrices of all blocks that training computes once per step."""
+        return tuple(
+            DerivedWeight(
+                at, name.partition(".")[2], tuple(f"{at}.{param}" for param, _ in function.params), shape, type.dtype
+            )
+            for name in self.derived
+            for function in [self.function(name)]
+            for type in [function.types[function.outputs[0][1]]]
+            for shape in [tuple(dim for dim in type.shape if isinstance(dim, int))]
+            for at in dict.fromkeys(self.call_paths[name])
+        )
+
     def program(self, name: str) -> Graph:
         return next(graph for graph in self.programs if graph.name == name)
 
@@ -250,7 +291,7 @@ def in_dtype(programs: Programs, dtype: str) -> Programs:
     return replace(programs, params=tuple(params), functions=functions, programs=graphs)
 
 
-def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "") -> Graph:
+def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "", derived: bool = True) -> Graph:
     """Returns `graph` with every call replaced by the nodes of its function, under full names. Loops over time are not
     expanded.
 
@@ -261,9 +302,12 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "")
         graph: the program or function to flatten.
         groups: whether to expand every fused group. If false, only groups without a gradient are expanded.
         at: the path at which `graph` runs.
+        derived: whether to expand the functions of derived weights. If false, derived weights are parameters.
     """
-    nodes, outputs = _inlined(programs, graph, groups, at)
+    nodes, outputs = _inlined(programs, graph, groups, at, derived=derived)
     params = (*((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params), *programs.buffers)
+    if not derived:
+        params += tuple((f"{w.at}.{w.method}", TensorType(w.shape, w.dtype)) for w in programs.derived_weights)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
     return Graph(graph.name, graph.inputs, params, nodes, outputs, scalars)
 
@@ -281,7 +325,7 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 
 
 def _inlined(
-    programs: Programs, graph: Graph, groups: bool, at: str = "", calls: bool = True
+    programs: Programs, graph: Graph, groups: bool, at: str = "", calls: bool = True, derived: bool = True
 ) -> tuple[tuple[Node, ...], tuple[tuple[str, str], ...]]:
     """Returns the nodes of `graph` under full names, with groups and calls replaced by their nodes, and its outputs.
 
@@ -291,6 +335,7 @@ def _inlined(
         groups: whether to expand every fused group; see `flatten`.
         at: the path at which `graph` runs.
         calls: whether to expand calls.
+        derived: whether to expand the functions of derived weights; see `flatten`.
     """
     nodes: list[Node] = []
 
@@ -308,13 +353,15 @@ def _inlined(
         ran: set[str] = set()
         for node in graph.nodes:
             inputs = tuple(map(place, node.inputs))
-            if isinstance(node.op, Call) and calls:
+            if isinstance(node.op, Call) and calls and not derived and node.op.callee in programs.derived:
+                results = [f"@{scope}{node.op.callee.partition('.')[2]}"]
+            elif isinstance(node.op, Call) and calls:
                 callee = programs.function(node.op.callee)
                 arguments = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
                 begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
                 ran |= {node.op.at} - {""}
-                passed = [dims.get(dim, dim) for dim in graph.types[node.inputs[0]].shape]
-                dims_of_x = zip(callee.inputs[0][1].shape, passed, strict=True)
+                passed = [dims.get(dim, dim) for ref in node.inputs[:1] for dim in graph.types[ref].shape]
+                dims_of_x = zip((dim for _, type in callee.inputs[:1] for dim in type.shape), passed, strict=True)
                 within: dict[Dim, Dim] = {dim: other for dim, other in dims_of_x if isinstance(dim, str)}
                 places = (f"{scope}{node.op.at}".rstrip("."), f"{prefix}{begins}".rstrip("."))
                 again = f"{prefix}{node.name}" if callee.name in programs.recomputed else ""

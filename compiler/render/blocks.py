@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.int8.fake_quantize import SUFFIX
-from specc.compiler.ir.graph import Graph, Named, Node
+from specc.compiler.ir.graph import Graph, Named, Node, walk
 from specc.compiler.ir.types import TensorType
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.fp8_products import SUFFIX as FP8_SUFFIX
@@ -33,6 +33,7 @@ from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_table
 
 LINE = 120
 DECORATOR = "@recomputed"
+DERIVED = "@derived"
 
 
 @dataclass
@@ -151,12 +152,11 @@ def _uses(plan: Plan, place: str, calls: Sequence[Node]) -> _Uses:
     formulas: dict[str, str] = {}
     for call in calls:
         assert isinstance(call.op, Call)
-        layers.setdefault(call.op.callee, set()).add(index_of(call))
-        inputs = plan.programs.function(call.op.callee).inputs
+        callee = plan.programs.function(call.op.callee)
+        inputs = callee.inputs
         state |= {name for (name, _), ref in zip(inputs, call.inputs, strict=True) if of_block(ref)}
-        for part in plan.programs.function(call.op.callee).nodes:
-            if isinstance(part.op, Call):
-                layers.setdefault(part.op.callee, set()).add(index_of(call))
+        for part in walk({graph.name: graph for graph in plan.programs.functions}, callee):
+            layers.setdefault(part.name, set()).add(index_of(call))
         for name, value in call.op.scalars:
             scalars.setdefault(name, {})[index_of(call)] = value
         formulas |= dict(call.op.formulas)
@@ -176,7 +176,9 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         taken: the names of earlier classes.
     """
     begins = [graph for graph in uses.functions if _method(graph).startswith("begin")]
-    parts = [graph for graph in uses.functions if _method(graph).startswith(PREFIX)]
+    decorators = dict.fromkeys(plan.programs.derived, DERIVED)
+    decorators |= {graph.name: DECORATOR for graph in uses.functions if _method(graph).startswith(PREFIX)}
+    parts = [graph for graph in uses.functions if graph.name in decorators]
     runs = [graph for graph in uses.functions if graph not in (*begins, *parts)]
     kind = owner(uses.functions[0].name)
     name = class_name(kind if class_name(kind) not in taken else uses.place.replace(".", "_"))
@@ -200,7 +202,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     again = plan.programs.recomputed
     decorator = DECORATOR if any(graph.name in again for graph in runs) else ""
     methods = [replace(method(body, "forward", doc, arguments), decorator=decorator)]
-    methods += (_part(plan, graph, reserved) for graph in parts)
+    methods += (_part(plan, graph, reserved, decorators[graph.name]) for graph in parts)
     begin_flags: tuple[str, ...] = ()
     attributes = {fact.name: uses.having(runs[i] for i in sorted(fact.where)) for fact in layer_facts}
     conditions = set(body.conditions)
@@ -225,13 +227,13 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     return BlockClass(context, tuple(name for name, _, _ in inputs), optional, used, begin_flags, keeps, make)
 
 
-def _part(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
-    """Returns the method of a part that the backward pass computes again."""
+def _part(plan: Plan, graph: Graph, reserved: frozenset[str], decorator: str) -> Function:
+    """Returns the method of a part of a block, with its decorator."""
     merged = merge([graph], [label for label, _ in graph.outputs], Speller(plan).kernel)
     body = Body(merged, Speller(plan), reserved=reserved, constants=constants_of(plan))
-    doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs])
+    doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs]).removeprefix(" -> ")
     arguments = (name for name, _ in graph.inputs)
-    return replace(method(body, _method(graph), doc, arguments), decorator=DECORATOR)
+    return replace(method(body, _method(graph), doc, arguments), decorator=decorator)
 
 
 def _method(graph: Graph) -> str:

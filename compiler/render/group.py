@@ -1,7 +1,7 @@
 """Renders each fused group that is not part of a program as an autograd.Function."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specc.compiler.expr.python_lines import operand
@@ -13,7 +13,7 @@ from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Group, class_name, group_functions
 from specc.compiler.render.body import Body
-from specc.compiler.render.function import LOCALS, Function, Speller, docstring
+from specc.compiler.render.function import LOCALS, Function, Speller, docstring, tensors
 
 NO_NAMES: Mapping[str, str] = {}
 ADD_SHARE = TorchCall(
@@ -153,12 +153,14 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     If the group has products, its function takes rows: a call flattens the leading dims of the inputs to one dim.
     """
     forward = _body(plan, group.forward, frozenset(group.saved))
-    (_, result), *_ = group.forward.outputs
+    returned = [forward.text(ref) for _, ref in group.forward.outputs[: group.results]]
     results = dict(group.forward.outputs)
     saved = [forward.text(results.get(label, label)) for label in group.saved]
-    backward = _body(plan, group.backward, reserved=LOCALS | {"ctx"})
-    kernels = any(c.graph == group.backward.name and c.kernel.language != "torch" for c in plan.choices)
-    contiguous: tuple[str, ...] = ("d = d.contiguous()  # kernels read rows",) if kernels else ()
+    wanted = {ref: label for label, end in group.backward.outputs for ref in _written_before(group.backward, end)}
+    backward = _body(plan, group.backward, reserved=LOCALS | {"ctx"}, wanted=wanted)
+    given = [name for name, _ in group.backward.inputs[: group.results]]
+    read = _read_by_kernels(plan, group, given)
+    contiguous = tuple(f"{name} = {name}.contiguous()  # kernels read rows" for name in read)
     gradients = dict(group.backward.outputs)
     inputs = [label for label, _ in group.forward.inputs]
     learned = [gradients.get(f"d_{label}") for label in inputs]
@@ -176,19 +178,34 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     if restored and text.count(restored) == 1 and len(once) == len(group.saved):
         lines, returns = _replaced(lines, returns, re.escape(restored), "*ctx.saved_tensors")
         restored = ""
-    if kernels and _times(text, "d") == 1:
-        lines, returns = _replaced(lines, returns, r"\bd\b", "d.contiguous()")
+    if len(read) == 1 and _times(text, read[0]) == 1:
+        lines, returns = _replaced(lines, returns, rf"\b{read[0]}\b", f"{read[0]}.contiguous()")
         contiguous = ()
     return GroupContext(
         class_name(name),
         tuple(docstring(doc)),
-        Function("forward", "", ("ctx", *arguments), forward.lines, forward.text(result), "Tensor"),
+        Function("forward", "", ("ctx", *arguments), forward.lines, ", ".join(returned), tensors(len(returned))),
         Function(
-            "backward", "", ("ctx", "d: Tensor"), (*contiguous, *lines), returns, many if len(inputs) > 1 else "Tensor"
+            "backward",
+            "",
+            ("ctx", *(f"{name}: Tensor" for name in given)),
+            (*contiguous, *lines),
+            returns,
+            many if len(inputs) > 1 else "Tensor",
         ),
         ", ".join(saved),
         restored,
     )
+
+
+def _read_by_kernels(plan: Plan, group: Group, given: Sequence[str]) -> Sequence[str]:
+    """Returns the gradients of a group's results that kernels need row by row. The gradient of an only result is always
+    among them if the backward has a kernel."""
+    names = [c.site.node.name for c in plan.choices if c.graph == group.backward.name and c.kernel.language != "torch"]
+    if len(given) == 1:
+        return given if names else []
+    read = {ref for node in group.backward.nodes if node.name in names for ref in node.inputs}
+    return [name for name in given if name in read]
 
 
 def _body(
@@ -197,8 +214,16 @@ def _body(
     alive: frozenset[str] = frozenset(),
     reserved: frozenset[str] = LOCALS,
     names: Mapping[str, str] = NO_NAMES,
+    wanted: Mapping[str, str] = NO_NAMES,
 ) -> Body:
-    return Body(merge([graph]), Speller(plan), names, reserved=reserved, alive=alive)
+    return Body(merge([graph]), Speller(plan), names, reserved=reserved, alive=alive, wanted=wanted)
+
+
+def _written_before(graph: Graph, ref: str) -> Iterator[str]:
+    """Yields the earlier values of a tensor that nodes write to in place."""
+    while (node := graph.by_name.get(ref)) is not None and node.op.written is not None:
+        ref = node.inputs[node.op.written]
+        yield ref
 
 
 def _group_doc(plan: Plan, group: Group) -> str:

@@ -84,6 +84,7 @@ def model_context(plan: Plan) -> ModelContext:
         if called_ones.setdefault(call.support, call.generated) != call.generated:
             raise ValueError(f"two functions are named {call.support}")
     called_ones |= {"recomputed": None} if programs.recomputed else {}
+    called_ones |= {"derived": None} if programs.derived else {}
     package = f"specc_{plan.name}"
     ops = {
         name: _op_file(name, generated, package) for name, generated in called_ones.items() if _is_op(name, generated)

@@ -53,6 +53,8 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
     params = plan.programs.params
     count = sum(param.count for param in params)
     copies = [param for param in params if param.dtype != "f32" or (train.qat is not None and param.storage)]
+    derived = [(weight.dtype, weight.count) for weight in plan.programs.derived_weights]
+    narrow = [(dtype, size) for dtype, size in (*((p.dtype, p.count) for p in params), *derived) if dtype != "f32"]
     owned = [(train.optimizers[param.optimizer], param.shape) for param in params if param.optimizer is not None]
     simulated = Pass(graph, plan.programs, sizes, "gpu" in plan.target.features)
     groups: Counter[str] = Counter()
@@ -65,10 +67,12 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
         "masters": 0
         if train.precision.masters == "bf16"
         else MASTER * count,  # bf16 masters are the weights of the products
-        "gradients": MASTER * count + sum(BYTES[param.dtype] * param.count for param in params if param.dtype != "f32"),
+        "gradients": MASTER * (count + sum(size for _, size in derived))
+        + sum(BYTES[dtype] * size for dtype, size in narrow),
         "optimizer state": MASTER * sum(spec.state_numbers(shape) for spec, shape in owned),
         "average": MASTER * count if train.average is not None else 0,
-        "weights of the products": sum(BYTES[param.dtype] * param.count for param in copies),
+        "weights of the products": sum(BYTES[param.dtype] * param.count for param in copies)
+        + sum(BYTES[dtype] * size for dtype, size in derived),
         "library workspaces": WORKSPACES * plan.target.workspace,
     }
     if (update := _update_bytes(train, plan)) > peak:
@@ -174,12 +178,19 @@ class _Peak:
             lasting = {ref for _, ref in group.forward.outputs[: len(node.types)]}
             lasting |= {labels.get(name, name) for name in self._pass.groups[node.name].needed}
         most = live = 0
-        last = {ref: i for i, inner in enumerate(nodes) for ref in inner.inputs}
+        roots: dict[str, str] = {}  # the tensor that a value is, if nodes write to it in place
+        for inner in nodes:
+            if inner.op.written is not None:
+                ref = inner.inputs[inner.op.written]
+                roots[inner.outputs[0]] = roots.get(ref, ref)
+        lasting |= {roots[ref] for ref in lasting if ref in roots}
+        last = {roots.get(ref, ref): i for i, inner in enumerate(nodes) for ref in inner.inputs}
         ends: Counter[int] = Counter()
         for i, inner in enumerate(nodes):
             for ref, type in zip(inner.outputs, inner.types, strict=True):
-                live += type.bytes(self._pass.sizes)
-                ends[last.get(ref, i)] += 0 if ref in lasting else type.bytes(self._pass.sizes)
+                if not inner.op.views and ref not in roots:
+                    live += type.bytes(self._pass.sizes)
+                    ends[last.get(ref, i)] += 0 if ref in lasting else type.bytes(self._pass.sizes)
             most = max(most, live + max(self._workspace(graph, inner) for graph in graphs))
             live -= ends[i]
         return most // group.chunks

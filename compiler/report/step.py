@@ -142,7 +142,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     train, window, programs = spec.train, spec.model.window, plan.programs
     sizes = {"B": train.at_once(), "T": window, "S": window}
     tokens, micro_batches = train.rows(window) * window, max(1, -(-train.rows(window) // train.at_once()))
-    graph = flatten(programs, programs.program("train"), groups=False)
+    graph = flatten(programs, programs.program("train"), groups=False, derived=False)
     key = _key(plan, graph, tokens, sizes)
     locked = plan.locked
     timing = locked.step if locked is not None and locked.step is not None and locked.step.key == key else None
@@ -247,7 +247,7 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
     op, fused = site.node.op, choice is not None and bool(choice.rendered.function)
     flops = op.flops(site.inputs[: op.arity] if site.node.epilogue else site.inputs, site.node.types, sizes)
     between = choice.kernel.between(site) if choice is not None else ()
-    moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types, *between))
+    moved = site.node.op.moved(site.inputs, site.node.types, sizes) + sum(type.bytes(sizes) for type in between)
     work = op.work if op.work != "products" else FUSED if fused else LIBRARY
     kernel = choice.kernel.made_of if choice is not None and fused else TORCH
     label = choice.site.label if choice is not None else site.label

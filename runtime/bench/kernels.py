@@ -114,8 +114,8 @@ def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
     """Returns the minimum operations and bytes of the node of a choice, without intermediate values of the kernel."""
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
-    read, written = (sum(type.bytes(sizes) for type in types) for types in (inputs, node.types))
-    return Work(flops, read + written, written)
+    moved, written = node.op.moved(inputs, node.types, sizes), sum(type.bytes(sizes) for type in node.types)
+    return Work(flops, moved, min(written, moved))
 
 
 def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:

@@ -155,7 +155,9 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
     torch.manual_seed(spec.train.seed)
     initialize(loaded, spec.train.seed)
     feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
-    model = TrainableModel(loaded.model, loaded.programs.params, spec.model.window, "bench")
+    programs = loaded.programs
+    derived = programs.derived_weights
+    model = TrainableModel(loaded.model, programs.params, spec.model.window, "bench", derived=derived)
     sizes = {"context": None, "batch": last(spec.train.batch), "tokens_per_step": last(spec.train.tokens_per_step)}
     train = spec.train.model_copy(update=sizes)
     return Trainer(model, train, feed, World.alone().on(device), device.type == "cuda")

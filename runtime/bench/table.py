@@ -211,8 +211,8 @@ def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
 
 def _warm(loaded: Loaded, supply: Supply, world: World) -> Trainer:
     """Returns a compiled trainer."""
-    window, params = loaded.spec.model.window, loaded.programs.params
-    model = TrainableModel(loaded.model, params, window, "bench")
+    window, programs = loaded.spec.model.window, loaded.programs
+    model = TrainableModel(loaded.model, programs.params, window, "bench", derived=programs.derived_weights)
     trainer = Trainer(model, loaded.spec.train, supply.feed, world, world.device.type == "cuda")
     trainer.warm_up(supply.validation.vocabulary)
     wait(world.device)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from specc.compiler.programs.programs import DerivedWeight
 from specc.compiler.quant.scheme import Scheme
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
+from specc.runtime.optim.derived_weights import DerivedWeights
 from specc.runtime.optim.fake_quantized import FakeQuantized
 
 _ALONE = World.alone()
@@ -37,6 +39,8 @@ class Masters:
         unclipped: the parameters whose gradients are not clipped, and do not count in the norm of `finish`. They must
             not be in `sharded`.
         in_bf16: whether the bf16 parameters of the model are themselves the masters. They must not be in `copied`.
+        derived: the matrices that the model computes from parameters. They are computed with each cast, and their
+            gradients become gradients of the parameters once per step.
 
     Attributes:
         tensors: the masters.
@@ -59,6 +63,7 @@ class Masters:
         copied: Collection[str] = (),
         unclipped: Collection[str] = (),
         in_bf16: bool = False,
+        derived: Sequence[DerivedWeight] = (),
     ) -> None:
         self.model_parameters = dict(model.named_parameters())
         self.quantized: FakeQuantized | None = None
@@ -76,8 +81,9 @@ class Masters:
         for name in [name for name, dtype in dtypes.items() if in_bf16 and dtype == torch.bfloat16]:
             (master := self.tensors[name]).data.copy_(self.model_parameters[name])
             self._released[name] = torch.full((), math.nan, device=master.device).expand(master.shape)
+        self.derived = DerivedWeights(model, derived)
         self.fake_quantize(None)
-        self._lay_out(dtypes, sharded, unclipped)
+        self._lay_out(dtypes, sharded, unclipped, {name for weight in derived for name in weight.params})
 
     def release(self) -> None:
         """Releases the f32 values of masters in bf16. Until then, optimizers can create state of the same shapes and
@@ -146,13 +152,23 @@ class Masters:
         self.refresh()
         return before != schemes
 
-    def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str], unclipped: Collection[str]) -> None:
+    def _lay_out(
+        self,
+        dtypes: Mapping[str, torch.dtype],
+        sharded: Collection[str],
+        unclipped: Collection[str],
+        read_once: Collection[str],
+    ) -> None:
         """Allocates one f32 buffer for all gradients and the loss. The gradients of `sharded` are first, and those of
-        `unclipped` last. Within each part, gradients of one compute dtype are adjacent."""
-        groups: dict[tuple[int, torch.dtype], list[str]] = {}
+        `unclipped` last. Within each part, gradients of one compute dtype are adjacent.
+
+        Derived weights read the parameters `read_once`, whose gradients are computed once per step. These form a
+        separate group, which costs nothing in a backward pass.
+        """
+        groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
         place = {name: (name in unclipped) - (name in sharded) for name in dtypes}
         for name in sorted(dtypes, key=place.__getitem__):
-            groups.setdefault((place[name], dtypes[name]), []).append(name)
+            groups.setdefault((place[name], name in read_once, dtypes[name]), []).append(name)
         sizes = [sum(_room(self.tensors[name]) for name in names) for names in groups.values()]
         self.sums = torch.zeros(sum(sizes) + 1, device=next(iter(self.tensors.values())).device)
         self.loss = self.sums[-1]
@@ -161,11 +177,18 @@ class Masters:
         self._clipped = self.common[: parts[1]]
         self._groups: list[_Group] = []
         views: dict[str, Tensor] = {}
-        for ((_, dtype), names), total in zip(groups.items(), torch.split(self.sums[:-1], sizes), strict=True):
+        for ((*_, dtype), names), total in zip(groups.items(), torch.split(self.sums[:-1], sizes), strict=True):
             self._groups.append(_Group([self.model_parameters[name] for name in names], total, dtype))
             views.update(zip(names, self._groups[-1].totals, strict=True))
         self.gradients = [views[name] for name in self.tensors]
         self._in_norm = [views[name] for name in self.tensors if place[name] == 0]
+        totals: dict[torch.dtype, list[Tensor]] = {}
+        for leaf in self.derived.leaves:
+            totals.setdefault(leaf.dtype, []).append(leaf)
+        self._derived_groups = [
+            _Group(leaves, leaves[0].new_zeros(sum(map(_room, leaves)), dtype=torch.float32), dtype)
+            for dtype, leaves in totals.items()
+        ]
         self.attach()
 
     def attach(self) -> None:
@@ -178,10 +201,12 @@ class Masters:
         self.sums.zero_()
         for param in self.model_parameters.values():
             param.grad = None  # otherwise autograd would accumulate into it, with one kernel per parameter
+        for group in self._derived_groups:
+            group.clear()
 
     def collect(self) -> None:
         """Adds the gradients of the last backward pass to the f32 gradients, in a few kernels."""
-        for group in self._groups:
+        for group in (*self._groups, *self._derived_groups):
             group.collect()
 
     def finish(
@@ -210,6 +235,9 @@ class Masters:
             every rank.
         """
         self.attach()
+        totals = {id(leaf): total for group in self._derived_groups for leaf, total in group.pairs()}
+        gradients = dict(zip(self.tensors, self.gradients, strict=True))
+        self.derived.add_gradients([totals[id(leaf)] for leaf in self.derived.leaves], self._computed_with, gradients)
         local: list[Tensor] = []
         if world.size > 1:
             pending = [bank.add_up() for bank in banks]
@@ -243,6 +271,14 @@ class Masters:
             torch._foreach_copy_(self._copies, self._sources)
         if self.quantized is not None:
             self.quantized.write()
+        self.derived.write(self._computed_with)
+
+    @property
+    def _computed_with(self) -> Mapping[str, Tensor]:
+        """The values that derived weights are computed from: the masters, unless the model computes with other values
+        than a cast of the masters."""
+        names = {*self._released, *(self.quantized.names if self.quantized is not None else ())}
+        return {name: self.model_parameters[name] if name in names else self.tensors[name] for name in self.tensors}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
@@ -257,9 +293,11 @@ class Masters:
         before = {name: param.detach().clone() for name, param in self.model_parameters.items()}
         try:
             self._write(weights)
+            self.derived.write(weights)
             yield
         finally:
             self._write(before)
+            self.derived.write(self._computed_with)
 
     @torch.no_grad()
     def _write(self, weights: Mapping[str, Tensor]) -> None:
@@ -296,6 +334,16 @@ class _Group:
         # No multi-tensor kernel mixes dtypes, so adding bf16 to f32 directly would need one kernel per tensor.
         self._staging = torch.zeros_like(flat, dtype=dtype) if dtype != torch.float32 else None
         self._staged = _views(self._staging, params) if self._staging is not None else []
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each parameter with the sum of its gradients."""
+        return zip(self._params, self.totals, strict=True)
+
+    def clear(self) -> None:
+        """Sets the sums to 0."""
+        self._flat.zero_()
+        for param in self._params:
+            param.grad = None
 
     @torch.no_grad()
     def collect(self) -> None:

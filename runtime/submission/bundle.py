@@ -257,6 +257,7 @@ def _plan(
         "PHASES": first.phases,
         "QUANT": quant.model_copy(update={"rules": (), "default": None}),
         "PARAMS": params,
+        "DERIVED": {target: program.derived_weights for target, program in programs.items()},
         "INITS": initial_values(first),
         "REUSED": sorted(facts.reused),
         "BASE": base,

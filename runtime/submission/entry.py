@@ -228,7 +228,8 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
     order, rows = spec.data.order, spec.at_once(world.size)  # type: ignore[attr-defined]
     with Loader(streams[0], rows, window, order, spec.seed, world.rank, world.size, bos=TOKENIZER.bos) as loader:
         schemes = plan.BASE if spec.qat is not None else None
-        trainable = TrainableModel(model, plan.PARAMS[target], window, plan.SPEC_DIGEST, plan.PHASES, schemes)
+        params, derived = plan.PARAMS[target], plan.DERIVED[target]
+        trainable = TrainableModel(model, params, window, plan.SPEC_DIGEST, plan.PHASES, schemes, derived=derived)
         trainer = Trainer(trainable, spec, Windows(loader, spec.pass_tokens(window, world.size)), world, compiled)
         if compiled:
             compile_ahead(folder(target))

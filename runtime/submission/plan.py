@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specc.compiler.programs.programs import Parameter, Phase
+from specc.compiler.programs.programs import DerivedWeight, Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.spec.train import BitsSpec, TrainSpec
@@ -19,6 +19,7 @@ EVAL: BitsSpec
 PHASES: tuple[Phase, ...]
 QUANT: QuantSpec  # the settings of `quant`, without rules and default
 PARAMS: Mapping[str, Sequence[Parameter]]  # by target
+DERIVED: Mapping[str, Sequence[DerivedWeight]]  # by target
 INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter and its numeric argument
 REUSED: Sequence[str]  # the parameters whose uses calibration measures
 BASE: Mapping[str, Scheme]  # the scheme of each parameter, before promotion or allocation

@@ -228,7 +228,14 @@ def _prepare(
     if inputs != expected:
         raise TypeError(f"{spec.train.data.kind} gives {expected}, but the program `train` takes {inputs}")
     loaded.model.to(world.device)
-    model = TrainableModel(loaded.model, programs.params, spec.model.window, run.spec_digest, programs.phases)
+    model = TrainableModel(
+        loaded.model,
+        programs.params,
+        spec.model.window,
+        run.spec_digest,
+        programs.phases,
+        derived=programs.derived_weights,
+    )
     if spec.train.qat is not None:
         assert spec.quant is not None
         schemes = allocation(spec.quant, programs.stored)

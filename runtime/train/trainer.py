@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.programs.programs import Parameter, Phase
+from specc.compiler.programs.programs import DerivedWeight, Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.calibration.input_scales import InputScales
@@ -68,6 +68,7 @@ class TrainableModel:
         phases: the phases of the run, as in `Programs`.
         schemes: the storage scheme of each parameter, by name, for `train.qat`. None without it.
         input_scales: the input scales of int8 products. None if no product will be int8.
+        derived: the matrices that the model computes from its parameters, which each step computes once.
     """
 
     module: nn.Module
@@ -77,6 +78,7 @@ class TrainableModel:
     phases: Sequence[Phase] = ()
     schemes: Mapping[str, Scheme] | None = None
     input_scales: InputScales | None = None
+    derived: Sequence[DerivedWeight] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class Trainer:
         sharded = sharded_parameters(shapes, train.optimizers) if world.size > 1 else frozenset[str]()
         unclipped = unclipped_parameters(shapes, train.optimizers)
         in_bf16 = train.precision.masters == "bf16"
-        self.masters = Masters(self._module, dtypes, sharded, copied, unclipped, in_bf16)
+        self.masters = Masters(self._module, dtypes, sharded, copied, unclipped, in_bf16, model.derived)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
         self.average = Average(train.average, self.masters.weights) if train.average else None
         scaling = train.precision.scaling
@@ -141,10 +143,7 @@ class Trainer:
         self._norm = torch.zeros((), device=self.device)
         self._weights = torch.zeros(len(train.loss_weights), device=self.device)  # of the terms of the loss
         self._segments = run_segments(model.phases, train, model.window, world.size)
-        self._finish_gradients = {
-            count: self._replayed(partial(self._mean_gradients, count), collective=True)
-            for count in {segment.micro_batches for segment in self._segments}
-        }
+        self._finish_gradients = self._finish_functions()
         state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
         self._unused = {names: UnusedParameters(names, self.masters.tensors, state) for names in unused}
         self.masters.release()
@@ -510,6 +509,15 @@ class Trainer:
         shares = self._input_scales.shares() if self._input_scales is not None else None
         if self.masters.fake_quantize(schemes, shares):
             self._updates.clear()  # the captured graphs still write to the previous copies
+            if self.masters.derived.leaves:  # and compute gradients from the previous values of parameters
+                self._finish_gradients = self._finish_functions()
+
+    def _finish_functions(self) -> dict[int, Callable[[], None]]:
+        """Returns the functions that finish the gradients of a step, by its number of micro-batches."""
+        return {
+            count: self._replayed(partial(self._mean_gradients, count), collective=True)
+            for count in {segment.micro_batches for segment in self._segments}
+        }
 
     def _mean_gradients(self, micro_batches: int) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm

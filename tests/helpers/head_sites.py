@@ -12,7 +12,7 @@ from specc.compiler.expr import reread, torch_value
 from specc.compiler.ir.graph import Node
 from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.ops.norm_rope import HeadRotation, NormRope, NormRopeGrad
+from specc.compiler.ops.norm_rope import HeadRotation, NormRope, NormRopeGrad, NormRopeGradInto
 from specc.compiler.targets import TARGETS
 
 # eps, gain, whether neighbors are pairs, and the weight
@@ -46,8 +46,10 @@ def head_site(
     dtype: str = "bf16",
     rows: tuple[Dim, ...] = ("B", "T"),
     eps: float | None = None,
+    into: tuple[int, int] | None = None,
 ) -> Site:
-    """A site of NormRope, or of its gradient; the last of `rows` is T."""
+    """A site of NormRope, or of its gradient; the last of `rows` is T. With `into`, dx is written to a tensor that has
+    so many features before and after it."""
     heads, channels, pairs = sizes
     usual, gain, neighbors, weight = PARTS[parts]
     op = (NormRopeGrad if backward else NormRope)(eps or usual, gain, neighbors, weight)
@@ -56,6 +58,9 @@ def head_site(
     types += [TensorType((heads, 1), dtype)] if gain else []
     if isinstance(op, NormRopeGrad):
         types = [x, *(types if op.reads_x else types[1:])]
+        if into is not None:
+            op = NormRopeGradInto(eps or usual, gain, neighbors, weight, into[0])
+            types.append(TensorType((*rows, heads * channels + sum(into)), dtype))
     path = "attention.q.rope.grad" if backward else "attention.q.rope"
     node = Node(path, op, tuple(f"v{i}" for i in range(len(types))), op.infer(types))
     return Site(node, tuple(types), TARGETS[target], f"blocks.*.{path}", "sample")
@@ -77,7 +82,8 @@ def head_inputs(site: Site, b: int, t: int, seed: int, device: str = "cpu", apar
     op, tensors = op_of(site), []
     backward = isinstance(op, NormRopeGrad)
     x_at = 1 if isinstance(op, NormRopeGrad) and op.reads_x else None if backward else 0
-    angle_at = site.node.op.arity - len(op.learned) - 2
+    into = isinstance(op, NormRopeGradInto)
+    angle_at = site.node.op.arity - len(op.learned) - 2 - into
     for i, type in enumerate(site.inputs):
         shape = sized(type, b, t)
         if i in (angle_at, angle_at + 1):
@@ -110,10 +116,10 @@ def eager(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
 def columns(site: Site, module: ModuleType, b: int, t: int) -> list[int]:
     """The width of what the kernel itself writes: heads, and what each program has of the gradients of weight and
     gain."""
-    channels = site.node.type.width
-    assert isinstance(channels, int)
+    width, channels = site.node.type.width, site.inputs[0].width
+    assert isinstance(width, int) and isinstance(channels, int)
     widths = {"weight": channels, "gain": math.prod(module.grid_of(b * t, t))}
-    return [channels, *(widths[name] for name in op_of(site).learned if len(site.node.types) > 1)]
+    return [width, *(widths[name] for name in op_of(site).learned if len(site.node.types) > 1)]
 
 
 def totals(site: Site, results: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

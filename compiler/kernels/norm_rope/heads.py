@@ -5,18 +5,27 @@ from dataclasses import dataclass
 from specc.compiler.expr import derive, number, reread, variables
 from specc.compiler.kernels.generated import GeneratedFunction, Tensors, generated_function, number_of
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad
+from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad, NormRopeGradInto
+
+WHOLE = "whole"  # the tensor that dx is a part of
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A site of `NormRope` or its gradient. `inputs` and `outputs` are types by name in generated code."""
+    """A site of `NormRope` or its gradient. `inputs` and `outputs` are types by name in generated code. If dx is a part
+    of a wider tensor, `at` is its first feature there."""
 
     op: HeadRotation
     backward: bool
     reads_x: bool
     inputs: Tensors
     outputs: Tensors
+    at: int | None = None
+
+    @property
+    def width(self) -> int:
+        """The features of the tensor that dx is a part of."""
+        return number_of(self.inputs[WHOLE].width)
 
     @property
     def count(self) -> int:
@@ -60,10 +69,12 @@ def heads_of(site: Site) -> Heads:
     assert isinstance(op, HeadRotation)
     backward = isinstance(op, NormRopeGrad)
     reads_x = not isinstance(op, NormRopeGrad) or op.reads_x
-    names = ("dy" if backward else "", "x" if reads_x else "", "cos", "sin", *op.learned)
-    results = ("dx", *(f"d{name}" for name in op.learned)) if backward else ("y",)
+    at = op.at if isinstance(op, NormRopeGradInto) else None
+    whole = WHOLE if at is not None else ""
+    names = ("dy" if backward else "", "x" if reads_x else "", "cos", "sin", *op.learned, whole)
+    results = (whole or "dx", *(f"d{name}" for name in op.learned)) if backward else ("y",)
     inputs = dict(zip(filter(None, names), site.inputs, strict=True))
-    return Heads(op, backward, reads_x, inputs, dict(zip(results, site.node.types, strict=True)))
+    return Heads(op, backward, reads_x, inputs, dict(zip(results, site.node.types, strict=True)), at)
 
 
 def about(site: Site) -> str:
@@ -83,6 +94,10 @@ def heads_function(site: Site, summary: str, launched: tuple[str, ...] = ()) -> 
     shapes |= dict.fromkeys(("gain", "dgain"), f"[{heads.count}, 1]")
     shapes |= dict.fromkeys(("weight", "dweight"), f"[{heads.channels}]")
     formulas = _backward(heads) if heads.backward else _forward(heads)
+    if heads.at is not None:
+        shapes[WHOLE] = f"[..., T, {heads.width}]"
+        features = heads.count * heads.channels
+        formulas.append(f"whole[{heads.at} : {heads.at + features}] = dx, of all heads; the other features remain")
     return generated_function(site, heads.inputs, heads.outputs, shapes, summary, formulas, launched=launched)
 
 

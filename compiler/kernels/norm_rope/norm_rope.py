@@ -9,7 +9,7 @@ from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, constants, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
-from specc.compiler.kernels.norm_rope.heads import Heads, about, heads_function, heads_of
+from specc.compiler.kernels.norm_rope.heads import WHOLE, Heads, about, heads_function, heads_of
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.norm_rope import HeadRotation
 
@@ -74,6 +74,11 @@ class HeadContext:
         conditions: The end of the op's docstring: the required layouts.
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
+        into: Whether dx is written to a part of a given tensor.
+        begins: Lines of the backward that find the place of the first result.
+        advances: The line of the backward that moves this place to the next sequence.
+        head: The first line of the custom op.
+        ending: The lines of the function after its docstring, if it is not the custom op itself.
     """
 
     op: GeneratedFunction
@@ -106,6 +111,11 @@ class HeadContext:
     returns: str
     fake_signature: str
     fake: str
+    into: bool = False
+    begins: tuple[str, ...] = ()
+    advances: str = ""
+    head: str = ""
+    ending: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +173,15 @@ def _block(heads: Heads) -> int:
 def _context(site: Site, tile: HeadTile) -> HeadContext:
     heads = heads_of(site)
     block = _block(heads)
-    tensors = (*heads.inputs, *(PARTIAL.get(name, name) for name in heads.outputs))
+    tensors = tuple(dict.fromkeys((*heads.inputs, *(PARTIAL.get(name, name) for name in heads.outputs))))
     op = heads_function(site, f"{site.label}: {about(site)} in one kernel.", tensors)
     first, pointers = tensors[0], [f"{name}_ptr" for name in tensors]
     arguments = [f"{name}: Tensor" for name in heads.inputs]
     settings = {"ROWS": tile.rows, "BLOCK": block, "SEQUENCES": tile.sequences, "WARPS": tile.warps}
     settings |= {"HEADS": _power(heads.count)} if "dgain" in heads.outputs else {}
+    into = heads.at is not None
+    if heads.at is not None:
+        settings |= {"WIDTH": heads.width, "AT": heads.at}
     sizes = ["H", "C", "R", *(name for name in settings if name != "WARPS")]
     loops = tile.sequences > 1
     values = [*["tokens // t"] * loops, "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *sizes]
@@ -191,7 +204,7 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
             [*pointers, *["B"] * loops, "T", *(f"{name}: tl.constexpr" for name in sizes)],
             "):",
         ),
-        place="token, head = row // H, row % H" if heads.reads_x else "token = row // H",
+        place="token, head = row // H, row % H" if heads.reads_x or into else "token = row // H",
         inside=f"(token < T) & (c < {end})" if block > width else "token < T",
         halves=heads.halves,
         other="c ^ 1" if neighbors else "tl.where(c < R, c + R, c - R)",
@@ -211,14 +224,34 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
         wanted=tuple(_wanted(name, heads) for name in heads.inputs),
         layout=_LAYOUT if heads.reads_x else ('layout = "contiguous"',),
         allocated=_allocated(heads),
-        returns=", ".join(_returned(heads, name) for name in heads.outputs),
+        returns=", ".join(_returned(heads, name) for name in heads.outputs if name != WHOLE),
         fake_signature=f"def _({', '.join(arguments if learned else [arguments[0], '*_: Tensor'])}):",
-        fake=", ".join(f"{name}.new_empty({name}.shape)" for name in (first, *learned)),
+        fake=", ".join(f"{name}.new_empty({name}.shape)" for name in (*[first] * (not into), *learned)),
+        into=into,
+        begins=_INTO if into else ("dx_ptr += first * T * H * C",),
+        advances=f"{WHOLE}_ptr += tl.cast(T, tl.int64) * WIDTH" if into else "dx_ptr += tl.cast(T, tl.int64) * H * C",
+        head=listed("def write(", arguments, f") -> {_annotation(len(learned))}:") if into else op.signature,
+        ending=_ending(heads, learned) if into else (),
     )
+
+
+def _annotation(count: int) -> str:
+    """Returns the annotation of the result of a custom op that writes dx to a given tensor."""
+    return ("None", "Tensor")[count] if count < 2 else f"tuple[{', '.join(['Tensor'] * count)}]"
+
+
+def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
+    """Returns the lines of the function that calls the custom op and returns the tensor that it has written to: a
+    custom op must not return its inputs."""
+    call, gradients = f"write({', '.join(heads.inputs)})", [f"d{name}" for name in learned]
+    if not gradients:
+        return call, f"return {WHOLE}"
+    return f"{', '.join(gradients)} = {call}", f"return {', '.join((WHOLE, *gradients))}"
 
 
 PARTIAL = {"dweight": "weight_partial", "dgain": "partial"}  # the sums of each program, which Torch adds
 
+_INTO = ("whole_at = token.to(tl.int64) * WIDTH + AT + head * C", "whole_ptr += first * T * WIDTH")
 _SPACING = (
     "tokens = x.flatten(0, max(x.dim() - 3, 0))  # a view where tokens follow each other evenly",
     "even = tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (C, 1)",
@@ -230,7 +263,8 @@ def _wanted(name: str, heads: Heads) -> str:
     """Returns a row of the table of input checks. The required alignment of gain and weight is lower, because they are
     small."""
     dtype = heads.inputs[name].dtype
-    shape = {"cos": "(t, R)", "sin": "(t, R)", "weight": "(C,)", "gain": "(H, 1)"}.get(name, "heads")
+    shapes = {"cos": "(t, R)", "sin": "(t, R)", "weight": "(C,)", "gain": "(H, 1)", WHOLE: "(*heads[:-2], WIDTH)"}
+    shape = shapes.get(name, "heads")
     laid = "even" if name == "x" else f"{name}.is_contiguous()"
     return f'("{name}", {name}, {shape}, {DTYPES[dtype]}, {laid}, {4 if name in heads.op.learned else 16}),'
 
@@ -238,7 +272,7 @@ def _wanted(name: str, heads: Heads) -> str:
 def _allocated(heads: Heads) -> tuple[str, ...]:
     if not heads.backward:
         return ("y = x.new_empty(x.shape)",)
-    lines = ("dx = torch.empty_like(dy)",)
+    lines = ("dx = torch.empty_like(dy)",) if heads.at is None else ()
     if len(heads.outputs) == 1:
         return lines
     shapes = {"weight_partial": "programs, C", "partial": "H, programs"}
@@ -320,8 +354,8 @@ def _after(heads: Heads) -> tuple[str, ...]:
 Lines = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
-def _store(name: str, value: str, half: bool, element: str) -> str:
-    at = f"{name}_ptr + y_at + c{' + R' if half else ''}"
+def _store(name: str, value: str, half: bool, element: str, place: str = "y_at") -> str:
+    at = f"{name}_ptr + {place} + c{' + R' if half else ''}"
     value = value if value.isidentifier() else f"({value})"
     return f"tl.store({at}, {value}.to({element}), mask=inside)"
 
@@ -365,7 +399,8 @@ def _backward(heads: Heads) -> Lines:
     shifted = [f"({dz} - shift * {x})" if eps is not None else dz for dz, x in values]
     results = [" * ".join((*factors, value)) for value in shifted]
     lines += ["total += s"] * gain
-    lines += [_store("dx", value, half > 0, element) for half, value in enumerate(results)]
+    name, place = ("dx", "y_at") if heads.at is None else (WHOLE, "whole_at")
+    lines += [_store(name, value, half > 0, element, place) for half, value in enumerate(results)]
     if not heads.reads_x:
         return (), (), tuple(lines)
     loaded = (("a", "c"), ("b", "c + R")) if heads.halves else (("x", "c"),)

@@ -9,7 +9,7 @@ from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.generated import GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
-from specc.compiler.kernels.norm_rope.heads import Heads, about, heads_function, heads_of
+from specc.compiler.kernels.norm_rope.heads import WHOLE, Heads, about, heads_function, heads_of
 from specc.compiler.ops.norm_rope import HeadRotation
 
 
@@ -88,7 +88,7 @@ def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
     rotation, turned = _turned(heads, "a * cos - b * sin", "b * cos + a * sin")
     lines += [_split(heads, "dy"), _BROADCAST, *rotation]
     if not heads.reads_x:
-        return tuple(lines), f"{turned}{cast}"
+        return _written(heads, lines, f"{turned}{cast}"), _first(heads, f"{turned}{cast}")
     lines.append(f"dz = {turned}")
     dx = "gain * dz"
     if eps is not None:
@@ -107,8 +107,21 @@ def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
     dgain = f"s.flatten(0, -3).sum(0){cast}"
     if heads.op.weight:
         lines += [f"dgain = {dgain}"] * gain
-        return tuple(lines), f"{dx}, dweight{', dgain' if gain else ''}"
-    return tuple(lines), f"{dx}, {dgain}" if gain else dx
+        return _written(heads, lines, dx), f"{_first(heads, dx)}, dweight{', dgain' if gain else ''}"
+    return _written(heads, lines, dx), f"{_first(heads, dx)}, {dgain}" if gain else _first(heads, dx)
+
+
+def _first(heads: Heads, dx: str) -> str:
+    """Returns the expression of the first output."""
+    return dx if heads.at is None else WHOLE
+
+
+def _written(heads: Heads, lines: list[str], dx: str) -> tuple[str, ...]:
+    """Returns the lines, and the line that writes dx if dx is a part of a wider tensor."""
+    if heads.at is None:
+        return tuple(lines)
+    features = heads.count * heads.channels
+    return (*lines, f"{WHOLE}[..., {heads.at}:{heads.at + features}] = {operand(dx)}.flatten(-2)")
 
 
 def _weight(heads: Heads) -> str:

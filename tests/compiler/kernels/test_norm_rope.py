@@ -334,6 +334,67 @@ def test_interpreted_kernels_give_the_reference(case: Case, interpreted: dict[tu
             assert excess <= 1, f"output {i} of {b} x {t} tokens is off by {excess:.3g} tolerances"
 
 
+# --- gradients that are written into a part of a wider tensor ---
+
+INTO = [("golf", parts, (16, 8)) for parts in PARTS] + [("odd_part", "norm_gain", (8, 0)), ("gpt2", "norm", (0, 24))]
+
+
+@pytest.mark.parametrize(("name", "parts", "into"), INTO, ids=str)
+def test_plain_torch_writes_a_part(name: str, parts: str, into: tuple[int, int], tmp_path: Path) -> None:
+    site = head_site(parts, SHAPES[name], True, "cpu", "f32", into=into)
+    module = imported(NORM_ROPE_TORCH, site, tmp_path / f"part_{name}_{parts}")
+    inputs = [value.double() for value in head_inputs(site, 2, 5, 1)]
+    wanted = expected(site, inputs)
+    results = several(getattr(module, symbol(site)[0])(*inputs))
+    assert results[0] is inputs[-1]
+    for have, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.interpret
+def test_interpreted_kernels_write_a_part_and_nothing_else(tmp_path: Path) -> None:
+    runs, cases = [], []
+    for i, (name, parts, into) in enumerate(INTO):
+        for dtype in ("f32", "bf16")[: 1 + (parts == "norm_gain")]:
+            site = head_site(parts, SHAPES[name], True, dtype=dtype, into=into)
+            module = imported(NORM_ROPE_TRITON, site, tmp_path / f"interpreted_part_{i}_{dtype}")
+            for k, (b, t, apart) in enumerate(ROWS):
+                *given, whole = head_inputs(site, b, t, k, apart=apart)
+                outputs, widths = buffers(site, module, b, t), columns(site, module, b, t)
+                inside(outputs[0], widths[0]).copy_(whole.flatten(0, -2))
+                runs.append((str(tmp_path), module.__name__, given, outputs, widths))
+                cases.append((site, given, whole, widths))
+    for (site, given, whole, widths), (outputs, unchanged) in zip(cases, interpret(tmp_path, runs), strict=True):
+        assert unchanged, "an input was written"
+        results = [inside(buffer, width).double() for buffer, width in zip(outputs, widths, strict=True)]
+        wanted = expected(site, (*given, whole))
+        features = math.prod(given[0].shape[-2:])
+        at = site.node.op.at  # type: ignore[attr-defined]
+        rest = [slice(0, at), slice(at + features, None)]
+        for i, (got, want) in enumerate(zip(totals(site, results, given), wanted, strict=True)):
+            check_guards(outputs[i], f"output {i}")
+            got = got.view(want.shape)
+            if i == 0:
+                assert all(torch.equal(got[..., part], want[..., part]) for part in rest)
+            rounding = 2.0**-7 if outputs[i].dtype == torch.bfloat16 else 0.0
+            scale = want.abs().max() + (0 if i == 0 else math.prod(given[0].shape[:-1]) ** 0.5)
+            tolerance = rounding * want.abs() * 1.001 + 4e-6 * (want.abs() + scale)
+            assert ((got - want).abs() / tolerance).max() <= 1
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_op_that_writes_a_part_has_fakes_and_checks(parts: str, tmp_path: Path) -> None:
+    site = head_site(parts, backward=True, into=(16, 8), rows=(2, 3))
+    module = imported(NORM_ROPE_TRITON, site, tmp_path / f"fake_part_{parts}")
+    function = getattr(module, symbol(site)[0])
+    check_outputs(function(*map(empty, site.inputs)), site)
+    *given, whole = head_inputs(site, 2, 3, 1)
+    with pytest.raises(ValueError, match=r"dy is .* on cpu; expected"):
+        function(*given, whole)
+    with pytest.raises(ValueError, match="dy is"):
+        function(given[0][..., :1], *given[1:], whole)
+
+
 # --- machine code ---
 
 
@@ -393,6 +454,18 @@ def test_odd_sizes_compile(name: str, target: str, tmp_path: Path) -> None:
             site = head_site("norm_gain", SHAPES[name], backward, target, dtype)
             code = compiled(site, tmp_path / f"odd_{target}_{name}_{dtype}_{backward}")
             assert code.metadata.shared <= site.target.shared_memory
+
+
+@pytest.mark.parametrize(("name", "into"), [("golf", (512, 512)), ("gpt2", (0, 1536))])
+@pytest.mark.parametrize("parts", ["norm_gain", "bare", "weight_add_gain"])
+def test_a_part_is_written_with_sixteen_bytes(name: str, into: tuple[int, int], parts: str, tmp_path: Path) -> None:
+    """As many stores of as many bytes as a tensor of its own takes."""
+    counts = []
+    for place in (None, into):
+        site = head_site(parts, SHAPES[name], True, into=place)
+        ptx = compiled(site, tmp_path / f"part_{name}_{parts}_{place is None}").asm["ptx"]
+        counts.append(accesses(ptx, "st"))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("name", ["golf", "gpt2"])

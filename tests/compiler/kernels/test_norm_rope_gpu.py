@@ -165,3 +165,25 @@ def test_wrong_inputs_are_refused_before_the_launch(folder: Path) -> None:
     for message, inputs in wrong.items():
         with pytest.raises(ValueError, match=message):
             op(*inputs)
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("name", ["golf", "gpt2"])
+def test_a_gradient_in_a_part_has_the_bits_of_one_alone(name: str, parts: str, folder: Path) -> None:
+    """And nothing else is written."""
+    for into in ((0, 64), (512, 0), (16, 1024)):
+        alone, within = (head_site(parts, SHAPES[name], True, into=place) for place in (None, into))
+        kernels = [
+            imported(NORM_ROPE_TRITON, site, folder / f"part_{name}_{parts}_{into[0]}_{i}")
+            for i, site in enumerate((alone, within))
+        ]
+        for k, (b, t, apart) in enumerate(ROWS):
+            *inputs, whole = head_inputs(within, b, t, k, "cuda", apart)
+            wanted = several(op_of(alone, kernels[0])(*inputs))
+            before = whole.clone()
+            first, *learned = several(op_of(within, kernels[1])(*inputs, whole))
+            assert first is whole
+            features = wanted[0].shape[-2:].numel()
+            before[..., into[0] : into[0] + features] = wanted[0].flatten(-2)
+            assert torch.equal(whole, before)
+            assert all(map(torch.equal, learned, wanted[1:]))

@@ -20,7 +20,7 @@ from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.ops.norm_rope import HeadRotation, NormRope
 from specc.compiler.ops.saved_attention import CausalAttention, ScoredAttention, SeenAttention
-from specc.compiler.ops.shape import PadRows
+from specc.compiler.ops.shape import PadRows, PartHeads, SplitFeatures
 from specc.runtime.verify.judge import inputs_of, many, upcast
 
 
@@ -62,13 +62,14 @@ def ruled(rng: random.Random) -> list[tuple[Op, tuple[tuple[int, ...], ...]]]:
     return [
         (Linear(), ((*rows, k), (n, k))),
         (PadRows(n + rng.randint(0, 3)), ((n, k),)),
+        (PartHeads(n), ((*rows, n * k),)),
         (SoftmaxLoss(n, "mean"), ((*rows, n),)),
         (capped, ((*rows, n + rng.randint(0, 3)),)),
     ]
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("which", range(5))
 def test_derivatives_equal_autograd(which: int, seed: int) -> None:
     rng = random.Random(seed)
     op, shapes = ruled(rng)[which]
@@ -137,6 +138,14 @@ def test_ops_without_a_rule_say_so() -> None:
         for name, kind in classes(ops, Op).items()
         if kind.derivative is not Op.derivative  # the pointwise language derives its own
     }
-    # test_norm_rope.py, test_attention.py, test_attention_seen.py, test_attention_scored.py, test_counted_dropout.py
-    elsewhere = {NormRope.name, CausalAttention.name, SeenAttention.name, ScoredAttention.name, Dropout.name}
+    # test_join_groups.py, test_norm_rope.py,
+    # test_attention.py, test_attention_seen.py, test_attention_scored.py, test_counted_dropout.py
+    elsewhere = {
+        SplitFeatures.name,
+        NormRope.name,
+        CausalAttention.name,
+        SeenAttention.name,
+        ScoredAttention.name,
+        Dropout.name,
+    }
     assert stated == {op.name for op, _ in ruled(random.Random(0))} | elsewhere

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from block_checks import check_spec
 from tiny_models import ATTENTION, FUSE_MLP, MLP, tiny
 
 from specc.compiler import pipeline
@@ -236,3 +237,26 @@ def test_calls_are_as_before() -> None:
     before = pipeline.run(tiny(), "cpu", "lower").program("train")
     after = pipeline.run(tiny(), "cpu").program("train")
     assert [n for n in before.nodes if isinstance(n.op, Call)] == [n for n in after.nodes if isinstance(n.op, Call)]
+
+
+LEARNED = {"a": {"of": "x", "shape": 8}, "b": {"of": "a", "shape": 8}}
+LINEAR_OF_LINEAR: dict[str, tuple[dict[str, Any], list[str], tuple[str, ...]]] = {
+    "alone": ({**MLP, "learn": LEARNED, "write": "x + y * b"}, ["b"], ("a", "b")),
+    "before a product": ({**MLP, "learn": LEARNED, "read": "b"}, ["up", "act", "down"], ("b", "up", "act", "down")),
+    "two before a product": (
+        {**MLP, "learn": LEARNED, "read": "b"},
+        ["b", "up", "act", "down"],
+        ("a", "b", "up", "act", "down"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_OF_LINEAR)
+def test_a_linear_layer_that_only_feeds_another_joins_its_group(name: str, tmp_path: Path) -> None:
+    """The result of such a layer, which the backward reads, and its weight have different names."""
+    layer, point, members = LINEAR_OF_LINEAR[name]
+    norm = {"kind": "rms", "places": ["after"]}
+    spec = tiny((ATTENTION, layer), ({"blocks.*.mlp": point},), blocks={"norm": norm})
+    (group,) = pipeline.run(spec, "cpu").groups
+    assert group.members == tuple(f"mlp.{member}" for member in members)
+    check_spec(spec, tmp_path, (True,))

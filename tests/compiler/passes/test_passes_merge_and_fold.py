@@ -209,7 +209,8 @@ def test_patterns_choose_nodes() -> None:
         ("fold_scales", ("blocks.*.mlp.down",)),
         ("merge_linears", ("blocks.*.attention.k", "blocks.*.attention.v")),
     ]
-    (function,) = [graph for graph in programs.functions if "mlp.down.scaled" in graph.by_name]
+    assert programs.derived == ("block.attention_k_v_weight", "block.mlp_down_scaled")
+    (function,) = [graph for graph in programs.functions if graph.name == "block.forward"]
     assert "attention.q" in function.by_name and "attention.k_v" in function.by_name
 
 
@@ -254,22 +255,31 @@ def test_parts_that_kernels_read_by_rows_are_refused() -> None:
 
 
 def test_copies_of_gradients_decide_for_all_blocks_alike() -> None:
-    """Results of kernels would be copied: gpt2_124m's q, k and v stay apart, and gpt_mlp35's are one product."""
-    apart, merged = (load(ROOT / f"specs/{name}.yaml", ["merge=auto"])[0] for name in ("gpt2_124m", "gpt_mlp35"))
-    (refused,) = [r for r in pipeline.run(apart, "sm90").rewritings if r.step == "merge_linears"]
+    """Results of kernels would be copied: layers that attention reads stay apart. Kernels of norms and rotations write
+    into one tensor: those of gpt2_124m and gpt_mlp35 are one product."""
+    small = spec({**ATTENTION, "kv_heads": 2}, MLP, fuse=({"blocks.*.attention": ["y"]},), keys={"merge": "auto"})
+    (refused,) = [r for r in pipeline.run(small, "cpu").rewritings if r.step == "merge_linears"]
     assert refused.refusal == (
-        "gradients of q, k, v are results of kernels: one product would copy 55,296 numbers per token in all blocks"
-        " to save 36,864 of the gradient of the input"
+        "gradients of q, k, v are results of kernels: one product would copy 192 numbers per token in all blocks"
+        " to save 128 of the gradient of the input"
     )
+    apart, merged = (load(ROOT / f"specs/{name}.yaml", ["merge=auto"])[0] for name in ("gpt2_124m", "gpt_mlp35"))
     nodes = tuple(f"blocks.*.attention.{name}" for name in "qkv")
     text = "over whole sequences, one product of 1,024 features, as is each gradient"
-    copied = "; gradients of q, k are copied into one tensor"
-    assert Rewriting("merge_linears", nodes, text + copied) in pipeline.run(merged, "sm90").rewritings
-    asked = apart.model_copy(update={"merge": ALL})
-    functions = pipeline.run(asked, "sm90").functions
-    assert any(isinstance(node.op, ConcatRows) for graph in functions for node in graph.nodes)
-    mixed = load(ROOT / "specs/gpt2_fast.yaml", ["merge=auto"])[0]  # some of its blocks would gain
-    assert not any(isinstance(n.op, ConcatRows) for graph in pipeline.run(mixed, "sm90").functions for n in graph.nodes)
+    text += "; its matrix is concatenated once per step; kernels write the gradients of q, k into one tensor"
+    assert Rewriting("merge_linears", nodes, text) in pipeline.run(merged, "sm90").rewritings
+    (merge,) = [r for r in pipeline.run(apart, "sm90").rewritings if r.step == "merge_linears"]
+    assert not merge.refusal and merge.text.endswith("; gradients of v are copied into it")
+    asked = small.model_copy(update={"merge": ALL})
+    assert any(isinstance(n.op, ConcatRows) for graph in pipeline.run(asked, "cpu").functions for n in graph.nodes)
+
+
+def test_layers_of_one_kernel_of_a_group_say_why() -> None:
+    case = spec({**ATTENTION, **VECTOR}, {**GATED, **VECTOR}, keys={"merge": "auto"})
+    refused = [rewriting for rewriting in pipeline.run(case, "cpu").rewritings if rewriting.refusal]
+    nodes = "blocks.*.mlp.gate", "blocks.*.mlp.up"
+    assert [tuple(sorted(rewriting.nodes)) for rewriting in refused] == [nodes]
+    assert "one kernel of a fused group" in refused[0].refusal
 
 
 def test_a_product_of_8_bits_is_not_folded() -> None:

@@ -1,0 +1,72 @@
+"""Moves matrices that blocks compute from their parameters alone into methods of the blocks, so that training computes
+them once per step and not in every micro-batch."""
+
+import re
+from dataclasses import replace
+
+from specc.compiler.ir.graph import Graph, Node, needed
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.region import Call, Fused, returned
+from specc.compiler.passes.requests import whole_sequences
+from specc.compiler.programs.programs import Programs, owner
+
+
+def derive_weights(programs: Programs) -> Programs:
+    """Returns the programs with a call of a function in place of each matrix that products read and that is a function
+    of parameters, such as a matrix with a folded factor. `Programs.derived` lists the functions."""
+    whole = {graph.name for graph, at in whole_sequences(programs) if at}
+    derived: dict[str, Graph] = {}
+    functions = tuple(_derived(graph, derived) if graph.name in whole else graph for graph in programs.functions)
+    return replace(programs, functions=(*functions, *derived.values()), derived=tuple(derived))
+
+
+def _derived(graph: Graph, derived: dict[str, Graph]) -> Graph:
+    constant: set[str] = set()  # the values that are functions of parameters and scalars
+    for node in graph.nodes:
+        if node.inputs and all(ref[0] in "@$" or ref in constant for ref in node.inputs):
+            constant.update(node.outputs)
+    read = {
+        ref
+        for node in graph.nodes
+        if isinstance(node.op, Linear | Fused) and constant.isdisjoint(node.outputs)
+        for ref in node.inputs
+    }
+    calls: dict[str, Node] = {}
+    for node in graph.nodes:
+        if node.name in constant & read and len(node.type.shape) == 2:
+            function = _function(graph, node)
+            name = _name(graph, function, derived)
+            calls[node.name] = Node(node.name, Call(name, "", returned(node.types)), (), node.types)
+    nodes = [calls.get(node.name, node) for node in graph.nodes]
+    needless = {node.name for node in graph.nodes if node.name in constant and node.name not in calls}
+    while idle := needless - {ref for node in nodes for ref in node.inputs}:
+        needless -= idle
+        nodes = [node for node in nodes if node.name not in idle]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _function(graph: Graph, node: Node) -> Graph:
+    """Returns the function that computes a node from parameters."""
+    nodes = needed(graph.nodes, [node.name])
+    read = {ref for inner in nodes for ref in inner.inputs}
+    return Graph(
+        "",
+        (),
+        tuple(param for param in graph.params if f"@{param[0]}" in read),
+        nodes,
+        (("weight", node.name),),
+        tuple(scalar for scalar in graph.scalars if f"${scalar}" in read),
+    )
+
+
+def _name(graph: Graph, function: Graph, derived: dict[str, Graph]) -> str:
+    """Returns the name of a function, and adds the function under this name. Blocks with equal matrices share it,
+    because they share a class."""
+    method = function.outputs[0][1].replace(".", "_")
+    alike = [name for name in derived if re.fullmatch(rf"{method}\d*", name.partition(".")[2])]
+    for name in alike:
+        if replace(derived[name], name="") == function:
+            return name
+    name = f"{owner(graph.name)}.{method}{len(alike) + 1 if alike else ''}"
+    derived[name] = replace(function, name=name)
+    return name

@@ -1,0 +1,149 @@
+"""Joins the fused groups that read the parts of one merged product into a group of several results.
+
+Each group would return the gradient of its part as a tensor, and a copy would concatenate them for the gradients of the
+product. The kernels of the joined group write their gradients into one tensor. Gradients of parts that other nodes read
+are copied into it; Torch's compiler writes those that it computes there at once.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from specc.compiler.ir.graph import Graph, Node, node_of, output_refs, rename
+from specc.compiler.ops.region import Fused, returned
+from specc.compiler.ops.shape import (
+    JoinFeatures,
+    MergeHeads,
+    NewFeatures,
+    PartHeads,
+    SplitFeatures,
+    SplitHeads,
+    WriteFeatures,
+)
+from specc.compiler.passes.fuse import shared
+from specc.compiler.passes.group import compose
+from specc.compiler.programs.programs import Group, Programs
+
+
+def join_groups(programs: Programs) -> Programs:
+    """Returns the programs with one group in place of those that read parts of a merged product, where the kernel of at
+    least one group can write its gradient into a wider tensor."""
+    for name in [graph.name for graph in programs.functions]:
+        for parts in [node.name for node in programs.function(name).nodes if isinstance(node.op, SplitFeatures)]:
+            programs = _joined(programs, programs.function(name), parts)
+    called = {node.op.group for graph in programs.graphs for node in graph.nodes if isinstance(node.op, Fused)}
+    return replace(programs, groups=tuple(group for group in programs.groups if group.name in called))
+
+
+def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
+    """Returns the fused group that alone reads a part of a product, as heads, and whose kernel can write the gradient
+    of the part into a wider tensor. None if there is none."""
+    heads = _only_reader(graph, ref)
+    if heads is None or not isinstance(heads.op, SplitHeads):
+        return None
+    fused = _only_reader(graph, heads.name)
+    if fused is None or not isinstance(fused.op, Fused) or len(fused.types) > 1:
+        return None
+    group = programs.group(fused.op.group)
+    (first, *more), given = group.forward.nodes, _given(group, fused)
+    known = {name for name, _ in graph.inputs}
+    others = all(ref[0] == "@" or ref in known for ref in fused.inputs if ref != heads.name)
+    alone = not more and not group.others and group.chunks == 1 and not group.inlined
+    return fused if others and alone and first.op.writes_parts and given[first.inputs[0]] == heads.name else None
+
+
+def _given(group: Group, fused: Node) -> Mapping[str, str]:
+    """Returns the values that a node passes to a group, by the names of the group's inputs."""
+    return dict(zip((name for name, _ in group.forward.inputs), fused.inputs, strict=True))
+
+
+def _only_reader(graph: Graph, ref: str) -> Node | None:
+    """Returns the node that reads a value, if no other node and no caller does, and it reads the value once."""
+    readers = graph.consumers[ref]
+    return readers[0] if len(readers) == graph.uses(ref) == 1 else None
+
+
+def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
+    parts = graph.by_name[name]
+    writers = [writer(programs, graph, ref) for ref in parts.outputs]
+    if not any(writers):
+        return programs
+    nodes, replaced, members = [parts], {name}, list[str]()
+    results: dict[str, tuple[str, str]] = {}  # by label: the result in the group, and the value that it replaces
+    for label, ref, fused in zip(parts.op.output_labels, parts.outputs, writers, strict=True):
+        heads = _only_reader(graph, ref)
+        result = ref
+        if heads is not None and isinstance(heads.op, SplitHeads):
+            nodes.append(replace(heads, op=PartHeads(heads.op.heads)))
+            replaced.add(heads.name)
+            result = heads.name
+        value = result
+        if fused is not None:
+            assert isinstance(fused.op, Fused)
+            group = programs.group(fused.op.group)
+            (node,), given = group.forward.nodes, _given(group, fused)
+            nodes.append(replace(node, inputs=tuple(given[ref] for ref in node.inputs)))
+            replaced.add(fused.name)
+            members += group.members
+            result, value = node.name, fused.name
+        results[label] = result, value
+    scope = name.rpartition(".")[0]
+    made = compose(
+        graph, scope, f"fused_{'_'.join(results)}", nodes, tuple(members), {k: v for k, (v, _) in results.items()}
+    )
+    made = replace(made, backward=_into_one(made.backward))
+    group, known = shared(programs, made)
+    types = tuple(made.forward.types[ref] for _, ref in made.forward.outputs[: len(results)])
+    inside = {ref for node in nodes for ref in node.outputs}
+    external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if ref not in inside))
+    fused_parts = Node(name, Fused(group.name, returned(types), tuple(results)), external, types)
+    kept = tuple(
+        fused_parts if node.name == name else node for node in graph.nodes if node.name not in replaced - {name}
+    )
+    refs = {value: ref for (_, value), ref in zip(results.values(), output_refs(name, len(results)), strict=True)}
+    changed = rename(replace(graph, nodes=kept), refs)
+    functions = tuple(changed if other.name == graph.name else other for other in programs.functions)
+    return replace(programs, functions=functions, groups=programs.groups if known else (*programs.groups, group))
+
+
+def _into_one(graph: Graph) -> Graph:
+    """Returns a backward in which the parts of a joined gradient are written into one tensor, one after another."""
+    join = next((node for node in graph.nodes if isinstance(node.op, JoinFeatures)), None)
+    if join is None:
+        return graph
+    writes = list(_writes(graph, join))
+    inside = {node.name: (node, at) for node, at, _ in writes if node is not None}
+    whole = f"{join.name}.new"
+    assert isinstance(join.type.width, int)
+    nodes: list[Node] = []
+    merged = {ref for ref in join.inputs if isinstance(graph.by_name[node_of(ref)].op, MergeHeads)}
+    for node in graph.nodes:
+        if node.name in inside:
+            into = node.op.into(inside[node.name][1])
+            assert into is not None
+            if node.name == min(inside, key=list(graph.by_name).index):  # the first that writes
+                nodes.append(Node(whole, NewFeatures(join.type.width), node.inputs[:1], (join.type,)))
+            nodes.append(replace(node, op=into, inputs=(*node.inputs, whole), types=(join.type, *node.types[1:])))
+            whole = node.name
+        elif node is join:
+            for i, (writing, at, ref) in enumerate(writes):
+                if writing is None:
+                    write = Node(f"{join.name}.part{i}", WriteFeatures(at), (whole, ref), (join.type,))
+                    nodes.append(write)
+                    whole = write.name
+        elif node.name not in merged:
+            nodes.append(node)
+    return rename(replace(graph, nodes=tuple(nodes)), {join.name: whole})
+
+
+def _writes(graph: Graph, join: Node) -> Iterator[tuple[Node | None, int, str]]:
+    """Yields, for each part of a joined gradient, the node that can write the part itself, the first feature of the
+    part, and the value of the part."""
+    at = 0
+    for ref in join.inputs:
+        width = graph.types[ref].width
+        merged = graph.by_name.get(node_of(ref))
+        value = merged.inputs[0] if merged is not None and isinstance(merged.op, MergeHeads) else ref
+        node = graph.by_name.get(value)
+        yield node if node is not None and graph.uses(value) == 1 and node.op.into(at) is not None else None, at, value
+        assert isinstance(width, int)
+        at += width

@@ -1,0 +1,91 @@
+"""Matrices that a model computes from its parameters alone: their values and gradients, once per step."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.programs.programs import DerivedWeight
+from specc.runtime.dtypes import DTYPES
+
+
+class DerivedWeights:
+    """The derived weights of a model, as leaves of the gradient.
+
+    A leaf takes the place of the method that computes the matrix. Backward passes sum their gradients of the leaf. By
+    the chain rule, `add_gradients` then adds the gradients of the parameters: both steps are linear in the gradient of
+    the leaf, so the result equals that of computing the matrix in each pass. `release` lets the model compute the
+    matrices again.
+
+    Args:
+        model: the model, on the device that it will run on.
+        weights: its derived weights.
+
+    Attributes:
+        leaves: the matrices, in the dtypes that programs read them in.
+    """
+
+    def __init__(self, model: nn.Module, weights: Sequence[DerivedWeight]) -> None:
+        self._weights = [(weight, _Matrix(model.get_submodule(weight.at), weight.method)) for weight in weights]
+        device = next(model.parameters()).device
+        self.leaves = [
+            torch.empty(weight.shape, dtype=DTYPES[weight.dtype], device=device, requires_grad=True)
+            for weight in weights
+        ]
+        for (_, matrix), leaf in zip(self._weights, self.leaves, strict=True):
+            matrix.hold(leaf)
+
+    @torch.no_grad()
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Computes the matrices in f32 from the values of parameters, by name, and rounds each once."""
+        matrices = [matrix.of(_values(weight, values)) for weight, matrix in self._weights]
+        if matrices:
+            torch._foreach_copy_(self.leaves, matrices)
+
+    def add_gradients(
+        self, totals: Sequence[Tensor], values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Adds the gradients of parameters that follow from the gradients of the matrices.
+
+        Args:
+            totals: f32, the gradient of each matrix, in the order of `leaves`.
+            values: the values of parameters that `write` last computed the matrices from, by name.
+            gradients: f32, the gradients of parameters to add to, by name.
+        """
+        for (weight, matrix), total in zip(self._weights, totals, strict=True):
+            with torch.enable_grad():
+                learned = {name: value.detach().requires_grad_() for name, value in _values(weight, values).items()}
+                parts = torch.autograd.grad(matrix.of(learned), list(learned.values()), total)
+            for name, part in zip(weight.params, parts, strict=True):
+                gradients[name].add_(part)
+
+    def release(self) -> None:
+        """Lets the model compute its matrices in each call again."""
+        for _, matrix in self._weights:
+            matrix.hold(None)
+
+
+class _Matrix(nn.Module):
+    """A derived weight of a block. `functional_call` runs `forward` with other values of the block's parameters."""
+
+    def __init__(self, block: nn.Module, method: str) -> None:
+        super().__init__()
+        self.block, self._method = block, method
+
+    def forward(self) -> Tensor:
+        value: Tensor = getattr(type(self.block), self._method).__wrapped__(self.block)
+        return value
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Returns the matrix for values of parameters, by their names in the block."""
+        value: Tensor = torch.func.functional_call(self, {f"block.{name}": value for name, value in values.items()})
+        return value
+
+    def hold(self, leaf: Tensor | None) -> None:
+        """Sets the value that the block's method returns. None: the method computes it."""
+        setattr(self.block, f"derived_{self._method}", leaf)
+
+
+def _values(weight: DerivedWeight, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the f32 values of the parameters that a matrix reads, by their names in the block."""
+    return {name.removeprefix(f"{weight.at}."): values[name].detach().float() for name in weight.params}
