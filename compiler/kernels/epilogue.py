@@ -1,13 +1,14 @@
 """The epilogue of a product in generated code: unique names of tensors, and expressions over these names."""
 
 import keyword
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
 from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.dropout import DRAW
 from specc.compiler.ops.linear import Product
 
 VECTOR = 16  # bytes: row sizes must be multiples of it for vector loads, TMA and CUTLASS
@@ -46,8 +47,18 @@ class Value:
 
     @property
     def column(self) -> bool:
-        """Whether the tensor is a vector [N]. Otherwise it is a tile [rows, N]."""
-        return len(self.type.shape) == 1
+        """Whether the tensor is a vector [N]."""
+        return len(self.type.shape) == 1 and not self.buffer
+
+    @property
+    def buffer(self) -> bool:
+        """Whether the tensor is a buffer of a few numbers, which the epilogue reads for each element."""
+        return self.type == DRAW
+
+    @property
+    def tile(self) -> bool:
+        """Whether the tensor has the rows and columns of the result, [rows, N]."""
+        return not self.column and not self.buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,8 @@ class Epilogue:
 
     `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N]. `results`
     are in the order of the node's outputs. `steps` are in the order of computation. The first result is computed last,
-    because its expression may read the other results.
+    because its expression may read the other results. `draws` maps the name of a mask of dropout, whose operand is a
+    buffer, to its probability of 0.
     """
 
     x: Value
@@ -75,6 +87,7 @@ class Epilogue:
     n: int
     k: int
     layout: Literal["nk", "kn"]
+    draws: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def steps(self) -> tuple[Result, ...]:
@@ -92,6 +105,7 @@ class Epilogue:
     def formulas(self) -> tuple[str, ...]:
         """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
         lines = [f"{p} = {self.product(w)}" for p, w in zip(self.accumulators, self.weights, strict=True)]
+        lines += [f"{name} = 0 with probability {p}, else 1" for name, p in self.draws.items()]
         return (*lines, *(f"{step.value.name} = {step.expr}" for step in self.steps))
 
     def product(self, weight: Value) -> str:
@@ -138,6 +152,7 @@ def epilogue_of(site: Site) -> Epilogue:
         results,
         *op.extent(site.inputs[1]),
         op.layout,
+        {named[name]: p for name, p in epilogue.draws},
     )
 
 
@@ -168,6 +183,8 @@ def refusal(site: Site) -> str | None:
 def _operands_refusal(site: Site, n: int) -> str | None:
     whole = site.node.type.shape
     for variable, type in site.operands:
+        if type == DRAW:
+            continue
         if type.shape not in (whole, (n,)):
             wants = f"[{','.join(map(str, whole))}] or [{n}]"
             return f"reads operands of {wants}; {variable} is {type}"

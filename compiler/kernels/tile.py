@@ -160,7 +160,7 @@ def whole_tiles(extent: int, side: int) -> float:
 def _staged(epilogue: Epilogue, width: int) -> int:
     half = ROWS * width // 2
     written = max(BYTES[value.type.dtype] for value in epilogue.outputs)
-    read = max((BYTES[value.type.dtype] for value in epilogue.operands if not value.column), default=0)
+    read = max((BYTES[value.type.dtype] for value in epilogue.operands if value.tile), default=0)
     return half * (written + read)
 
 

@@ -1,15 +1,16 @@
 """The pointwise op: expressions of the pointwise language over values that broadcast together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.builder import Builder
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import ADDED, Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.dropout import mask
 
 CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # methods of a tensor that convert it
 
@@ -45,6 +46,8 @@ class Pointwise(Op):
         labels: the names of the outputs in generated code; empty for a single unnamed output.
         dtype: the dtype of the outputs, to which inputs are converted; if empty, the dtype of the first input.
         title: the name in kernel names, if the spec sets it.
+        draws: the variables that are masks of dropout, each with its probability of 0. The input of such a variable is
+            a buffer of type DRAW, from which the elements of the mask, 0 or 1, are drawn. Only an epilogue has masks.
     """
 
     name: ClassVar[str] = "pointwise"
@@ -54,6 +57,7 @@ class Pointwise(Op):
     labels: tuple[str, ...] = ()
     dtype: str = ""
     title: str = ""
+    draws: tuple[tuple[str, float], ...] = field(default=(), metadata=ADDED)
 
     @property
     def arity(self) -> int:
@@ -68,7 +72,8 @@ class Pointwise(Op):
         """Returns the expressions as text, without the title: `(d, slope) -> d * slope`."""
         labels = self.labels or ("",) * len(self.outputs)
         values = (f"{label} = {text}" if label else text for label, text in zip(labels, self.outputs, strict=True))
-        return f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")
+        text = f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")
+        return text + "".join(f", {name} is 0 with probability {p}" for name, p in self.draws)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if len(inputs) != len(self.variables):
@@ -95,9 +100,15 @@ class Pointwise(Op):
         return texts[0] if len(texts) == 1 else ", ".join(texts)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        values = dict(zip(self.variables, inputs, strict=True))
+        values = self.values(inputs)
         results = tuple(torch_value(reread(output), values) for output in self.outputs)
         return results if len(results) > 1 else results[0]
+
+    def values(self, inputs: Sequence[Tensor]) -> dict[str, Tensor | float]:
+        """Returns the value of each variable. Masks have the shape of the first input."""
+        values: dict[str, Tensor | float] = dict(zip(self.variables, inputs, strict=True))
+        first = inputs[0]
+        return values | {name: mask(first.shape, values[name], p).to(first) for name, p in self.draws}
 
 
 @dataclass(frozen=True, slots=True)

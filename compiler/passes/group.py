@@ -175,13 +175,8 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     """Returns the forward, with pointwise nodes joined to products as epilogues. The forward also outputs the values
     that the backward reads, under their names in the backward."""
-    joined = join_epilogues(forward)
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
-    for node in joined.nodes:
-        if node.epilogue is not None:
-            epilogue = forward.by_name[node.members[-1]]
-            moved = dict(zip(epilogue.outputs, node.outputs, strict=True))
-            where = {name: moved.get(ref, ref) for name, ref in where.items()}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)
-    return replace(joined, outputs=tuple(dict.fromkeys((*joined.outputs, *extra))))  # the result itself may be saved
+    outputs = tuple(dict.fromkeys((*forward.outputs, *extra)))  # the result itself may be saved
+    return join_epilogues(replace(forward, outputs=outputs))

@@ -103,7 +103,7 @@ def epilogue_value(node: Node, operands: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
     epilogue = node.epilogue
     assert isinstance(epilogue, Pointwise)
-    values = dict(zip(epilogue.variables, operands, strict=True))
+    values = epilogue.values(operands)
     labels = epilogue.labels or ("y",)
     saves = {
         label: torch_value(reread(text), values) for label, text in zip(labels[1:], epilogue.outputs[1:], strict=True)

@@ -74,4 +74,6 @@ def _dims(value: Value, epilogue: Epilogue, rows: str, n: str, k: str) -> tuple[
         return rows, k
     if value in epilogue.weights:
         return (n, k) if epilogue.layout == "nk" else (k, n)
+    if value.buffer:
+        return tuple(map(str, value.type.shape))
     return (n,) if value.column else (rows, n)

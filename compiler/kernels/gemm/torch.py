@@ -32,6 +32,7 @@ class EpilogueContext:
     returns: str
     uses_torch: bool
     uses_functional: bool
+    draws: bool
 
 
 class EpilogueProduct(Kernel):
@@ -53,6 +54,8 @@ class EpilogueProduct(Kernel):
         labels = epilogue.output_labels or ("y",)
         texts = [torch_text(reread(text)) for text in epilogue.outputs]
         lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
+        masked = epilogue.variables[0]
+        lines += [nested(name, f"kept({masked}, {name}, {p!r})") for name, p in epilogue.draws]
         lines += [nested(label, text) for label, text in zip(labels[1:], texts[1:], strict=True)]
         returns = ", ".join((texts[0], *labels[1:]))
         names = (rows, *weights, *(v for v, _ in site.operands))
@@ -65,8 +68,9 @@ class EpilogueProduct(Kernel):
             listed(f"def {function}(", [f"{name}: Tensor" for name in names], f") -> {annotation}:"),
             tuple(lines),
             returned(returns),
-            "torch." in code,
+            "torch." in code or bool(epilogue.draws),
             "F." in code,
+            bool(epilogue.draws),
         )
         return Rendered(function, module, {f"{module}.py": ("torch/product.py.jinja", context)}, "")
 

@@ -10,6 +10,7 @@ from specc.compiler.kernels.gemm.product import Product, product_function, produ
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import listed, nested
+from specc.compiler.ops.dropout import least_word
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
 
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
@@ -32,6 +33,7 @@ class TmaContext:
     dots: tuple[str, ...]
     halves: tuple[str, ...]
     descriptors: tuple[str, ...]
+    draws: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class PointerContext:
     inside: str
     epilogue: tuple[str, ...]
     tensors: str
+    draws: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ LINEAR_TRITON = LinearTriton("linear_triton", "triton", frozenset({"mma"}))
 
 def _tma(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> TmaContext:
     tensors = [_handle(value) for value in (*epilogue.inputs, *epilogue.outputs)]
-    columns = any(value.column for value in epilogue.operands)
+    columns = any(not value.tile for value in epilogue.operands)
     ragged = epilogue.n % tile.n > 0
     handles = [_handle(value) for value in (*epilogue.operands, *epilogue.outputs)]
     width = ["N"] if columns and ragged else []
@@ -114,7 +117,8 @@ def _tma(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> TmaContext:
         finish=listed("def finish(", [*epilogue.accumulators, "m", "n", *handles, *map(_constexpr, width)], "):"),
         epilogue=(
             *([f"columns = n + tl.arange(0, {epilogue.accumulators[0]}.shape[1])"] if columns else []),
-            *(_tma_read(value, ragged) for value in epilogue.operands),
+            *([f"rows = m + tl.arange(0, {epilogue.accumulators[0]}.shape[0])[:, None]"] if epilogue.draws else []),
+            *(_tma_read(value, ragged, epilogue) for value in epilogue.operands),
             *_steps(epilogue, "{name}_desc.store([m, n], {name}.to({dtype}))"),
         ),
         kernel=listed(f"def {op.function}_kernel(", [*tensors, "M", *sizes], "):"),
@@ -130,6 +134,7 @@ def _tma(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> TmaContext:
             *(listed("finish(", [*half, *handles, *width], ")", 8).lstrip() for half in halves),
         ),
         descriptors=tuple(_descriptor(value, epilogue) for value in (*epilogue.inputs, *epilogue.outputs)),
+        draws=bool(epilogue.draws),
     )
 
 
@@ -141,11 +146,18 @@ def _constexpr(name: str) -> str:
 
 
 def _handle(value: Value) -> str:
-    return f"{value.name}_ptr" if value.column else f"{value.name}_desc"
+    return f"{value.name}_desc" if value.tile else f"{value.name}_ptr"
 
 
-def _tma_read(value: Value, ragged: bool) -> str:
-    if not value.column:
+def _drawn(value: Value, epilogue: Epilogue, columns: str) -> str:
+    least = least_word(epilogue.draws[value.name])
+    return nested(value.name, f"kept({value.name}_ptr, rows, {columns}, {least})")
+
+
+def _tma_read(value: Value, ragged: bool, epilogue: Epilogue) -> str:
+    if value.buffer:
+        return _drawn(value, epilogue, "columns[None, :]")
+    if value.tile:
         return nested(value.name, f"{value.name}_desc.load([m, n]).to(tl.float32)")
     load = _masked(f"{value.name}_ptr + columns", ["columns < N"] if ragged else [])
     return nested(value.name, f"{load}.to(tl.float32)[None, :]")
@@ -166,7 +178,7 @@ def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
 def _descriptor(value: Value, epilogue: Epilogue) -> str:
     """Returns the launch argument for a tensor: a pointer for a vector [N], otherwise a TMA descriptor."""
     name = value.name
-    if value.column:
+    if value.column or value.buffer:
         return f"{name},"
     if value is epilogue.x:
         shape, strides, block = "m, K", "K, 1", "BLOCK_M, BLOCK_K"
@@ -212,14 +224,17 @@ def _pointer(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> PointerCo
         ),
         inside=_all(["rows < M", *across]),
         epilogue=(
-            *(_pointer_read(value, across) for value in epilogue.operands),
+            *(_pointer_read(value, across, epilogue) for value in epilogue.operands),
             *_steps(epilogue, "tl.store({name}_ptr + at, {name}.to({dtype}), mask=inside)"),
         ),
         tensors=listed("", tensors, ",", indent=8),
+        draws=bool(epilogue.draws),
     )
 
 
-def _pointer_read(value: Value, across: list[str]) -> str:
+def _pointer_read(value: Value, across: list[str], epilogue: Epilogue) -> str:
+    if value.buffer:
+        return _drawn(value, epilogue, "columns")
     place, conditions = ("columns", across) if value.column else ("at", ["inside"])
     return nested(value.name, f"{_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)")
 
