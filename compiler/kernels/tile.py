@@ -161,7 +161,8 @@ def _staged(epilogue: Epilogue, width: int) -> int:
     half = ROWS * width // 2
     written = max(BYTES[value.type.dtype] for value in epilogue.outputs)
     read = max((BYTES[value.type.dtype] for value in epilogue.operands if value.tile), default=0)
-    return half * (written + read)
+    masks = BYTES["f32"] * len(epilogue.draws)  # Triton may pass a mask between threads
+    return half * (written + read + masks)
 
 
 def _warps(columns: int) -> int:

@@ -132,7 +132,8 @@ class Judge:
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
         """Returns the judge of a node for `inputs` from `inputs_of`. If `sample`, only a sample of rows is compared."""
-        chosen, compared = Sample.of(site, inputs) if sample else None, list(inputs)
+        masks = site.epilogue is not None and site.epilogue.draws  # the number of an element depends on its row
+        chosen, compared = Sample.of(site, inputs) if sample and not masks else None, list(inputs)
         if chosen is not None:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
         wide: Any = [upcast(value, torch.float64) for value in compared]

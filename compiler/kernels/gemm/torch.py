@@ -55,7 +55,7 @@ class EpilogueProduct(Kernel):
         texts = [torch_text(reread(text)) for text in epilogue.outputs]
         lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
         masked = epilogue.variables[0]
-        lines += [nested(name, f"kept({masked}, {name}, {p!r})") for name, p in epilogue.draws]
+        lines += [nested(name, f"kept({masked}, {name}, {p!r}).to({masked}.dtype)") for name, p in epilogue.draws]
         lines += [nested(label, text) for label, text in zip(labels[1:], texts[1:], strict=True)]
         returns = ", ".join((texts[0], *labels[1:]))
         names = (rows, *weights, *(v for v, _ in site.operands))

@@ -10,8 +10,8 @@ from specc.compiler.kernels.gemm.product import Product, product_function, produ
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import listed, nested
-from specc.compiler.ops.dropout import least_word
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
+from specc.compiler.ops.dropout import least_word
 
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
 GROUP = 8  # tiles of rows that run next to each other, so that they find their columns of the weights in L2

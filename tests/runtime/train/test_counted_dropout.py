@@ -15,6 +15,7 @@ from torch import nn
 
 from specc.compiler import pipeline
 from specc.compiler.ops.dropout import Dropout, philox
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import reference
 from specc.compiler.spec.check import load
 from specc.runtime.distributed.world import World
@@ -85,7 +86,9 @@ def test_unfused_fused_and_interpreted_programs_agree_to_the_last_digits(tmp_pat
 def test_a_fused_group_stores_no_mask(tmp_path: Path) -> None:
     loaded = built(tmp_path, True)
     group = next(group for group in loaded.programs.groups if "mlp.dropped" in group.members)
-    assert sum(isinstance(node.op, Dropout) for node in group.forward.nodes) == 1
+    joined = next(node for node in group.forward.nodes if "mlp.dropped" in node.members)
+    assert isinstance(joined.epilogue, Pointwise) and dict(joined.epilogue.draws) == {"keep": 0.25}
+    assert joined.members == ("mlp.down", "mlp.dropped", "mlp.x")
     assert sum(isinstance(node.op, Dropout) for node in group.backward.nodes) == 1
     saved = {name: type for name, type in group.backward.inputs if name in group.saved}
     assert str(saved["dropped_draw"]) == "draw:i64[4]"
