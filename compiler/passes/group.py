@@ -10,9 +10,9 @@ from specc.compiler.fusions.fusion import Fusion, Rewrite
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.op import Op
-from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.passes.backward import Derivation, accumulators, spelled, titled
+from specc.compiler.passes.backward import Derivation, accumulates, accumulators, spelled, titled
+from specc.compiler.passes.join_codes import join_codes
 from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.programs.programs import Group
 
@@ -61,7 +61,15 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
             backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
         saved = tuple(label for label, _ in backward.inputs if label != "d")
         choice = Group(
-            name, scope, replaced, _returning(forward, saved), join_epilogues(backward), saved, keep, (), chunks
+            name,
+            scope,
+            replaced,
+            _returning(forward, saved),
+            join_codes(join_epilogues(backward)),
+            saved,
+            keep,
+            (),
+            chunks,
         )
         if all(replace(choice, keep=other.keep) != other for other in choices):
             choices.append(choice)
@@ -142,7 +150,7 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite
     b = Builder(name)
     for ref, short in names.items():
         b.input(short, graph.types[ref])
-    linear = {node.name for node in rewrite.nodes if isinstance(node.op, Linear)}
+    linear = {node.name for node in rewrite.nodes if accumulates(node.op)}
     for node in rewrite.nodes:
         inputs = tuple(names.get(ref, ref) for ref in node.inputs)
         op, types = node.op, [*node.types]
@@ -179,4 +187,4 @@ def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)
     outputs = tuple(dict.fromkeys((*forward.outputs, *extra)))  # the result itself may be saved
-    return join_epilogues(replace(forward, outputs=outputs))
+    return join_codes(join_epilogues(replace(forward, outputs=outputs)))

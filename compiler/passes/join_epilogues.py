@@ -6,6 +6,7 @@ from dataclasses import replace
 from specc.compiler.expr import Expr, Var, name_of, reread, substitute
 from specc.compiler.ir.graph import Graph, Node, node_of, rename
 from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.fp8_codes import ROLES, CodesLinear, Fp8Product
 from specc.compiler.ops.linear import Linear, Product
 from specc.compiler.ops.pointwise import Pointwise
 
@@ -49,7 +50,7 @@ def _products(graph: Graph, epilogue: Node) -> tuple[Node, ...]:
         node
         for ref in epilogue.inputs
         if (node := graph.by_name.get(node_of(ref))) is not None
-        and isinstance(node.op, Product)
+        and (isinstance(node.op, Product) or (isinstance(node.op, Fp8Product) and node.op.role != "dw"))
         and node.epilogue is None
         and graph.uses(ref) == 1
     ]
@@ -70,10 +71,23 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
     variables = tuple(names[ref] for ref in (*accumulators, *operands))
     inputs = (first.inputs[0], *(product.inputs[1] for product in products), *operands)
     joined = replace(epilogue.op, variables=variables, dtype="")
+    if isinstance(first.op, Fp8Product):
+        op, joined, inputs = CodesLinear(), _scaled(joined, *ROLES[first.op.role][1]), (*inputs, first.inputs[2])
     node = Node(first.name, op, inputs, epilogue.types, joined, (*accumulators, epilogue.name))
     nodes = tuple(node if old.name == epilogue.name else old for old in graph.nodes if old not in products)
     renamed = dict(zip(epilogue.outputs, node.outputs, strict=True))
     return rename(replace(graph, nodes=nodes), renamed)
+
+
+def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
+    """Returns the epilogue of a product of codes, whose first variable is multiplied by two scales. Its last input is
+    the state of the scales."""
+    scale = _free("scale", {*op.variables, *op.labels})
+    scaled = {op.variables[0]: Var(op.variables[0]) * Var(scale)}
+    outputs = tuple(str(substitute(reread(text), scaled)) for text in op.outputs)
+    title = _title(op)
+    variables = (*op.variables, scale)
+    return replace(op, outputs=outputs, variables=variables, title=title, scales=((scale, first, second),))
 
 
 def _drawing(graph: Graph, reader: Node) -> Node | None:
@@ -130,7 +144,9 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
     masks = tuple((str(renamed[name]), p) for name, p in after.draws)
     title = "_".join(filter(None, (_title(before), _title(after))))
     variables = (*before.variables[:count], *known.values())
-    joined = Pointwise(tuple(outputs), variables, kept, title=title, draws=(*before.draws, *masks))
+    joined = Pointwise(
+        tuple(outputs), variables, kept, title=title, draws=(*before.draws, *masks), scales=before.scales
+    )
     inputs, types = (*first.inputs[: first.op.arity], *known), (*second.types, *(first.types[i] for i in returned))
     node = Node(first.name, first.op, inputs, types, joined, (*first.members, second.name))
     nodes = tuple(node if old.name == second.name else old for old in graph.nodes if old is not first)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.graph import Graph, Node, rename
 from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ops.fp8 import STORAGE as STATE
 from specc.compiler.passes.backward import SCALED, spelled
 from specc.compiler.passes.merge import merge
 from specc.compiler.passes.select_kernels import group_pattern
@@ -153,7 +154,11 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     forward = _body(plan, group.forward, frozenset(group.saved))
     (_, result), *_ = group.forward.outputs
     results = dict(group.forward.outputs)
-    saved = [forward.text(results.get(label, label)) for label in group.saved]
+    types = dict(group.forward.inputs)
+    # A state that passes change in place is an attribute of ctx, because a saved tensor must not change.
+    states = [label for label in group.saved if label in types and types[label].storage == STATE]
+    kept = [label for label in group.saved if label not in states]
+    saved = [forward.text(results.get(label, label)) for label in kept]
     backward = _body(plan, group.backward, reserved=LOCALS | {"ctx"})
     kernels = any(c.graph == group.backward.name and c.kernel.language != "torch" for c in plan.choices)
     contiguous: tuple[str, ...] = ("d = d.contiguous()  # kernels read rows",) if kernels else ()
@@ -165,24 +170,37 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     places = "; ".join(dict.fromkeys(_group_doc(plan, alike) for alike in groups))
     doc = f"Fused group {places}. " + (f"Keeps {values} for the backward." if values else "Keeps only its inputs.")
     arguments = tuple(f"{label}: Tensor" for label in inputs)
-    restored = ", ".join(group.saved)
+    restored = ", ".join(kept)
     lines, returns = backward.lines, ", ".join(backward.text(ref) if ref else "None" for ref in learned)
     if lines and lines[-1].partition(" = ")[0] == returns:
         lines, returns = lines[:-1], lines[-1].partition(" = ")[2]
     text = "\n".join((*lines, returns))
-    once = [label for label in group.saved if _times(text, label) == 1]
-    if restored and text.count(restored) == 1 and len(once) == len(group.saved):
+    once = [label for label in kept if _times(text, label) == 1]
+    if restored and text.count(restored) == 1 and len(once) == len(kept):
         lines, returns = _replaced(lines, returns, re.escape(restored), "*ctx.saved_tensors")
         restored = ""
+    attributes = [f"{label} = ctx.{label}" for label in states]
     if kernels and _times(text, "d") == 1:
         lines, returns = _replaced(lines, returns, r"\bd\b", "d.contiguous()")
         contiguous = ()
     return GroupContext(
         class_name(name),
         tuple(docstring(doc)),
-        Function("forward", "", ("ctx", *arguments), forward.lines, forward.text(result), "Tensor"),
         Function(
-            "backward", "", ("ctx", "d: Tensor"), (*contiguous, *lines), returns, many if len(inputs) > 1 else "Tensor"
+            "forward",
+            "",
+            ("ctx", *arguments),
+            (*forward.lines, *(f"ctx.{label} = {label}" for label in states)),
+            forward.text(result),
+            "Tensor",
+        ),
+        Function(
+            "backward",
+            "",
+            ("ctx", "d: Tensor"),
+            (*attributes, *contiguous, *lines),
+            returns,
+            many if len(inputs) > 1 else "Tensor",
         ),
         ", ".join(saved),
         restored,
