@@ -111,7 +111,8 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
     size = BYTES[epilogue.x.type.dtype]
     tma = "tma" in target.features
     depths = [depth for depth in DEPTHS if depth <= epilogue.k] or [SHALLOWEST]
-    most = max(WIDTHS) if "wgmma" in target.features else WIDEST_IN_REGISTERS
+    # Sums of 8-bit factors have partial sums in registers too.
+    most = max(WIDTHS) if "wgmma" in target.features and size > 1 else WIDEST_IN_REGISTERS
     widths = [width // count for width in WIDTHS if NARROWEST * count <= width <= most]
     for wide in [width for width in widths if whole_tiles(epilogue.n, width) * 8 <= 9] or [NARROWEST]:
         for deep in depths:

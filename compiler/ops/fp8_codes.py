@@ -96,6 +96,9 @@ class CodesLinear(Product):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (TensorType(Linear().infer(inputs)[0].shape, "f32"),)
 
+    def product_text(self, rows: str, weight: str) -> str:
+        return f"{rows}.float() @ {weight}.float().T"
+
     def reference(self, *inputs: Tensor) -> Tensors:
         return inputs[0] @ inputs[1].T
 

@@ -49,7 +49,7 @@ BACKWARD: Mapping[str, Epilogue] = {
 }
 EPILOGUES = {**FORWARD, **BACKWARD}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "i64": "*i64"}
+POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "i64": "*i64", "e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
 # The blocks of the descriptors that launch() makes: of x, of each weight, and half a tile of anything else.
 BLOCKS = {"x": "BLOCK_M, BLOCK_K", "nk": "BLOCK_N, BLOCK_K", "kn": "BLOCK_K, BLOCK_N", "half": "BLOCK_M, HALF_N"}
 GUARD = 512  # poisoned elements on either side of an output

@@ -60,7 +60,9 @@ def inputs_of(site: Site, m: int, dtype: torch.dtype | None = None) -> list[Tens
     DTYPES.setdefault("i64", torch.int64)
     draws = iter(DRAWS)
     values = sample_inputs(site, m, m)
-    drawn = [torch.tensor(next(draws)) if type == DRAW else value for type, value in zip(site.inputs, values, strict=True)]
+    drawn = [
+        torch.tensor(next(draws)) if type == DRAW else value for type, value in zip(site.inputs, values, strict=True)
+    ]
     return [value.to(dtype) if dtype and value.is_floating_point() else value for value in drawn]
 
 

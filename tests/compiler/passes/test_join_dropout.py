@@ -1,4 +1,4 @@
-"""Dropout in fused groups: it joins the epilogues of products, forward and backward, and draws the same mask in both."""
+"""Dropout in fused groups: it joins the epilogues of products, and draws the same mask in both passes."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -102,7 +102,7 @@ def test_a_fused_group_stores_no_mask(tmp_path: Path) -> None:
 
 
 def test_a_compiled_norm_after_dropout_draws_the_mask_again(tmp_path: Path) -> None:
-    """The partition of Torch's compiler saves no mask between the passes, and the gradients are those of eager Torch."""
+    """The partition of Torch's compiler saves no mask, and the gradients are those of eager Torch."""
     code = import_file(built(tmp_path, False).directory, "counted_dropout")
     graphs: list[torch.fx.GraphModule] = []
 
