@@ -163,7 +163,8 @@ def _staged(epilogue: Epilogue, width: int) -> int:
     written = max(BYTES[value.type.dtype] for value in epilogue.outputs)
     read = max((BYTES[value.type.dtype] for value in epilogue.operands if value.tile), default=0)
     masks = BYTES["f32"] * len(epilogue.draws)  # Triton may pass a mask between threads
-    return half * (written + read + masks)
+    codes = sum(result.rounding is not None for result in epilogue.results)  # in buffers of their own
+    return half * (written + read + masks + codes)
 
 
 def _warps(columns: int) -> int:
