@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,14 +33,19 @@ FP8 = (f"train.precision.fp8={RULES}", "fuse=[]")
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    found = instantiate(small_spec(*FP8), "cpu", tmp_path_factory.mktemp("fp8"))
+def with_weights(sets: Sequence[str], folder: Path) -> Loaded:
+    """The small model with random weights."""
+    found = instantiate(small_spec(*sets), "cpu", folder)
     weights = random_weights(found.spec)
     with torch.no_grad():
         for name, parameter in found.model.named_parameters():
             parameter.copy_(weights[name])
     return found
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return with_weights(FP8, tmp_path_factory.mktemp("fp8"))
 
 
 @pytest.fixture(scope="module")
@@ -281,11 +286,7 @@ def test_a_fused_group_writes_codes_and_not_the_activation(tmp_path: Path) -> No
     results = []
     ids = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(2))
     for name, sets in (("plain", FP8), ("fused", FUSED)):
-        found = instantiate(small_spec(*sets), "cpu", tmp_path / name)
-        weights = random_weights(found.spec)
-        with torch.no_grad():
-            for path, parameter in found.model.named_parameters():
-                parameter.copy_(weights[path])
+        found = with_weights(sets, tmp_path / name)
         scales = Fp8Scales(found.model, 64, World.alone())
         for _ in range(2):  # the second step has scales that fit
             found.model.zero_grad()
@@ -314,7 +315,7 @@ def test_a_fused_group_writes_codes_and_not_the_activation(tmp_path: Path) -> No
 
 
 def test_a_fused_group_compiles_to_one_graph(tmp_path: Path) -> None:
-    found = instantiate(small_spec(*FUSED), "cpu", tmp_path)
+    found = with_weights(FUSED, tmp_path)
     Fp8Scales(found.model, 64, World.alone())
     ids = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(2))
     results = []
