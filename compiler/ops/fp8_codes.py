@@ -46,6 +46,7 @@ class Fp8Codes(Op):
     name: ClassVar[str] = "fp8_codes"
     arity: ClassVar[int] = 2
     inline: ClassVar[bool] = False  # it changes the state
+    joins: ClassVar[str] = "a kernel rounds to 8 bits what it computes as a product with an epilogue"
     factor: int
 
     @property
