@@ -62,7 +62,7 @@ class Op:
     # Temporary values of the size of the first input that its code for the CPU has at once.
     temporaries: ClassVar[int] = 0
     # When the kernel of another op computes it in a fused group, for explanations; empty if no kernel can.
-    joins: ClassVar[str] = ""
+    joined_when: ClassVar[str] = ""
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
 

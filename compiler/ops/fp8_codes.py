@@ -46,7 +46,7 @@ class Fp8Codes(Op):
     name: ClassVar[str] = "fp8_codes"
     arity: ClassVar[int] = 2
     inline: ClassVar[bool] = False  # it changes the state
-    joins: ClassVar[str] = "a kernel rounds to 8 bits what it computes as a product with an epilogue"
+    joined_when: ClassVar[str] = "a kernel rounds to 8 bits what it computes as a product with an epilogue"
     factor: int
 
     @property
@@ -61,7 +61,8 @@ class Fp8Codes(Op):
         return TorchCall("fp8_codes", (Input(0), Input(1), self.factor))
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        return codes_of(*inputs, self.factor)
+        value, state = inputs
+        return codes_of(value, state, self.factor)
 
     def derivative(self, tape: Tape) -> Gradients | None:
         return tape.grad(), None

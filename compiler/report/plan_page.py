@@ -128,8 +128,8 @@ def joined(plan: Plan) -> Iterator[str]:
                 if isinstance(node.epilogue, Pointwise):
                     for words in (*["dropout"] * bool(node.epilogue.draws), *["codes"] * bool(node.epilogue.codes)):
                         kernels.setdefault(words, {})[path] = None
-                elif node.op.joins:
-                    torch.setdefault(node.op.joins, {})[path] = None
+                elif node.op.joined_when:
+                    torch.setdefault(node.op.joined_when, {})[path] = None
     titles = {"dropout": "Dropout in the kernel of", "codes": "Rounded to 8 bits by the kernel of"}
     yield from (f"{titles[words]} {', '.join(paths)}." for words, paths in kernels.items())
     for reason, paths in torch.items():
