@@ -102,7 +102,8 @@ class CodesLinear(Product):
         return f"{rows}.float() @ {weight}.float().T"
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        return inputs[0] @ inputs[1].T
+        x, w = (value.float() if value.dtype.itemsize == 1 else value for value in inputs)
+        return x @ w.T
 
 
 ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {

@@ -21,6 +21,7 @@ from specc.compiler.ops.linear import Dgrad, Linear, Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import reference
 from specc.compiler.targets import TARGETS
+from specc.runtime.verify.judge import Judge
 
 STATE = TensorType((5, 3), "f32", STORAGE)
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -186,3 +187,15 @@ def test_kernels_on_a_gpu_write_the_codes_of_the_value(form: str, both: bool, n:
         inputs = [value.cuda() for value in given]
         have = getattr(module, LINEAR_TRITON.render(site).function)(*inputs)
         check(site, [value.cpu() for value in have], inputs[-1].cpu(), given, both)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_judge_accepts_codes_and_rejects_those_of_another_scale(form: str, tmp_path: Path) -> None:
+    site = site_of(form, False, "cpu", 48, 32, "f32")
+    module = imported(EPILOGUE_PRODUCT, site, tmp_path / f"judged_{form}")
+    function = getattr(module, EPILOGUE_PRODUCT.render(site).function)
+    inputs = inputs_of(site, 51)
+    judge = Judge.of(site, inputs)
+    assert all(errors.ok for errors in judge.errors(function(*(value.clone() for value in inputs))))
+    inputs[-1][0] *= 1.2
+    assert not judge.errors(function(*inputs))[0].ok
