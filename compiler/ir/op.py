@@ -65,6 +65,8 @@ class Op:
     written: ClassVar[int | None] = None
     # `into` of the node of its derivative that computes the gradient of the first input returns an op.
     writes_parts: ClassVar[bool] = False
+    # When the kernel of another op computes it in a fused group, for explanations; empty if no kernel can.
+    joined_when: ClassVar[str] = ""
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
 

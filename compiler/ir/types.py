@@ -12,8 +12,10 @@ else:  # building a module does not import torch, only the reference implementat
 
 Tensors = Tensor | tuple[Tensor, ...]
 BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i8": 1, "u8": 1, "bool": 1}
+BYTES |= {"e4m3": 1, "e5m2": 1}
 DTYPES = {"f64": "torch.float64", "f32": "torch.float32", "bf16": "torch.bfloat16", "f16": "torch.float16"}
 DTYPES |= {"i64": "torch.int64", "i32": "torch.int32", "i8": "torch.int8", "u8": "torch.uint8", "bool": "torch.bool"}
+DTYPES |= {"e4m3": "torch.float8_e4m3fn", "e5m2": "torch.float8_e5m2"}
 COMPUTE = "bf16"  # the compute dtype of programs until a target sets its own
 Dim = int | str
 Sizes = Mapping[str, int]

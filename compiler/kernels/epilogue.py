@@ -1,13 +1,17 @@
 """The epilogue of a product in generated code: unique names of tensors, and expressions over these names."""
 
 import keyword
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
 from specc.compiler.ir.types import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.dropout import DRAW
+from specc.compiler.ops.fp8 import MOST
+from specc.compiler.ops.fp8 import STORAGE as STATE
+from specc.compiler.ops.fp8_codes import FORMATS, CodesLinear
 from specc.compiler.ops.linear import Product
 
 VECTOR = 16  # bytes: row sizes must be multiples of it for vector loads, TMA and CUTLASS
@@ -46,16 +50,45 @@ class Value:
 
     @property
     def column(self) -> bool:
-        """Whether the tensor is a vector [N]. Otherwise it is a tile [rows, N]."""
-        return len(self.type.shape) == 1
+        """Whether the tensor is a vector [N]."""
+        return len(self.type.shape) == 1 and not self.buffer
+
+    @property
+    def buffer(self) -> bool:
+        """Whether the tensor is a buffer of a few numbers, which the epilogue reads for each element."""
+        return self.type == DRAW or self.type.storage == STATE
+
+    @property
+    def tile(self) -> bool:
+        """Whether the tensor has the rows and columns of the result, [rows, N]."""
+        return not self.column and not self.buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The rounding of an output to 8 bits.
+
+    `state` is the name of the state with the scale in column `factor`, and `dtype` that of the value before.
+    """
+
+    state: str
+    factor: int
+    dtype: str
+
+    @property
+    def most(self) -> float:
+        """The largest number of the format."""
+        return MOST[self.factor]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An output and the expression that computes it, over the names of the generated code."""
+    """An output and the expression that computes it, over the names of the generated code. `rounding` is that of an
+    output of 8 bits."""
 
     value: Value
     expr: Expr
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +97,9 @@ class Epilogue:
 
     `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N]. `results`
     are in the order of the node's outputs. `steps` are in the order of computation. The first result is computed last,
-    because its expression may read the other results.
+    because its expression may read the other results. `draws` maps the name of a mask of dropout, whose operand is a
+    buffer, to its probability of 0. `scales` maps the name of a product of two scales, whose operand is a state, to
+    their columns.
     """
 
     x: Value
@@ -75,10 +110,17 @@ class Epilogue:
     n: int
     k: int
     layout: Literal["nk", "kn"]
+    draws: Mapping[str, float] = field(default_factory=dict)
+    scales: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def steps(self) -> tuple[Result, ...]:
         return (*self.results[1:], self.results[0])
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The names of the states in which the kernel records the largest magnitudes."""
+        return tuple(dict.fromkeys(result.rounding.state for result in self.results if result.rounding is not None))
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -92,7 +134,15 @@ class Epilogue:
     def formulas(self) -> tuple[str, ...]:
         """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
         lines = [f"{p} = {self.product(w)}" for p, w in zip(self.accumulators, self.weights, strict=True)]
-        return (*lines, *(f"{step.value.name} = {step.expr}" for step in self.steps))
+        lines += [f"{name} = 0 with probability {p}, else 1" for name, p in self.draws.items()]
+        lines += [f"{name} = scale {i} times scale {j} of the state" for name, (i, j) in self.scales.items()]
+        for step in self.steps:
+            lines.append(f"{step.value.name} = {step.expr}")
+            if (rounding := step.rounding) is not None:
+                lines[-1] += (
+                    f", rounded to {rounding.dtype}, then divided by scale {rounding.factor} of {rounding.state}"
+                )
+        return tuple(lines)
 
     def product(self, weight: Value) -> str:
         """Returns the formula of the product with a weight."""
@@ -126,9 +176,10 @@ def epilogue_of(site: Site) -> Epilogue:
     renamed = {label: Var(name) for label, name in zip(labels, outputs, strict=True) if label}
     renamed |= {head: Var(name) for head, name in zip(heads, accumulators, strict=True)}
     renamed |= {variable: Var(name) for variable, name in named.items()}
+    roundings = {i: Rounding(named[state], factor, dtype) for i, state, factor, dtype in epilogue.codes}
     results = tuple(
-        Result(Value(name, type), substitute(reread(text), renamed))
-        for name, type, text in zip(outputs, site.node.types, epilogue.outputs, strict=True)
+        Result(Value(name, type), substitute(reread(text), renamed), roundings.get(i))
+        for i, (name, type, text) in enumerate(zip(outputs, site.node.types, epilogue.outputs, strict=True))
     )
     return Epilogue(
         Value(x, site.inputs[0]),
@@ -138,6 +189,8 @@ def epilogue_of(site: Site) -> Epilogue:
         results,
         *op.extent(site.inputs[1]),
         op.layout,
+        {named[name]: p for name, p in epilogue.draws},
+        {named[name]: (i, j) for name, i, j in epilogue.scales},
     )
 
 
@@ -149,18 +202,20 @@ def refusal(site: Site) -> str | None:
     if epilogue is None:
         return "computes products with an epilogue; for a plain product, cuBLAS is faster"
     x, weights = site.inputs[0], site.inputs[1 : op.arity]
-    if x.dtype not in ("bf16", "f16"):
+    coded = isinstance(op, CodesLinear)
+    if x.dtype not in (FORMATS if coded else ("bf16", "f16")):
         return f"multiplies bf16 or f16; the input is {x.dtype}"
-    if odd := next((weight for weight in weights if weight.dtype != x.dtype), None):
+    if odd := next((weight for weight in weights if weight.dtype != x.dtype and not coded), None):
         return f"multiplies two operands of the same dtype; the input is {x.dtype} and the weight {odd.dtype}"
     n, k = op.extent(weights[0])
-    for dim, extent in (("K", k), ("N", n)):
-        size = extent * BYTES[x.dtype]
+    narrow = min((*site.node.types, x), key=lambda type: BYTES[type.dtype]).dtype  # an output may have 8 bits
+    for dim, extent, dtype in (("K", k, x.dtype), ("N", n, narrow)):
+        size = extent * BYTES[dtype]
         if size % VECTOR:
-            step = VECTOR // BYTES[x.dtype]
+            step = VECTOR // BYTES[dtype]
             down = extent // step * step
             near = f"{down} or {down + step}" if down else f"{step}"
-            size_text = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
+            size_text = f"{dim} = {extent} {dtype} is {size} bytes, {near} would do"
             return f"needs rows of a multiple of {VECTOR} bytes; {size_text}"
     return _operands_refusal(site, n) or _results_refusal(site)
 
@@ -168,6 +223,8 @@ def refusal(site: Site) -> str | None:
 def _operands_refusal(site: Site, n: int) -> str | None:
     whole = site.node.type.shape
     for variable, type in site.operands:
+        if type == DRAW or type.storage == STATE:
+            continue
         if type.shape not in (whole, (n,)):
             wants = f"[{','.join(map(str, whole))}] or [{n}]"
             return f"reads operands of {wants}; {variable} is {type}"
@@ -177,11 +234,11 @@ def _operands_refusal(site: Site, n: int) -> str | None:
 
 
 def _results_refusal(site: Site) -> str | None:
-    for i, type in enumerate(site.node.types):
-        if type.dtype not in FLOATS:
-            return f"writes {', '.join(FLOATS)}; output {i} is {type.dtype}"
     epilogue = epilogue_of(site)
-    read = {name for result in epilogue.results for name in variables(result.expr)}
+    for i, (type, result) in enumerate(zip(site.node.types, epilogue.results, strict=True)):
+        if type.dtype not in FLOATS and result.rounding is None:
+            return f"writes {', '.join(FLOATS)}; output {i} is {type.dtype}"
+    read = {name for result in epilogue.results for name in variables(result.expr)} | {*epilogue.changed}
     if idle := [value.name for value in epilogue.operands if value.name not in read]:
         return f"reads only what its outputs need; no output reads {idle[0]}"
     full = {*epilogue.accumulators, *(value.name for value in epilogue.operands if not value.column)}

@@ -8,6 +8,7 @@ from specc.compiler.kernels.kernel import Rendered, Site, symbol
 from specc.compiler.kernels.lines import WIDTH, flowed, listed, unbroken
 
 TRITON_DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
+TRITON_DTYPES |= {"e4m3": "tl.float8e4nv", "e5m2": "tl.float8e5"}
 Tensors = Mapping[str, TensorType]  # the inputs or outputs of a function, in order, by name
 
 

@@ -111,7 +111,8 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
     size = BYTES[epilogue.x.type.dtype]
     tma = "tma" in target.features
     depths = [depth for depth in DEPTHS if depth <= epilogue.k] or [SHALLOWEST]
-    most = max(WIDTHS) if "wgmma" in target.features else WIDEST_IN_REGISTERS
+    # Sums of 8-bit factors have partial sums in registers too.
+    most = max(WIDTHS) if "wgmma" in target.features and size > 1 else WIDEST_IN_REGISTERS
     widths = [width // count for width in WIDTHS if NARROWEST * count <= width <= most]
     for wide in [width for width in widths if whole_tiles(epilogue.n, width) * 8 <= 9] or [NARROWEST]:
         for deep in depths:
@@ -160,8 +161,10 @@ def whole_tiles(extent: int, side: int) -> float:
 def _staged(epilogue: Epilogue, width: int) -> int:
     half = ROWS * width // 2
     written = max(BYTES[value.type.dtype] for value in epilogue.outputs)
-    read = max((BYTES[value.type.dtype] for value in epilogue.operands if not value.column), default=0)
-    return half * (written + read)
+    read = max((BYTES[value.type.dtype] for value in epilogue.operands if value.tile), default=0)
+    masks = BYTES["f32"] * len(epilogue.draws)  # Triton may pass a mask between threads
+    codes = sum(result.rounding is not None for result in epilogue.results)  # in buffers of their own
+    return half * (written + read + masks + codes)
 
 
 def _warps(columns: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +33,7 @@ class Dropout(Op):
     name: ClassVar[str] = "dropout"
     inline: ClassVar[bool] = False  # random numbers must be drawn in program order
     keeps_features: ClassVar[bool] = True
+    joined_when: ClassVar[str] = "the kernel of a product draws dropout if that alone reads the product"
     p: float
     counted: bool = field(default=False, metadata=ADDED)
 
@@ -54,17 +56,27 @@ class Dropout(Op):
 
         x = inputs[0]
         if not self.counted:
-            mask = torch.empty_like(x).bernoulli_(1 - self.p)
-            return x * mask / (1 - self.p)
-        key, first, step, tokens = inputs[1].tolist()
-        rows = [(first + m // tokens * step) * tokens + m % tokens for m in range(x.shape[:-1].numel())]
-        keep = philox(key, rows, x.shape[-1]) >= int(self.p * 2**32)
-        return x * torch.from_numpy(keep).to(x.device).view(x.shape) / (1 - self.p)
+            return x * torch.empty_like(x).bernoulli_(1 - self.p) / (1 - self.p)
+        return x * mask(x.shape, inputs[1], self.p).to(x.device) / (1 - self.p)
 
     def derivative(self, tape: Tape) -> Gradients | None:
         if not self.counted:
             return None
         return tape.add("grad", self, (tape.grad(), tape.input(1))), None
+
+
+def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
+    """Returns which elements of a value of `shape` a node keeps that draws by `draw`, bool, on the CPU."""
+    import torch
+
+    key, first, step, tokens = draw.tolist()
+    rows = [(first + m // tokens * step) * tokens + m % tokens for m in range(math.prod(shape[:-1]))]
+    return torch.from_numpy(philox(key, rows, shape[-1]) >= least_word(p)).view(*shape)
+
+
+def least_word(p: float) -> int:
+    """Returns the smallest word of the generator at which an element is kept."""
+    return int(p * 2**32)
 
 
 def begin_draw(draw: Tensor, window: int) -> None:

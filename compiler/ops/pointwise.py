@@ -1,15 +1,17 @@
 """The pointwise op: expressions of the pointwise language over values that broadcast together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.builder import Builder
-from specc.compiler.ir.op import Op
+from specc.compiler.ir.op import ADDED, Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.dropout import mask
+from specc.compiler.ops.fp8 import SCALES
 
 CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # methods of a tensor that convert it
 
@@ -45,6 +47,13 @@ class Pointwise(Op):
         labels: the names of the outputs in generated code; empty for a single unnamed output.
         dtype: the dtype of the outputs, to which inputs are converted; if empty, the dtype of the first input.
         title: the name in kernel names, if the spec sets it.
+        draws: the variables that are masks of dropout, each with its probability of 0. The input of such a variable is
+            a buffer of type DRAW, from which the elements of the mask, 0 or 1, are drawn. Only an epilogue has masks.
+        scales: the variables that are products of two scales, each with the columns of the scales in its input, which
+            is the state of 8-bit products. Only an epilogue has them.
+        codes: the outputs that are rounded to 8 bits: their index, the variable of the state, the column of the scale,
+            and the dtype to which the value is rounded before. The largest magnitude is recorded in the state. Only an
+            epilogue has them.
     """
 
     name: ClassVar[str] = "pointwise"
@@ -54,6 +63,9 @@ class Pointwise(Op):
     labels: tuple[str, ...] = ()
     dtype: str = ""
     title: str = ""
+    draws: tuple[tuple[str, float], ...] = field(default=(), metadata=ADDED)
+    scales: tuple[tuple[str, int, int], ...] = field(default=(), metadata=ADDED)
+    codes: tuple[tuple[int, str, int, str], ...] = field(default=(), metadata=ADDED)
 
     @property
     def arity(self) -> int:
@@ -68,7 +80,10 @@ class Pointwise(Op):
         """Returns the expressions as text, without the title: `(d, slope) -> d * slope`."""
         labels = self.labels or ("",) * len(self.outputs)
         values = (f"{label} = {text}" if label else text for label, text in zip(labels, self.outputs, strict=True))
-        return f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")
+        text = f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")
+        text += "".join(f", {name} is 0 with probability {p}" for name, p in self.draws)
+        text += "".join(f", {name} is scale {i} times scale {j}" for name, i, j in self.scales)
+        return text + "".join(f", output {i} from {type} by scale {j} of {name}" for i, name, j, type in self.codes)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if len(inputs) != len(self.variables):
@@ -95,9 +110,17 @@ class Pointwise(Op):
         return texts[0] if len(texts) == 1 else ", ".join(texts)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        values = dict(zip(self.variables, inputs, strict=True))
+        values = self.values(inputs)
         results = tuple(torch_value(reread(output), values) for output in self.outputs)
         return results if len(results) > 1 else results[0]
+
+    def values(self, inputs: Sequence[Tensor]) -> dict[str, Tensor | float]:
+        """Returns the value of each variable. Masks have the shape of the first input."""
+        values: dict[str, Tensor | float] = dict(zip(self.variables, inputs, strict=True))
+        first = inputs[0]
+        given = dict(zip(self.variables, inputs, strict=True))
+        values |= {name: given[name][SCALES, i] * given[name][SCALES, j] for name, i, j in self.scales}
+        return values | {name: mask(first.shape, given[name], p).to(first) for name, p in self.draws}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,16 @@ from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.op import Op, Scaled, Tape
 from specc.compiler.ir.types import TensorType
+from specc.compiler.ops.fp8_codes import Fp8Product
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 
 SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending factor of its path
+
+
+def accumulates(op: Op) -> bool:
+    """Returns whether the op is a linear layer, whose kernel can compute the next pointwise operation."""
+    return isinstance(op, Linear) or (isinstance(op, Fp8Product) and op.role == "y")
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
@@ -154,7 +160,7 @@ class Derivation:
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])
         operands = dict(zip(node.op.variables, node.inputs, strict=True))
-        linear = {n.name for n in self.forward.nodes if isinstance(n.op, Linear)}
+        linear = {n.name for n in self.forward.nodes if accumulates(n.op)}
         products = accumulators(node, linear)
         readable = {"y": node.name, **operands}
         readable |= dict(zip(node.op.labels[1:], node.outputs[1:], strict=True))

@@ -10,9 +10,9 @@ from specc.compiler.fusions.fusion import Fusion, Rewrite
 from specc.compiler.ir.builder import Builder
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ir.op import Op
-from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.passes.backward import Derivation, accumulators, gradient_names, spelled, titled
+from specc.compiler.passes.backward import Derivation, accumulates, accumulators, gradient_names, spelled, titled
+from specc.compiler.passes.join_codes import join_codes
 from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.programs.programs import Group
 
@@ -99,8 +99,8 @@ def _composed(
             backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
         given = gradient_names(forward)
         saved = tuple(label for label, _ in backward.inputs if label not in given)
-        whole = _returning(forward, saved)
-        choice = Group(name, scope, members, whole, join_epilogues(backward), saved, keep, (), chunks, len(results))
+        whole, backward = _returning(forward, saved), join_codes(join_epilogues(backward))
+        choice = Group(name, scope, members, whole, backward, saved, keep, (), chunks, len(results))
         if all(replace(choice, keep=other.keep) != other for other in choices):
             choices.append(choice)
     return replace(choices[0], others=tuple(choices[1:]))
@@ -182,7 +182,7 @@ def _forward(
     b = Builder(name)
     for ref, short in names.items():
         b.input(short, graph.types[ref])
-    linear = {node.name for node in rewrite.nodes if isinstance(node.op, Linear)}
+    linear = {node.name for node in rewrite.nodes if accumulates(node.op)}
     for node in rewrite.nodes:
         inputs = tuple(names.get(ref, ref) for ref in node.inputs)
         op, types = node.op, [*node.types]
@@ -214,13 +214,8 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     """Returns the forward, with pointwise nodes joined to products as epilogues. The forward also outputs the values
     that the backward reads, under their names in the backward."""
-    joined = join_epilogues(forward)
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
-    for node in joined.nodes:
-        if node.epilogue is not None:
-            epilogue = forward.by_name[node.members[-1]]
-            moved = dict(zip(epilogue.outputs, node.outputs, strict=True))
-            where = {name: moved.get(ref, ref) for name, ref in where.items()}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)
-    return replace(joined, outputs=tuple(dict.fromkeys((*joined.outputs, *extra))))  # the result itself may be saved
+    outputs = tuple(dict.fromkeys((*forward.outputs, *extra)))  # the result itself may be saved
+    return join_codes(join_epilogues(replace(forward, outputs=outputs)))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of, output_refs, rename
-from specc.compiler.ops.fp8 import Fp8Linear
+from specc.compiler.ops.fp8 import STORAGE
 from specc.compiler.ops.region import Call, Fused, returned
 from specc.compiler.plan.plan import place_pattern
 from specc.compiler.programs.programs import LoweringError, Programs, owner
@@ -90,14 +90,15 @@ def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
     if not trained:
         yield Problem(_path(0), "S295", "the model has no blocks to recompute", "remove recompute")
     for name in trained:
-        if reason := _refusal(programs.function(name).nodes):
+        if reason := _refusal(programs.function(name), programs.function(name).nodes):
             yield Problem(_path(0), "S295", f"blocks cannot be recomputed: {reason}", "remove it")
             return
 
 
-def _refusal(nodes: Sequence[Node]) -> str:
-    """Returns the reason why nodes cannot run twice in a pass; empty if they can."""
-    recorded = next((node.name for node in nodes if isinstance(node.op, Fp8Linear) and node.op.delayed), "")
+def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
+    """Returns the reason why nodes of a graph cannot run twice in a pass; empty if they can."""
+    states = {ref for ref, type in graph.types.items() if type.storage == STORAGE}
+    recorded = next((node.name for node in nodes if states.intersection(node.inputs)), "")
     return f"{recorded} records the largest magnitudes of its inputs, once in each pass" if recorded else ""
 
 
@@ -110,7 +111,7 @@ def _outlined(graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
     inside = [node for node in graph.nodes if _is_in(part, node)]
     computed = {ref for node in inside for ref in node.outputs}
     others = [node for node in graph.nodes if node not in inside]
-    if reason := _refusal(inside):
+    if reason := _refusal(graph, inside):
         raise ValueError(reason)
     late: set[str] = set()  # values of other nodes that depend on the part
     for node in graph.nodes:

@@ -98,15 +98,20 @@ def epilogue_value(node: Node, operands: tuple[Tensor, ...]) -> tuple[Tensor, ..
     """Applies an epilogue to its accumulators and operands. The additional outputs are computed first, because the
     value may read them."""
     from specc.compiler.expr import reread, torch_value
+    from specc.compiler.ops.fp8_codes import codes_of
     from specc.compiler.ops.pointwise import Pointwise
     from specc.compiler.ops.quantized import rounded
 
     epilogue = node.epilogue
     assert isinstance(epilogue, Pointwise)
-    values = dict(zip(epilogue.variables, operands, strict=True))
+    values = epilogue.values(operands)
     labels = epilogue.labels or ("y",)
     saves = {
         label: torch_value(reread(text), values) for label, text in zip(labels[1:], epilogue.outputs[1:], strict=True)
     }
     value = torch_value(reread(epilogue.outputs[0]), {**values, **saves})
-    return (rounded(value) if node.type.dtype == "i8" else value, *saves.values())
+    results = [rounded(value) if node.type.dtype == "i8" else value, *saves.values()]
+    states = dict(zip(epilogue.variables, operands, strict=True))
+    for i, name, factor, _ in epilogue.codes:
+        results[i] = codes_of(results[i], states[name], factor)
+    return tuple(results)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.graph import Graph, Node, rename
 from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ops.fp8 import STORAGE as STATE
 from specc.compiler.passes.backward import SCALED, spelled
 from specc.compiler.passes.merge import merge
 from specc.compiler.passes.select_kernels import group_pattern
@@ -155,7 +156,11 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     forward = _body(plan, group.forward, frozenset(group.saved))
     returned = [forward.text(ref) for _, ref in group.forward.outputs[: group.results]]
     results = dict(group.forward.outputs)
-    saved = [forward.text(results.get(label, label)) for label in group.saved]
+    types = dict(group.forward.inputs)
+    # A state that passes change in place is an attribute of ctx, because a saved tensor must not change.
+    states = [label for label in group.saved if label in types and types[label].storage == STATE]
+    stored = [label for label in group.saved if label not in states]
+    saved = [forward.text(results.get(label, label)) for label in stored]
     wanted = {ref: label for label, end in group.backward.outputs for ref in _written_before(group.backward, end)}
     backward = _body(plan, group.backward, reserved=LOCALS | {"ctx"}, wanted=wanted)
     given = [name for name, _ in group.backward.inputs[: group.results]]
@@ -169,27 +174,35 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     places = "; ".join(dict.fromkeys(_group_doc(plan, alike) for alike in groups))
     doc = f"Fused group {places}. " + (f"Keeps {values} for the backward." if values else "Keeps only its inputs.")
     arguments = tuple(f"{label}: Tensor" for label in inputs)
-    restored = ", ".join(group.saved)
+    restored = ", ".join(stored)
     lines, returns = backward.lines, ", ".join(backward.text(ref) if ref else "None" for ref in learned)
     if lines and lines[-1].partition(" = ")[0] == returns:
         lines, returns = lines[:-1], lines[-1].partition(" = ")[2]
     text = "\n".join((*lines, returns))
-    once = [label for label in group.saved if _times(text, label) == 1]
-    if restored and text.count(restored) == 1 and len(once) == len(group.saved):
+    once = [label for label in stored if _times(text, label) == 1]
+    if restored and text.count(restored) == 1 and len(once) == len(stored):
         lines, returns = _replaced(lines, returns, re.escape(restored), "*ctx.saved_tensors")
         restored = ""
+    attributes = [f"{label} = ctx.{label}" for label in states]
     if len(read) == 1 and _times(text, read[0]) == 1:
         lines, returns = _replaced(lines, returns, rf"\b{read[0]}\b", f"{read[0]}.contiguous()")
         contiguous = ()
     return GroupContext(
         class_name(name),
         tuple(docstring(doc)),
-        Function("forward", "", ("ctx", *arguments), forward.lines, ", ".join(returned), tensors(len(returned))),
+        Function(
+            "forward",
+            "",
+            ("ctx", *arguments),
+            (*forward.lines, *(f"ctx.{label} = {label}" for label in states)),
+            ", ".join(returned),
+            tensors(len(returned)),
+        ),
         Function(
             "backward",
             "",
             ("ctx", *(f"{name}: Tensor" for name in given)),
-            (*contiguous, *lines),
+            (*attributes, *contiguous, *lines),
             returns,
             many if len(inputs) > 1 else "Tensor",
         ),

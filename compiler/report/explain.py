@@ -110,6 +110,7 @@ def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str, str]]:
             for node in graph.nodes:
                 if plan.choice(graph, node) is None:
                     reason = f"no kernel is chosen for a {node.op.name}"
+                    reason += f": {node.op.joined_when}" if node.op.joined_when else ""
                     yield group_pattern(programs, group, node.name), node, reason, graph.name
 
 

@@ -7,7 +7,9 @@ from specc.compiler.catalog import catalog
 from specc.compiler.expr import KEEPS
 from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ops.fp8 import Fp8Linear
+from specc.compiler.ops.fp8_codes import CodesLinear, Fp8Product
 from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.ops.shape import CropColumns
 from specc.compiler.passes.select_kernels import group_pattern, together
@@ -61,6 +63,7 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts += [f"Largest gap of measured work: {summary.gap}."] if summary.gap else []
     facts += summary.changes
     facts += (f"In 8 bits in training, not measured: {text}." for text in products_of_8_bits(main))
+    facts += joined(main)
     facts += (f"Backward: {text}." for text in summary.saved)
     facts += rewritten(main.programs)
     if summary.spec.train.deterministic:
@@ -107,7 +110,31 @@ def products_of_8_bits(plan: Plan) -> Iterator[str]:
             if isinstance(node.op, Fp8Linear):
                 path = place_pattern(plan.programs, (graph.name,), node.name)
                 forms.setdefault(node.op.words, {})[path] = None
+    for group in plan.programs.groups:
+        for node in group.forward.nodes:
+            if isinstance(node.op, Fp8Product | CodesLinear):
+                words = Fp8Linear(delayed=True).words
+                forms.setdefault(words, {})[group_pattern(plan.programs, group, node.name)] = None
     yield from (f"{', '.join(paths)} ({words})" for words, paths in forms.items())
+
+
+def joined(plan: Plan) -> Iterator[str]:
+    """Yields where the kernels of products draw dropout or round to 8 bits, and where Torch does, as sentences."""
+    kernels: dict[str, dict[str, None]] = {}
+    torch: dict[str, dict[str, None]] = {}
+    for group in plan.programs.groups:
+        for graph in (group.forward, group.backward):
+            for node in graph.nodes:
+                path = group_pattern(plan.programs, group, node.name)
+                if isinstance(node.epilogue, Pointwise):
+                    for words in (*["dropout"] * bool(node.epilogue.draws), *["codes"] * bool(node.epilogue.codes)):
+                        kernels.setdefault(words, {})[path] = None
+                elif node.op.joined_when:
+                    torch.setdefault(node.op.joined_when, {})[path] = None
+    titles = {"dropout": "Dropout in the kernel of", "codes": "Rounded to 8 bits by the kernel of"}
+    yield from (f"{titles[words]} {', '.join(paths)}." for words, paths in kernels.items())
+    for reason, paths in torch.items():
+        yield f"In plain Torch, for Torch's compiler: {', '.join(paths)}: {reason}."
 
 
 def _ceilings(target: Target) -> str:

@@ -39,7 +39,7 @@ class Fp8Spec(StrictModel):
     """Linear layers that multiply floats of 8 bits in training: e4m3 for inputs and weights, e5m2 for gradients.
 
     Each factor of a product is divided by a scale that maps the largest magnitude to the largest value of the format. A
-    GPU has such products from sm89 on; a CPU emulates them. The layers cannot be in a fusion point.
+    GPU has such products from sm89 on; a CPU emulates them. In a fusion point, the scales must be delayed.
 
     Attributes:
         match: the pattern of the names of the layers, such as `blocks.*.mlp.*` or `head.logits`.

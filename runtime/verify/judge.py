@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.fp8_codes import FORMATS
 from specc.compiler.ops.linear import Product
 from specc.compiler.programs import reference
 from specc.runtime.dtypes import DTYPES
@@ -32,6 +33,7 @@ SIDE = 256  # the maximum number of rows or columns of a kernel's tile
 TOKENS = 343  # the sequence length for many tiles; 7^3, so that no tile size divides the number of rows
 EVERY = 7  # with many tiles, every 7th row is compared; the parts of tiles have 8 or more rows
 PARTS = 8  # the number of parts of the rows of a sum, to estimate the size of its terms
+EIGHT_BIT_FLIPS = 0.05  # the allowed RMS error of 8-bit codes, in steps of the largest code
 FEW = 16  # outputs of at most this number of values have too few rounding errors for a comparison only by ratio
 LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of that of unfused code
 FEW_LOOSER = 10.0  # the same for outputs of at most FEW numbers
@@ -132,7 +134,8 @@ class Judge:
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
         """Returns the judge of a node for `inputs` from `inputs_of`. If `sample`, only a sample of rows is compared."""
-        chosen, compared = Sample.of(site, inputs) if sample else None, list(inputs)
+        masks = site.epilogue is not None and site.epilogue.draws  # the number of an element depends on its row
+        chosen, compared = Sample.of(site, inputs) if sample and not masks else None, list(inputs)
         if chosen is not None:
             compared = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
         wide: Any = [upcast(value, torch.float64) for value in compared]
@@ -140,8 +143,14 @@ class Judge:
         # Integer outputs are codes, which are compared as numbers.
         exact = tuple(value if value.is_floating_point() else value.double() for value in values)
         bars = []
-        for have, want in zip(reference.node_value(site.node, compared, inputs), exact, strict=True):
+        for have, want, type in zip(
+            reference.node_value(site.node, compared, inputs), exact, site.node.types, strict=True
+        ):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
+            if type.dtype in FORMATS:  # a value next to a boundary may have the next code
+                step = torch.finfo(DTYPES[type.dtype]).eps * largest
+                bars.append((max(EIGHT_BIT_FLIPS * step, TINIEST), max(step, TINIEST)))
+                continue
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
             # Two correct f32 computations differ by rounding, so the error of eager f32 may be small by chance.
             close = ROUNDINGS * site.node.op.chained * torch.finfo(torch.float32).eps
@@ -178,7 +187,7 @@ class Judge:
         shape = want.shape
         if sample is not None and sample.has(type):
             shape = torch.Size((*self.inputs[0].shape[: len(sample.dims)], *want.shape[1:]))
-        if value.shape != shape or not bool(value.isfinite().all()):
+        if value.shape != shape or not bool(value.double().isfinite().all()):
             return Errors(float("inf"), float("inf"))
         error = ((sample(value, type) if sample is not None else value).double() - want).abs()
         errors = Errors(rms_of(error) / bars[0], error.max().item() / bars[1])

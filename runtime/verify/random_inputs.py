@@ -7,6 +7,8 @@ from torch import Tensor
 
 from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.int8.gemm import Int8Epilogue
+from specc.compiler.ops.dropout import DRAW
+from specc.compiler.ops.fp8 import STORAGE, begin_scales
 from specc.compiler.ops.quantized import LARGEST
 from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES as DTYPES
@@ -40,6 +42,12 @@ def random_tensor(
     """
     shape = type.extents(sizes)
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
+    if type == DRAW:  # tokens of a sequence are at least 1
+        return torch.randint(1, below(dtype), shape, generator=generator, device=generator.device)
+    if type.storage == STORAGE:
+        state = torch.empty(shape, device=generator.device)
+        begin_scales(state)
+        return state
     if not dtype.is_floating_point:
         return torch.randint(below(dtype), shape, generator=generator, device=generator.device).to(dtype)
     values = torch.randn(shape, generator=generator, device=generator.device)

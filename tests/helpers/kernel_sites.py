@@ -17,6 +17,7 @@ from specc.compiler.build import kernel_files
 from specc.compiler.expr import parse, torch_value
 from specc.compiler.ir.graph import Node
 from specc.compiler.ir.types import Dim, TensorType
+from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.ops.linear import Dgrad, Linear, Product
 from specc.compiler.ops.pointwise import Pointwise
@@ -48,6 +49,9 @@ BACKWARD: Mapping[str, Epilogue] = {
 }
 EPILOGUES = {**FORWARD, **BACKWARD}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "i64": "*i64", "e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
+# The blocks of the descriptors that launch() makes: of x, of each weight, and half a tile of anything else.
+BLOCKS = {"x": "BLOCK_M, BLOCK_K", "nk": "BLOCK_N, BLOCK_K", "kn": "BLOCK_K, BLOCK_N", "half": "BLOCK_M, HALF_N"}
 GUARD = 512  # poisoned elements on either side of an output
 
 
@@ -137,6 +141,26 @@ def machine_code(
     options |= {} if fused else {"enable_fp_fusion": False}
     source = ASTSource(kernel, types, values, even)
     return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
+
+
+def compiled(site: Site, folder: Path) -> Any:
+    """Compiles the Triton kernel of a product for the target of its site, without a GPU."""
+    module = imported(LINEAR_TRITON, site, folder)
+    tensors = dict(zip(parameters(module, site), (*site.inputs, *site.node.types), strict=True))
+    first, *weights = list(tensors)[: site.node.op.arity]
+    sizes = {**vars(module), "HALF_N": module.BLOCK_N // 2}
+
+    def type_of(name: str) -> str:
+        tensor, _, kind = name.rpartition("_")
+        if kind == "ptr":
+            return POINTERS[tensors[tensor].dtype]
+        if kind == "desc":
+            role = "x" if tensor == first else site.node.op.layout if tensor in weights else "half"
+            block = [sizes[word] for word in BLOCKS[role].split(", ")]
+            return f"tensordesc<{POINTERS[tensors[tensor].dtype][1:]}{block}>"
+        return "i32" if name == "M" else "constexpr"
+
+    return machine_code(module, site, type_of, {"PROGRAMS": 132})
 
 
 def empty(type: TensorType, device: str = "meta", **sizes: int) -> Tensor:

@@ -192,6 +192,10 @@ class GemmEvt(Kernel):
     def rejects(self, site: Site) -> str | None:
         if reason := refusal(site):
             return reason
+        if site.epilogue is not None and site.epilogue.draws:
+            return "has an epilogue of fragments, which do not know their row and column, by which dropout draws"
+        if site.epilogue is not None and (site.epilogue.codes or site.epilogue.scales):
+            return "has an epilogue of fragments, which read no scales of 8-bit factors and record no magnitudes"
         dtype = site.inputs[0].dtype
         if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"

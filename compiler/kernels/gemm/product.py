@@ -19,6 +19,7 @@ class Product:
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
         result: The returned expression.
+        changed: The names of the inputs that the kernel changes, as a tuple.
     """
 
     n: int
@@ -27,6 +28,7 @@ class Product:
     wanted: tuple[str, ...]
     allocated: tuple[str, ...]
     result: str
+    changed: str
 
 
 def product_of(epilogue: Epilogue) -> Product:
@@ -40,7 +42,7 @@ def product_of(epilogue: Epilogue) -> Product:
         dtype = "" if value.type.dtype == x.type.dtype else f", dtype={DTYPES[value.type.dtype]}"
         allocated.append(f"{value.name} = {x.name}.new_empty(*rows, N{dtype})")
     result = ", ".join(value.name for value in epilogue.outputs)
-    return Product(epilogue.n, epilogue.k, x.name, tuple(wanted), tuple(allocated), result)
+    return Product(epilogue.n, epilogue.k, x.name, tuple(wanted), tuple(allocated), result, repr(epilogue.changed))
 
 
 def product_function(
@@ -74,4 +76,6 @@ def _dims(value: Value, epilogue: Epilogue, rows: str, n: str, k: str) -> tuple[
         return rows, k
     if value in epilogue.weights:
         return (n, k) if epilogue.layout == "nk" else (k, n)
+    if value.buffer:
+        return tuple(map(str, value.type.shape))
     return (n,) if value.column else (rows, n)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr import reread, torch_text
+from specc.compiler.ir.types import DTYPES
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
 from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbroken
 from specc.compiler.ops.linear import Product
@@ -32,6 +33,8 @@ class EpilogueContext:
     returns: str
     uses_torch: bool
     uses_functional: bool
+    draws: bool
+    rounds: bool
 
 
 class EpilogueProduct(Kernel):
@@ -53,8 +56,18 @@ class EpilogueProduct(Kernel):
         labels = epilogue.output_labels or ("y",)
         texts = [torch_text(reread(text)) for text in epilogue.outputs]
         lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
-        lines += [nested(label, text) for label, text in zip(labels[1:], texts[1:], strict=True)]
-        returns = ", ".join((texts[0], *labels[1:]))
+        masked = epilogue.variables[0]
+        lines += [nested(name, f"kept({masked}, {name}, {p!r}).to({masked}.dtype)") for name, p in epilogue.draws]
+        lines += [f"{name} = {name}[0, {i}] * {name}[0, {j}]" for name, i, j in epilogue.scales]
+        roundings = {i: (state, factor) for i, state, factor, _ in epilogue.codes}
+        for i in (*range(1, len(texts)), *([0] if 0 in roundings else [])):
+            lines.append(nested(labels[i], texts[i]))
+            if i in roundings:
+                state, factor = roundings[i]
+                lines.append(f"largest_of({state}, {factor}, {labels[i]})")
+                dtype = DTYPES[site.node.types[i].dtype]
+                lines.append(nested(labels[i], f"rounded({labels[i]}, {state}[0, {factor}], {dtype})"))
+        returns = ", ".join((labels[0] if 0 in roundings else texts[0], *labels[1:]))
         names = (rows, *weights, *(v for v, _ in site.operands))
         annotation = "Tensor" if len(texts) == 1 else f"tuple[{', '.join('Tensor' for _ in texts)}]"
         types = f"{' x '.join(map(str, site.inputs))} -> {', '.join(map(str, site.node.types))}"
@@ -65,8 +78,10 @@ class EpilogueProduct(Kernel):
             listed(f"def {function}(", [f"{name}: Tensor" for name in names], f") -> {annotation}:"),
             tuple(lines),
             returned(returns),
-            "torch." in code,
+            "torch." in code or bool(epilogue.draws),
             "F." in code,
+            bool(epilogue.draws),
+            bool(roundings),
         )
         return Rendered(function, module, {f"{module}.py": ("torch/product.py.jinja", context)}, "")
 

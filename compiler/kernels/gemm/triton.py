@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import triton_text
-from specc.compiler.kernels.epilogue import Epilogue, Value, epilogue_of, refusal
+from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of, refusal
 from specc.compiler.kernels.gemm.product import Product, product_function, product_of
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
+from specc.compiler.ops.dropout import least_word
+from specc.compiler.ops.fp8_codes import FORMATS
 
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
 GROUP = 8  # tiles of rows that run next to each other, so that they find their columns of the weights in L2
@@ -32,6 +34,8 @@ class TmaContext:
     dots: tuple[str, ...]
     halves: tuple[str, ...]
     descriptors: tuple[str, ...]
+    draws: bool
+    rounds: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class PointerContext:
     inside: str
     epilogue: tuple[str, ...]
     tensors: str
+    draws: bool
+    rounds: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +105,46 @@ LINEAR_TRITON = LinearTriton("linear_triton", "triton", frozenset({"mma"}))
 
 def _tma(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> TmaContext:
     tensors = [_handle(value) for value in (*epilogue.inputs, *epilogue.outputs)]
-    columns = any(value.column for value in epilogue.operands)
+    columns = bool(epilogue.draws or epilogue.changed) or any(value.column for value in epilogue.operands)
     ragged = epilogue.n % tile.n > 0
     handles = [_handle(value) for value in (*epilogue.operands, *epilogue.outputs)]
-    width = ["N"] if columns and ragged else []
+    width = ["M", "N"] if epilogue.changed else ["N"] if columns and ragged else []
     lefts, rights = ([p.replace("p", side, 1) for p in epilogue.accumulators] for side in ("left", "right"))
     halves = ([*lefts, "m", "n"], [*rights, "m", "n + BLOCK_N // 2"])
+    at = _WEIGHT_AT[epilogue.layout]
     sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PROGRAMS"))
     return TmaContext(
         op=op,
         product=product_of(epilogue),
         tile=tile,
         accumulators=epilogue.accumulators,
-        finish=listed("def finish(", [*epilogue.accumulators, "m", "n", *handles, *map(_constexpr, width)], "):"),
+        finish=listed(
+            "def finish(",
+            [
+                *epilogue.accumulators,
+                "m",
+                "n",
+                *handles,
+                *(name if name == "M" else _constexpr(name) for name in width),
+            ],
+            "):",
+        ),
         epilogue=(
             *([f"columns = n + tl.arange(0, {epilogue.accumulators[0]}.shape[1])"] if columns else []),
-            *(_tma_read(value, ragged) for value in epilogue.operands),
+            *(
+                [f"rows = m + tl.arange(0, {epilogue.accumulators[0]}.shape[0])[:, None]"]
+                if epilogue.draws or epilogue.changed
+                else []
+            ),
+            *(["inside = (rows < M) & (columns[None, :] < N)"] if epilogue.changed else []),
+            *filter(None, (_tma_read(value, ragged, epilogue) for value in epilogue.operands)),
             *_steps(epilogue, "{name}_desc.store([m, n], {name}.to({dtype}))"),
         ),
         kernel=listed(f"def {op.function}_kernel(", [*tensors, "M", *sizes], "):"),
         dots=(
             f"{epilogue.x.name} = {epilogue.x.name}_desc.load([m, k])",
             *(
-                f"{p} = tl.dot({epilogue.x.name}, {w.name}_desc.load({_WEIGHT_AT[epilogue.layout]}, {p})"
+                f"{p} = tl.dot({epilogue.x.name}, {w.name}_desc.load({at}, {p}{_sums(epilogue)})"
                 for p, w in zip(epilogue.accumulators, epilogue.weights, strict=True)
             ),
         ),
@@ -130,10 +153,17 @@ def _tma(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> TmaContext:
             *(listed("finish(", [*half, *handles, *width], ")", 8).lstrip() for half in halves),
         ),
         descriptors=tuple(_descriptor(value, epilogue) for value in (*epilogue.inputs, *epilogue.outputs)),
+        draws=bool(epilogue.draws),
+        rounds=bool(epilogue.changed),
     )
 
 
 _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
+
+
+def _sums(epilogue: Epilogue) -> str:
+    """Returns the argument that adds the sums of each block of 8-bit factors in f32, which tensor cores do not."""
+    return ", max_num_imprecise_acc=BLOCK_K" if epilogue.x.type.dtype in FORMATS else ""
 
 
 def _constexpr(name: str) -> str:
@@ -141,11 +171,24 @@ def _constexpr(name: str) -> str:
 
 
 def _handle(value: Value) -> str:
-    return f"{value.name}_ptr" if value.column else f"{value.name}_desc"
+    return f"{value.name}_desc" if value.tile else f"{value.name}_ptr"
 
 
-def _tma_read(value: Value, ragged: bool) -> str:
-    if not value.column:
+def _of_buffer(value: Value, epilogue: Epilogue, columns: str) -> str:
+    """Returns the line that computes a mask or a scale from its buffer; "" for a state that only rounding reads."""
+    if value.name in epilogue.scales:
+        i, j = epilogue.scales[value.name]
+        return f"{value.name} = tl.load({value.name}_ptr + {i}) * tl.load({value.name}_ptr + {j})"
+    if value.name not in epilogue.draws:
+        return ""
+    least = least_word(epilogue.draws[value.name])
+    return nested(value.name, f"kept({value.name}_ptr, rows, {columns}, {least})")
+
+
+def _tma_read(value: Value, ragged: bool, epilogue: Epilogue) -> str:
+    if value.buffer:
+        return _of_buffer(value, epilogue, "columns[None, :]")
+    if value.tile:
         return nested(value.name, f"{value.name}_desc.load([m, n]).to(tl.float32)")
     load = _masked(f"{value.name}_ptr + columns", ["columns < N"] if ragged else [])
     return nested(value.name, f"{load}.to(tl.float32)[None, :]")
@@ -158,15 +201,25 @@ def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
         for step in epilogue.steps
         for line in (
             nested(step.value.name, triton_text(step.expr)),
+            *_rounded(step),
             store.format(name=step.value.name, dtype=TRITON_DTYPES[step.value.type.dtype]),
         )
     )
 
 
+def _rounded(step: Result) -> tuple[str, ...]:
+    """Returns the line that divides an output of 8 bits by its scale."""
+    if (rounding := step.rounding) is None:
+        return ()
+    value = f"{step.value.name}.to({TRITON_DTYPES[rounding.dtype]})"
+    text = f"scaled({value}, {rounding.state}_ptr, inside, {rounding.factor}, {rounding.most})"
+    return (nested(step.value.name, text),)
+
+
 def _descriptor(value: Value, epilogue: Epilogue) -> str:
     """Returns the launch argument for a tensor: a pointer for a vector [N], otherwise a TMA descriptor."""
     name = value.name
-    if value.column:
+    if value.column or value.buffer:
         return f"{name},"
     if value is epilogue.x:
         shape, strides, block = "m, K", "K, 1", "BLOCK_M, BLOCK_K"
@@ -206,20 +259,24 @@ def _pointer(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> PointerCo
                 for p, w in zip(epilogue.accumulators, epilogue.weights, strict=True)
                 for line in (
                     nested(w.name, _masked(f"{w.name}_tile + {step}", deep + across), 8),
-                    f"{p} = tl.dot({x}, {w.name}, {p})",
+                    f"{p} = tl.dot({x}, {w.name}, {p}{_sums(epilogue)})",
                 )
             ),
         ),
         inside=_all(["rows < M", *across]),
         epilogue=(
-            *(_pointer_read(value, across) for value in epilogue.operands),
+            *filter(None, (_pointer_read(value, across, epilogue) for value in epilogue.operands)),
             *_steps(epilogue, "tl.store({name}_ptr + at, {name}.to({dtype}), mask=inside)"),
         ),
         tensors=listed("", tensors, ",", indent=8),
+        draws=bool(epilogue.draws),
+        rounds=bool(epilogue.changed),
     )
 
 
-def _pointer_read(value: Value, across: list[str]) -> str:
+def _pointer_read(value: Value, across: list[str], epilogue: Epilogue) -> str:
+    if value.buffer:
+        return _of_buffer(value, epilogue, "columns")
     place, conditions = ("columns", across) if value.column else ("at", ["inside"])
     return nested(value.name, f"{_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)")
 

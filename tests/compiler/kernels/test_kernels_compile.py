@@ -1,36 +1,9 @@
 """Generated Triton kernels compiled to machine code of GPUs that this machine need not have."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kernel_sites import EPILOGUES, imported, machine_code, make_site, parameters
-
-from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
-from specc.compiler.kernels.kernel import Site
-
-POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32"}
-# The blocks of the descriptors that launch() makes: of x, of each weight, and half a tile of anything else.
-BLOCKS = {"x": "BLOCK_M, BLOCK_K", "nk": "BLOCK_N, BLOCK_K", "kn": "BLOCK_K, BLOCK_N", "half": "BLOCK_M, HALF_N"}
-
-
-def compiled(site: Site, folder: Path) -> Any:
-    module = imported(LINEAR_TRITON, site, folder)
-    tensors = dict(zip(parameters(module, site), (*site.inputs, *site.node.types), strict=True))
-    first, *weights = list(tensors)[: site.node.op.arity]
-    sizes = {**vars(module), "HALF_N": module.BLOCK_N // 2}
-
-    def type_of(name: str) -> str:
-        tensor, _, kind = name.rpartition("_")
-        if kind == "ptr":
-            return POINTERS[tensors[tensor].dtype]
-        if kind == "desc":
-            role = "x" if tensor == first else site.node.op.layout if tensor in weights else "half"
-            block = [sizes[word] for word in BLOCKS[role].split(", ")]
-            return f"tensordesc<{POINTERS[tensors[tensor].dtype][1:]}{block}>"
-        return "i32" if name == "M" else "constexpr"
-
-    return machine_code(module, site, type_of, {"PROGRAMS": 132})
+from kernel_sites import EPILOGUES, compiled, make_site
 
 
 @pytest.mark.parametrize("name", EPILOGUES)

@@ -208,6 +208,7 @@ SAMPLES = [
     Sample("dropout{p=0.5} f32[B,T,8]"),
     Sample("dropout{p=0.5, counted=True} f32[B,T,8] draw:i64[4]"),
     Sample("fp8_linear f32[B,T,8] f32[16,8]"),
+    Sample("transposed f32[6,8]"),
     Sample("fp8_linear{by_rows=True} f32[B,T,8] f32[12,8]"),
     Sample("sinusoid{dim=6} i64[T]"),
     Sample("cross_entropy{reduction='mean', ignore=0} f32[B,T,7] i64[B,T]"),
@@ -277,6 +278,7 @@ KERNELS = {
     "softmax_loss", "norm_rope", "norm_rope_grad", "norm_rope_grad_into", "causal_attention", "causal_attention_grad",
     "int8_linear", "row_linear", "rope_write",
     "seen_attention", "seen_attention_grad", "scored_attention", "scored_attention_grad", "int8_lstm_step",
+    "fp8", "fp8_codes", "fp8_product",  # test_epilogue_codes.py, test_fp8_training.py
 }  # fmt: skip
 
 

@@ -95,6 +95,9 @@ def test_delayed_scales_are_refused() -> None:
     with pytest.raises(LoweringError, match=r"mlp\.up records the largest magnitudes of its inputs"):
         pipeline.run(spec, "sm90")
     pipeline.run(gpt_mini("targets=[sm90]", "fuse=[]", fp8, "train.recompute=[attention]"), "sm90")
+    fused = gpt_mini("targets=[sm90]", 'fuse=[{"blocks.*.mlp": [up, act, down]}]', fp8, "train.recompute=[mlp]")
+    with pytest.raises(LoweringError, match="records the largest magnitudes"):
+        pipeline.run(fused, "sm90")
 
 
 def test_a_part_around_other_nodes_is_refused() -> None:

@@ -12,9 +12,14 @@ from ranks import environment
 from run_samples import SPEC, random_weights, small_spec, write_text
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 
 from specc.compiler import pipeline
 from specc.compiler.ops.dropout import Dropout, philox
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import reference
 from specc.compiler.spec.check import load
 from specc.runtime.distributed.world import World
@@ -85,13 +90,43 @@ def test_unfused_fused_and_interpreted_programs_agree_to_the_last_digits(tmp_pat
 def test_a_fused_group_stores_no_mask(tmp_path: Path) -> None:
     loaded = built(tmp_path, True)
     group = next(group for group in loaded.programs.groups if "mlp.dropped" in group.members)
-    assert sum(isinstance(node.op, Dropout) for node in group.forward.nodes) == 1
+    joined = next(node for node in group.forward.nodes if "mlp.dropped" in node.members)
+    assert isinstance(joined.epilogue, Pointwise) and dict(joined.epilogue.draws) == {"keep": 0.25}
+    assert joined.members == ("mlp.down", "mlp.dropped", "mlp.x")
     assert sum(isinstance(node.op, Dropout) for node in group.backward.nodes) == 1
     saved = {name: type for name, type in group.backward.inputs if name in group.saved}
     assert str(saved["dropped_draw"]) == "draw:i64[4]"
     assert not any(type.dtype == "bool" for type in saved.values())
     # the gradient of the learned factor of the branch reads its value, which the spec asks for
     assert {name for name, type in saved.items() if type.shape == ("B", "T", 32)} <= {"x", "dropped", "residual_x"}
+
+
+def test_a_compiled_norm_after_dropout_draws_the_mask_again(tmp_path: Path) -> None:
+    """The partition of Torch's compiler saves no mask, and the gradients are those of eager Torch."""
+    code = import_file(built(tmp_path, False).directory, "counted_dropout")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def captured(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def layer(x: torch.Tensor, stream: torch.Tensor, w: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(nn.functional.rms_norm(stream + code.counted_dropout(x, draw, 0.3), (64,)), w)
+
+    backend = aot_autograd(
+        fw_compiler=captured, partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table()
+    )
+    generator = torch.Generator().manual_seed(3)
+    given = [torch.randn(s, generator=generator).requires_grad_() for s in ((2, 8, 64), (2, 8, 64), (32, 64))]
+    gradients = []
+    for function in (layer, torch.compile(layer, backend=backend, fullgraph=True)):
+        y = function(*given, torch.tensor([5, 1, 2, 8]))
+        gradients.append((y, *torch.autograd.grad(y.square().sum(), given)))
+    for have, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-4)
+    assert len(graphs) == 2
+    saved = [node.meta["val"] for node in graphs[1].graph.nodes if node.op == "placeholder"]
+    assert saved and all(value.is_floating_point() or not value.shape for value in saved)
 
 
 class Node(nn.Module):

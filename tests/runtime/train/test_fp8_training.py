@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,10 @@ from run_samples import SPEC, random_weights, small_spec, write_text
 from torch import Tensor, nn
 from toy import Toy
 
+from specc.compiler import pipeline
 from specc.compiler.ops.fp8 import Fp8Linear
+from specc.compiler.ops.fp8_codes import Fp8Codes
+from specc.compiler.programs.programs import LoweringError
 from specc.runtime.distributed.world import World
 from specc.runtime.model.load import Loaded, import_file, instantiate
 from specc.runtime.storage import checkpoint
@@ -30,14 +33,19 @@ FP8 = (f"train.precision.fp8={RULES}", "fuse=[]")
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    found = instantiate(small_spec(*FP8), "cpu", tmp_path_factory.mktemp("fp8"))
+def with_weights(sets: Sequence[str], folder: Path) -> Loaded:
+    """The small model with random weights."""
+    found = instantiate(small_spec(*sets), "cpu", folder)
     weights = random_weights(found.spec)
     with torch.no_grad():
         for name, parameter in found.model.named_parameters():
             parameter.copy_(weights[name])
     return found
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    return with_weights(FP8, tmp_path_factory.mktemp("fp8"))
 
 
 @pytest.fixture(scope="module")
@@ -268,3 +276,63 @@ def test_two_ranks_are_as_one(tmp_path: Path) -> None:
     assert len(slots) == 4
     for name in slots:
         torch.testing.assert_close(one.optimizer[name], two.optimizer[name], rtol=0.02, atol=0)
+
+
+FUSED = f"train.precision.fp8={RULES}", 'fuse=[{"blocks.*.mlp": [up, act, down]}]'
+
+
+def test_a_fused_group_writes_codes_and_not_the_activation(tmp_path: Path) -> None:
+    """The products, gradients and magnitudes are those of the unfused layers; only codes and slopes are saved."""
+    results = []
+    ids = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(2))
+    for name, sets in (("plain", FP8), ("fused", FUSED)):
+        found = with_weights(sets, tmp_path / name)
+        scales = Fp8Scales(found.model, 64, World.alone())
+        for _ in range(2):  # the second step has scales that fit
+            found.model.zero_grad()
+            loss = found.model(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            seen = {path: buffer[1].clone() for path, buffer in found.model.named_buffers() if path.endswith("_fp8")}
+            scales.update(1.0)
+        results.append((loss.detach(), {path: p.grad for path, p in found.model.named_parameters()}, seen))
+    (loss, gradients, magnitudes), (fused_loss, fused_gradients, fused_magnitudes) = results
+    torch.testing.assert_close(fused_loss, loss, rtol=1e-4, atol=0)
+    for path, want in gradients.items():
+        assert want is not None
+        error = (fused_gradients[path] - want).norm() / want.norm()
+        assert error < 0.02, f"{path} is off by {error}"  # a code next to a boundary may be its neighbor
+    assert magnitudes.keys() == fused_magnitudes.keys() and len(magnitudes) == 4
+    for path, largest in magnitudes.items():
+        assert largest.all()
+        torch.testing.assert_close(fused_magnitudes[path], largest, rtol=1e-2, atol=0)
+    group = next(group for group in found.programs.groups if "up_fp8" in dict(group.forward.inputs))
+    saved = {name: type.dtype for name, type in group.backward.inputs if type.shape[:2] == ("B", "T") and name != "d"}
+    assert saved == {"down_x_codes": "e4m3", "slope": "f32", "up_x_codes": "e4m3"}
+    kernels = {node.name: [type.dtype for type in node.types] for node in (*group.forward.nodes, *group.backward.nodes)}
+    assert kernels["mlp.up"] == ["e4m3", "f32"] and kernels["mlp.down.dgrad"] == ["e5m2"]
+    rounded = [node.name for node in (*group.forward.nodes, *group.backward.nodes) if isinstance(node.op, Fp8Codes)]
+    assert rounded == ["mlp.up.x_codes", "mlp.up.codes", "mlp.down.codes", "mlp.down.dcodes"]
+
+
+def test_a_fused_group_compiles_to_one_graph(tmp_path: Path) -> None:
+    found = with_weights(FUSED, tmp_path)
+    Fp8Scales(found.model, 64, World.alone())
+    ids = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(2))
+    results = []
+    before = {name: buffer.clone() for name, buffer in found.model.named_buffers()}
+    for function in (found.model, torch.compile(found.model, fullgraph=True, backend="aot_eager")):
+        for name, buffer in found.model.named_buffers():
+            buffer.copy_(before[name])
+        found.model.zero_grad()
+        loss = function(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        states = {name: buffer.clone() for name, buffer in found.model.named_buffers() if name.endswith("_fp8")}
+        results.append((loss.detach(), {name: p.grad for name, p in found.model.named_parameters()}, states))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_group_refuses_scales_that_are_known_too_late() -> None:
+    for words, reason in (("scale: row", "sum over rows"), ("scaling: current", "known only after its whole factor")):
+        sets = f'train.precision.fp8=[{{match: "blocks.*.mlp.*", {words}}}]', FUSED[1]
+        with pytest.raises(LoweringError, match=reason):
+            pipeline.run(small_spec(*sets), "cpu")

@@ -1,0 +1,174 @@
+"""Linear layers of 8-bit floats in parts: the rounding of a factor to codes, and the three products of codes.
+
+The parts of `Fp8Linear` with delayed scaling. In a fused group, the kernel that computes a factor can write its codes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from specc.compiler.ir.op import Gradients, Op, Tape
+from specc.compiler.ir.torch_call import Input, TorchCall
+from specc.compiler.ir.types import DTYPES, Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.fp8 import FACTORS, MOST, SCALES, STORAGE
+from specc.compiler.ops.linear import Linear, Product, Wgrad, rows
+
+FORMATS = ("e4m3", "e4m3", "e5m2")  # the dtypes of the codes of x, of the weight and of dy
+Role = Literal["y", "dx", "dw"]
+
+
+def _check_state(type: TensorType, index: int) -> None:
+    if (type.width, type.dtype, type.storage) != (len(FACTORS), "f32", STORAGE):
+        raise TypeRuleError(f"reads scales f32 [2 + H, {len(FACTORS)}], not {type}", (index,))
+
+
+def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
+    """Returns value / scale, rounded to the format of a factor. The result has the dtype of the value, so that numbers
+    are exact."""
+    import torch
+
+    scaled = (value / state[SCALES, factor].to(value)).clamp(-MOST[factor], MOST[factor])
+    dtype: torch.dtype = getattr(torch, DTYPES[FORMATS[factor]].removeprefix("torch."))
+    return scaled.to(dtype).to(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Codes(Op):
+    """Divides a factor of a product by its scale and rounds it to 8 bits. Larger values become the largest.
+
+    The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
+    magnitude of the factor in the state. The gradient of the codes times the scale is passed on to the factor.
+
+    Attributes:
+        factor: the factor: 0 for x, 1 for the weight, 2 for the gradient of y.
+    """
+
+    name: ClassVar[str] = "fp8_codes"
+    arity: ClassVar[int] = 2
+    inline: ClassVar[bool] = False  # it changes the state
+    joined_when: ClassVar[str] = "a kernel rounds to 8 bits what it computes as a product with an epilogue"
+    factor: int
+
+    @property
+    def words(self) -> str:
+        return f"rounding to {FORMATS[self.factor]}"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        _check_state(inputs[1], 1)
+        return (TensorType(inputs[0].shape, FORMATS[self.factor]),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("fp8_codes", (Input(0), Input(1), self.factor))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        value, state = inputs
+        return codes_of(value, state, self.factor)
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        return tape.grad(), None
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed(Op):
+    """Stores the transposed matrix."""
+
+    name: ClassVar[str] = "transposed"
+    arity: ClassVar[int] = 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        first, second = inputs[0].shape
+        return (inputs[0].with_shape(second, first),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".contiguous", (TorchCall(".", (Input(0), "T")),))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        return inputs[0].T
+
+
+@dataclass(frozen=True, slots=True)
+class CodesLinear(Product):
+    """Computes y = x w^T of codes x [..., K] and w [N, K], without their scales, for a kernel with an epilogue."""
+
+    name: ClassVar[str] = "fp8"
+    layout: ClassVar[Literal["nk", "kn"]] = "nk"
+    arity: ClassVar[int] = 2
+    speed: ClassVar[int] = 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (TensorType(Linear().infer(inputs)[0].shape, "f32"),)
+
+    def product_text(self, rows: str, weight: str) -> str:
+        return f"{rows}.float() @ {weight}.float().T"
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        x, w = (value.float() if value.dtype.itemsize == 1 else value for value in inputs)
+        return x @ w.T
+
+
+ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {
+    "y": (Linear(), (0, 1)),
+    "dx": (Linear(), (2, 1)),
+    "dw": (Wgrad(), (2, 0)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Product(Op):
+    """One of the three products of a linear layer, of codes, times the scales of both factors. Sums are f32.
+
+    The inputs are the codes of two factors and the state of the scales. y = x w^T, dx = dy w, and dw = dy^T x. For dx,
+    the second input is the transposed weight, because tensor cores read 8-bit factors along the dim of the sum.
+
+    Attributes:
+        role: the product.
+        dtype: the dtype of the result.
+        weight_dtype: the dtype of the gradient of the weight.
+    """
+
+    name: ClassVar[str] = "fp8_product"
+    arity: ClassVar[int] = 3
+    matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
+    speed: ClassVar[int] = 2
+    inline: ClassVar[bool] = False
+    role: Role
+    dtype: str
+    weight_dtype: str = ""
+
+    @property
+    def words(self) -> str:
+        return f"fp8 product, {self.role}, a scale per tensor, delayed"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        _check_state(inputs[2], 2)
+        (product,) = ROLES[self.role][0].infer(inputs[:2])
+        return (TensorType(product.shape, self.dtype),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        a, b = inputs[:2]
+        wide = b.width if self.role == "dw" else 1
+        assert isinstance(wide, int)
+        other = wide if self.role == "dw" else b.count(sizes)
+        return 2 * (a.count(sizes) if self.role == "dw" else a.with_shape(*rows(a)).count(sizes)) * other
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("fp8_product", (Input(0), Input(1), Input(2), self.role, self.dtype))
+
+    def reference(self, *inputs: Tensor) -> Tensors:
+        a, b, state = inputs
+        op, factors = ROLES[self.role]
+        product = op.reference(a, b)
+        assert not isinstance(product, tuple)
+        scale = state[SCALES, factors[0]] * state[SCALES, factors[1]]
+        value: Tensor = product * scale.to(product)
+        return value
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        if self.role != "y":
+            return None
+        x, weight, state = map(tape.input, range(3))
+        dy = tape.add("dcodes", Fp8Codes(2), (tape.grad(), state))
+        across = tape.add("across", Transposed(), (weight,))
+        dx = tape.add("dgrad", Fp8Product("dx", self.dtype), (dy, across, state))
+        return dx, tape.add("wgrad", Fp8Product("dw", self.weight_dtype or self.dtype), (dy, x, state)), None
