@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 from specc.compiler.expr import ExprError, Var, reread, substitute, torch_text, triton_text
@@ -16,24 +17,28 @@ from specc.compiler.kernels.generated import (
     python_file,
 )
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
-from specc.compiler.kernels.lines import listed, nested, returned
+from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbroken
+from specc.compiler.ops.decoding.packed_codes import ALIGNMENT, CODES, lanes_of
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
 
 PROGRAMS = 132  # a kernel has at least so many programs if its weights have enough rows
 LOADED = 4096  # elements of a weight that a program of one row loads at once
 EACH = 16  # of them, those that each thread loads: two vectors of 16 bytes
+LANES = 2048  # lanes of packed codes that a program of one row loads at once
+EACH_LANES = 4  # of them, those that each thread loads: a vector of 16 bytes with codes of 4 bits
 DEPENDENT_LAUNCH = 90  # the first architecture with programmatic dependent launch
 MOST_ROWS = 64  # rows of x that one program multiplies
 LINE = 256  # bytes of a row that a program of several rows loads at once
 AHEAD = 4  # pieces of weights of one row in flight; each takes 8 registers of a thread
 STAGES = 4  # of such loads that are in flight
-OURS = {"x", "gain", "product", "part", *(f"{letter}{i}" for letter in "wpy" for i in ("", *range(9)))}
+OURS = {"x", "gain", "product", "part", *(f"{letter}{i}" for letter in "wspy" for i in ("", *range(9)))}
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The pieces of a kernel for few rows: `n` rows of weights per program, `k` features at a time."""
+    """The pieces of a kernel for few rows: `n` rows of weights per program, `k` features or lanes of packed codes at a
+    time."""
 
     n: int
     k: int
@@ -48,12 +53,14 @@ class RowTile:
 class Parts:
     """The inputs and outputs of a site with the names of generated code.
 
-    Each of `results` is an output and its expression over the products `p...` and the operands.
+    Each of `results` is an output and its expression over the products `p...` and the operands. Packed `weights` are
+    codes, each with its `scales`.
     """
 
     x: Value
     gain: tuple[Value, ...]
     weights: tuple[Value, ...]
+    scales: tuple[Value, ...]
     products: tuple[str, ...]
     operands: tuple[Value, ...]
     results: tuple[Result, ...]
@@ -62,7 +69,21 @@ class Parts:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        return (self.x, *self.gain, *self.weights, *self.operands)
+        return (self.x, *self.gain, *chain(*self.stored), *self.operands)
+
+    @property
+    def stored(self) -> tuple[tuple[Value, ...], ...]:
+        """The tensors of each weight: the weight, or its codes and scales."""
+        return tuple(zip(self.weights, *([self.scales] if self.scales else []), strict=True))
+
+    @property
+    def bits(self) -> tuple[str, ...]:
+        """The names of the numbers of bits of packed weights."""
+        return tuple(f"BITS{scale.name[1:]}" for scale in self.scales)
+
+    @property
+    def lanes(self) -> int:
+        return lanes_of(self.k)
 
     @property
     def outputs(self) -> tuple[Value, ...]:
@@ -84,7 +105,10 @@ class Parts:
         norm = (
             (f"norm(x) = x / sqrt(mean(x ** 2) + {self.norm.eps}){' * gain' * self.norm.affine}",) if self.norm else ()
         )
-        products = (f"{p} = {h} {w.name}^T" for p, w in zip(self.products, self.weights, strict=True))
+        weights = [f"({s.name} {w.name})" for w, s in zip(self.weights, self.scales, strict=False)] or [
+            w.name for w in self.weights
+        ]
+        products = (f"{p} = {h} {w}^T" for p, w in zip(self.products, weights, strict=True))
         results = (f"{result.value.name} = {result.expr}" for result in self.results)
         return (*norm, *products, *results)
 
@@ -95,7 +119,10 @@ def parts_of(site: Site) -> Parts:
     assert isinstance(op, RowLinear)
     counted = [""] if op.weights == 1 else [str(i) for i in range(op.weights)]
     products = tuple(f"p{i}" for i in counted)
-    weights = tuple(Value(f"w{i}", type) for i, type in zip(counted, site.inputs[op.first : op.arity], strict=True))
+    weights, *scales = (
+        tuple(Value(f"{letter}{i}", type) for i, type in zip(counted, site.inputs[at : op.arity : step], strict=True))
+        for at, letter, step in [(op.first, "w", 1 + op.packed), (op.first + 1, "s", 2)][: 1 + op.packed]
+    )
     gain = tuple(Value("gain", type) for type in site.inputs[1 : op.first])
     operands: list[Value] = []
     if epilogue is None:
@@ -117,7 +144,9 @@ def parts_of(site: Site) -> Parts:
             for i, (type, text) in enumerate(zip(site.node.types, epilogue.outputs, strict=True))
         )
     x = Value("x", site.inputs[0])
-    return Parts(x, gain, weights, products, tuple(operands), results, op.norm, epilogue is not None)
+    return Parts(
+        x, gain, weights, *(scales or ((),)), products, tuple(operands), results, op.norm, epilogue is not None
+    )
 
 
 def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
@@ -132,7 +161,7 @@ def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
 def dims(value: Value, rows: str = "...") -> tuple[str, ...]:
     """Returns the dims of a value as text, with `rows` for the dims of rows."""
     *leading, width = value.type.shape
-    if leading and all(isinstance(dim, int) for dim in leading):  # a weight
+    if leading and all(isinstance(dim, int) for dim in leading):  # a weight, whose packed codes have W bytes a row
         return (*map(str, leading), str(width))
     return (rows, str(width)) if leading else (str(width),)
 
@@ -151,6 +180,8 @@ class TritonContext:
         scaled: the result, as text, after the norm.
         row: the tile for one row.
         rows: the tile for several rows.
+        product: the template of the function that multiplies: by floats or by packed codes.
+        lanes: the lanes of a row of packed codes.
         most: the rows of x that one program multiplies.
         programs: the number of programs below which each multiplies fewer rows of x, at least 16.
         ahead: the pieces of weights that a program of one row loads before it waits for the kernel before it.
@@ -160,7 +191,8 @@ class TritonContext:
         lines: the lines that compute its products, then its epilogue.
         kernel: the signature of the kernel.
         calls: the lines of the kernel that run its parts.
-        tensors: the arguments of the launch.
+        tensors: the arguments of the launch that are tensors.
+        sizes: its other arguments.
         copied: the line that copies inputs with gaps between rows.
         wanted: rows of the table of input checks.
         allocated: lines that allocate the outputs.
@@ -177,6 +209,8 @@ class TritonContext:
     scaled: str
     row: RowTile
     rows: RowTile
+    product: str
+    lanes: int
     most: int
     programs: int
     ahead: int
@@ -187,6 +221,7 @@ class TritonContext:
     kernel: str
     calls: tuple[str, ...]
     tensors: str
+    sizes: str
     copied: str
     wanted: str
     allocated: str
@@ -203,11 +238,13 @@ class RowLinearTriton(Kernel):
     def rejects(self, site: Site) -> str | None:
         parts = parts_of(site)
         for value in (*parts.inputs, *parts.outputs):
-            if value.type.dtype not in FLOATS:
+            if value.type.dtype not in FLOATS and not (parts.scales and value in parts.weights):
                 return f"computes {', '.join(FLOATS)}; {value.name} is {value.type.dtype}"
-        if odd := next((weight for weight in parts.weights if weight.type.dtype != parts.x.type.dtype), None):
+        odd = next((weight for weight in parts.weights if weight.type.dtype != parts.x.type.dtype), None)
+        if odd is not None and not parts.scales:
             return f"multiplies two operands of the same dtype; the input is {parts.x.type.dtype} and {odd}"
-        if largest := next((n * parts.k for n in parts.widths if n * parts.k >= LARGEST_WEIGHT), 0):
+        k = parts.lanes * CODES if parts.scales else parts.k
+        if largest := next((n * k for n in parts.widths if n * k >= LARGEST_WEIGHT), 0):
             return f"addresses weights with 32-bit offsets; {largest} elements need more"
         try:
             for result in parts.results:
@@ -230,27 +267,36 @@ ROW_LINEAR_TRITON = RowLinearTriton("row_linear_triton", "triton", frozenset({"m
 def row_tile(parts: Parts) -> RowTile:
     """Returns the tile for one row."""
     n = next((n for n in (16, 8, 4, 2) if sum(-(-width // n) for width in parts.widths) >= PROGRAMS), 1)
-    most = LOADED // n // len(parts.products if parts.epilogue else parts.products[:1])
-    exact = parts.k & -parts.k  # the largest power of two that divides K needs no mask
-    k = min(most, exact if exact >= 128 else 1 << (parts.k - 1).bit_length())
-    return RowTile(n, k, min(8, max(1, n * k // (32 * EACH))), 1)
+    loaded, each, extent, least = (
+        (LANES, EACH_LANES, parts.lanes, 2 * ALIGNMENT) if parts.scales else (LOADED, EACH, parts.k, 128)
+    )
+    most = loaded // n // len(parts.products if parts.epilogue else parts.products[:1])
+    exact = extent & -extent  # the largest power of two that divides the extent needs no mask
+    k = min(most, exact if exact >= least else 1 << (extent - 1).bit_length())
+    return RowTile(n, k, min(8, max(1, n * k // (32 * each))), 1)
 
 
 def rows_tile(parts: Parts, shared_memory: int) -> RowTile:
     """Returns the tile for several rows, whose products tensor cores compute. Its loads in flight fit into
     `shared_memory` bytes."""
     n = next((n for n in (64, 32) if sum(-(-width // n) for width in parts.widths) >= PROGRAMS), 16)
-    k = min(LINE // BYTES[parts.x.type.dtype], max(16, 1 << (parts.k - 1).bit_length()))
-    return RowTile(n, k, 4, min(STAGES, shared_memory // ((MOST_ROWS + n) * LINE)))
+    size = BYTES[parts.x.type.dtype]
+    k, stage = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length())), (MOST_ROWS + n) * LINE
+    if parts.scales:  # K of a product counts lanes, which load all their features of x
+        k = min(k, parts.lanes & -parts.lanes)
+        stage = k * CODES * (MOST_ROWS * size + n * len(parts.scales))
+    return RowTile(n, k, 4, max(1, min(STAGES, shared_memory // stage)))
 
 
 def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile, rows: RowTile) -> TritonContext:
     gain = "gain_ptr, " * len(parts.gain)
     names = [f"{value.name}_ptr" for value in (*parts.inputs, *parts.outputs)]
-    inner = names if parts.epilogue else ["x_ptr", *gain.split(", ")[:-1], "w_ptr", "y_ptr"]
+    before = names[: 1 + len(parts.gain)]
+    stored = [[f"{value.name}_ptr" for value in each] for each in parts.stored]
+    own = stored if parts.epilogue else [["w_ptr", "s_ptr"][: len(stored[0])]]  # the weights of a part
+    bits = parts.bits if parts.epilogue else ("BITS",)[: len(parts.bits)]
+    inner = names if parts.epilogue else [*before, *own[0], "y_ptr"]
     constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL")
-    sizes = [f"{name}: tl.constexpr" for name in constants]
-    weights = [value.name for value in parts.weights] if parts.epilogue else ["w"]
     products = parts.products if parts.epilogue else ("p",)
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
     op_of_node = site.node.op
@@ -261,9 +307,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile, rows
     load = "tl.load(gain_ptr + ks, mask=ks < K, other=0.0)"
     calls: list[str] = []
     for i, width in enumerate(parts.widths):
-        some = names if parts.epilogue else ["x_ptr", *gain.split(", ")[:-1], f"{parts.weights[i].name}_ptr"]
-        some = [*some, *([] if parts.epilogue else [f"{parts.outputs[i].name}_ptr"])]
-        call = [*some, "tile", "M", str(width), *constants]
+        some = names if parts.epilogue else [*before, *stored[i], f"{parts.outputs[i].name}_ptr"]
+        call = [*some, "tile", "M", str(width), *constants, *(bits if parts.epilogue else parts.bits[i : i + 1])]
         if len(parts.widths) == 1:
             calls.append(listed("part(", call, ")", 4).lstrip())
             break
@@ -276,31 +321,52 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile, rows
         normed=parts.norm is not None,
         gain=gain,
         row_norm=(*squares[:1], *(f"x *= {load}.to(tl.float32)" for _ in parts.gain)),
-        rows_norm=(*squares[1:], *(f"x = (x * {load}[None, :]).to(w.dtype)" for _ in parts.gain)),
-        scaled=f"result * tl.rsqrt(mean + {parts.norm.eps!r})" if parts.norm is not None else "result",
+        rows_norm=(*squares[1:], *(f"x = (x * {load}[None, :]).to(x_ptr.dtype.element_ty)" for _ in parts.gain)),
+        scaled=" * ".join(("result", *["scale"] * bool(parts.scales), *_root(parts.norm))),
         row=row,
         rows=rows,
+        product=f"triton/row_linear_{'codes' if parts.scales else 'floats'}.jinja",
+        lanes=parts.lanes,
         most=MOST_ROWS,
         programs=PROGRAMS,
         ahead=AHEAD,
         pdl=site.target.arch >= DEPENDENT_LAUNCH and all(ref[0] == "@" for ref in weights_read),
         widths=str(parts.widths),
-        part=listed("def part(", [*inner, "tile", "M", "N: tl.constexpr", *sizes], "):"),
+        part=listed("def part(", [*inner, "tile", "M", *_constant("N", *constants, *bits)], "):"),
         lines=(
             *(
-                f"{p} = product(x_ptr, {gain}{w}_ptr, rows, columns, {', '.join(constants)})"
-                for p, w in zip(products, weights, strict=True)
+                nested(p, f"product(x_ptr, {gain}{', '.join(w)}, rows, columns, {', '.join((*constants, *each))})")
+                for p, w, *each in zip(products, own, *([bits] if bits else []), strict=True)
             ),
             *_epilogue(parts.operands, results),
         ),
-        kernel=listed(f"def {op.function}_kernel(", [*names, "M", *sizes], "):"),
+        kernel=listed(f"def {op.function}_kernel(", [*names, "M", *_constant(*constants, *parts.bits)], "):"),
         calls=tuple(calls),
-        tensors=listed("", [name.removesuffix("_ptr") for name in names], ",", indent=8),
+        tensors=_arguments(*(name.removesuffix("_ptr") for name in names)),
+        sizes=_arguments("m", "K", "height", "n", "k", "PDL", *(_bits(w) for w in parts.weights if parts.scales)),
         copied=_copied([parts.x, *(value for value in parts.operands if not value.column)]),
         wanted="\n".join(f"        {_wanted(value)}" for value in parts.inputs),
         allocated="\n".join(f"    {_allocated(value, parts.x.type)}" for value in parts.outputs),
         result=", ".join(value.name for value in parts.outputs),
     )
+
+
+def _root(norm: RmsNorm | None) -> tuple[str, ...]:
+    """Returns the factor of a norm, as text."""
+    return (f"tl.rsqrt(mean + {norm.eps!r})",) if norm is not None else ()
+
+
+def _constant(*names: str) -> list[str]:
+    return [f"{name}: tl.constexpr" for name in names]
+
+
+def _arguments(*texts: str) -> str:
+    return flowed(f"{', '.join(map(unbroken, texts))},", " " * 8)
+
+
+def _bits(weight: Value) -> str:
+    """Returns the number of bits of packed codes as text."""
+    return f"{weight.name}.shape[-1] // LANES.value"
 
 
 def _epilogue(operands: Sequence[Value], results: Sequence[Result]) -> Iterator[str]:
@@ -320,7 +386,7 @@ def _copied(values: Sequence[Value]) -> str:
 
 
 def _wanted(value: Value) -> str:
-    shape = ", ".join(dims(value, "*rows"))
+    shape = ", ".join(f"{_bits(value)} * LANES.value" if dim == "W" else dim for dim in dims(value, "*rows"))
     return f'("{value.name}", {value.name}, ({shape}{"," if value.column else ""}), {DTYPES[value.type.dtype]}),'
 
 
@@ -337,6 +403,7 @@ class TorchContext:
     lines: tuple[str, ...]
     returns: str
     uses_torch: bool
+    packed: bool
 
 
 class RowLinearTorch(Kernel):
@@ -353,12 +420,19 @@ class RowLinearTorch(Kernel):
         if parts.norm is not None:
             gain = "".join(f", {value.name}" for value in parts.gain)
             lines.append(f"x = F.rms_norm(x, ({parts.k},){gain}, eps={parts.norm.eps})")
-        lines += [f"{p} = F.linear(x, {w.name})" for p, w in zip(parts.products, parts.weights, strict=True)]
+        weights = [
+            f"dequantized({w.name}, {s.name}, {parts.k}).to(x.dtype)"
+            for w, s in zip(parts.weights, parts.scales, strict=False)
+        ]
+        weights = weights or [w.name for w in parts.weights]
+        lines += [f"{p} = F.linear(x, {w})" for p, w in zip(parts.products, weights, strict=True)]
         texts = []
         for result in parts.results:
             text, dtype = torch_text(result.expr), result.value.type.dtype
             texts.append(text if dtype == parts.x.type.dtype else f"({text}).to({DTYPES[dtype]})")
-        context = TorchContext(op, tuple(lines), returned(", ".join(texts)), "torch." in " ".join(texts))
+        context = TorchContext(
+            op, tuple(lines), returned(", ".join(texts)), "torch." in " ".join(texts), bool(parts.scales)
+        )
         return python_file(op, "torch/row_linear.py.jinja", context)
 
 
