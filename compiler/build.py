@@ -297,12 +297,14 @@ def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
     return model_files(pipeline.exported_plan(spec, target, _source_name(spec)))
 
 
-def decoding_files(spec: Spec, target: str) -> Mapping[str, str]:
+def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str, str]:
     """Renders the files of the programs that extend texts by a token, with kernels for few rows. No build writes them.
+
+    With `packed`, the kernels decode the codes of an artifact of the spec.
 
     Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
     """
-    return model_files(pipeline.decoding_plan(spec, target, _source_name(spec)))
+    return model_files(pipeline.decoding_plan(spec, target, _source_name(spec), packed))
 
 
 def _files(

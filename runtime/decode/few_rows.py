@@ -1,21 +1,29 @@
 """Decoding steps of few texts: one kernel for a norm and all products of its output, one for a product and the
-operations after it, one for the rotation and the cache. torch.compile may fuse what remains."""
+operations after it, one for the rotation and the cache. torch.compile may fuse what remains.
 
+The products of a quantized model read its codes, which take fewer bytes than floats."""
+
+from functools import partial
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from specc.compiler.build import decoding_files
 from specc.compiler.kernels.gemm.rows import MOST_ROWS
+from specc.compiler.ops.decoding.packed_codes import lanes_of, pack
 from specc.runtime.decode.text import StepFunction
 from specc.runtime.model.load import Loaded, sharing
 
-FOLDER = "decoding"  # subfolder of the generated code
+FOLDER, PACKED = "decoding", "packed"  # subfolders of the generated code
 RECOMPILED = 64  # shapes of caches and rows that one function is compiled for
 
 
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
     """Returns the function of a decoding step.
 
-    On a GPU, for at most 64 rows, it is generated for few rows. Otherwise it is that of `library_step`.
+    On a GPU, for at most 64 rows, it is generated for few rows. Otherwise it is that of `library_step`. The step for few
+    rows of a quantized model reads the stored codes.
 
     Args:
         loaded: the model.
@@ -41,15 +49,24 @@ def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunct
 
 def few_row_model(loaded: Loaded) -> Any:
     """Returns the module whose only program extends texts by a token, with kernels for few rows and the parameters of
-    the model."""
-    return sharing(loaded, decoding_files(loaded.spec, loaded.target.name), loaded.directory / FOLDER)
+    the model, or its stored codes."""
+    packed = loaded.stored is not None
+    files = decoding_files(loaded.spec, loaded.target.name, packed)
+    return sharing(loaded, files, loaded.directory / (PACKED if packed else FOLDER), partial(_stored, loaded))
+
+
+def _stored(loaded: Loaded, name: str, like: Tensor) -> Tensor:
+    """Returns a buffer: packed codes, or scales."""
+    weight, _, suffix = name.rpartition("_")
+    assert loaded.stored is not None
+    array = torch.from_numpy(loaded.stored[weight][suffix].copy()).to(loaded.model.get_parameter(weight).device)
+    return pack(array, like.shape[1] // lanes_of(array.shape[1])) if suffix == "codes" else array
 
 
 def _program(model: Any, compiled: bool) -> StepFunction:
     step: StepFunction = model.step if hasattr(model, "step") else model.decode
     if not compiled:
         return step
-    import torch
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILED)

@@ -16,6 +16,7 @@ from specc.compiler.ops import fp8
 from specc.compiler.ops.dropout import DRAW, begin_draw
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs.programs import Group, Programs, group_functions
+from specc.compiler.quant.scheme import Array
 from specc.compiler.render.function import applied
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS, Target
@@ -36,13 +37,18 @@ class TargetError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module with the spec, target and programs that it was generated from. `directory` contains its code."""
+    """A module with the spec, target and programs that it was generated from.
+
+    `directory` contains its code. `stored` are the arrays of the quantized model that its floats were dequantized from,
+    by parameter and suffix; None if there is none.
+    """
 
     spec: Spec
     target: Target
     programs: Programs
     model: "nn.Module"
     directory: Path
+    stored: Mapping[str, Mapping[str, Array]] | None = None
 
     @property
     def deployed(self) -> bool:
@@ -88,13 +94,16 @@ def instantiate(
     return Loaded(spec, TARGETS[target], plan.programs, model, code)
 
 
-def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Module":
+def sharing(
+    loaded: Loaded, files: Mapping[str, str], directory: Path, buffer_of: "Callable[[str, torch.Tensor], torch.Tensor]"
+) -> "nn.Module":
     """Returns the module of other programs of a loaded model, with the current parameters of that model.
 
     Args:
         loaded: the model.
         files: the generated files of the other programs.
         directory: the folder that the files are written to.
+        buffer_of: returns the value of a buffer, by its name and an empty tensor of its shape and dtype.
 
     Returns:
         The module, in eval mode. Its parameters are those of the loaded model, in the same memory.
@@ -106,6 +115,9 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
     weights = dict(loaded.model.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data = weights[name].data
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer_of(name, buffer))
     return model.eval()
 
 
