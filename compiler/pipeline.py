@@ -21,7 +21,7 @@ from specc.compiler.passes.optimizers import assign_optimizers
 from specc.compiler.passes.packed_weights import packed_weights
 from specc.compiler.passes.recompute import recompute
 from specc.compiler.passes.rope_writes import rope_writes
-from specc.compiler.passes.row_linears import row_linears
+from specc.compiler.passes.row_linears import STEPS, row_linears
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
 from specc.compiler.passes.without_cache import uncached
@@ -211,6 +211,16 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
     Raises ValueError if an operation cannot be exported, and LoweringError if the spec cannot be lowered.
     """
     return select_kernels(run(spec, target, form="exported"), TARGETS[target], spec.model.title, source)
+
+
+def reads_codes(spec: Spec, target: str) -> bool:
+    """Returns whether steps that extend texts read the codes of an artifact: on a GPU, for a quantized model of text
+    without products in integers. Raises LoweringError if the spec cannot be lowered."""
+    if spec.quant is None or not TARGETS[target].arch:
+        return False
+    programs = lower(spec, target)
+    integer = any(scheme.integer for scheme in allocation(spec.quant, programs.stored).values())
+    return not integer and any(graph.name in STEPS for graph in programs.programs)
 
 
 def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) -> Plan:

@@ -1,9 +1,8 @@
 """Replaces the weights of decoding steps by the packed codes and scales that an artifact of the spec stores."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from specc.compiler.ir.graph import Graph, Named, Node
 from specc.compiler.ir.types import TensorType
@@ -95,9 +94,9 @@ class _Packing:
         if not isinstance(node.op, RowLinear):
             return f"{node.op.name} has no kernel that decodes codes"
         for ref in node.inputs[node.op.first : node.op.arity]:
-            codes = self.codes.get(f"{at}{ref[1:]}", "it is no stored parameter")
+            codes = self.codes.get(f"{at}{ref[1:]}", "a node computes it") if ref[0] == "@" else "a node computes it"
             if isinstance(codes, str):
-                return f"{_pattern(f'{at}{ref.lstrip(chr(64))}')}: {codes}"
+                return f"{_pattern(f'{at}{ref[1:]}')}: {codes}"
         return ""
 
     def _stored(self, graph: Graph, weight: str, at: str) -> Iterator[Named]:
@@ -110,11 +109,9 @@ class _Packing:
         body = self.graph(self.programs.function(name), at)
         owner, _, method = name.partition(".")
         others = {graph.name for graph in self.programs.functions} - {name}
-        for option in (name, *(f"{owner}_{i}.{method}" for i in range(2, len(self.functions) + 3))):
-            if option not in others and self.functions.setdefault(option, replace(body, name=option)).name == option:
-                if self.functions[option] == replace(body, name=option):
-                    return self.functions[option]
-        raise AssertionError(f"{name} has no free name")
+        options = (name, *(f"{owner}_{i}.{method}" for i in range(2, len(self.functions) + len(others) + 3)))
+        graphs = (replace(body, name=option) for option in options if option not in others)
+        return next(graph for graph in graphs if self.functions.setdefault(graph.name, graph) == graph)
 
     def rewritings(self) -> Iterator[Rewriting]:
         """Yields what the pass did to each node, with one entry for blocks that are alike."""

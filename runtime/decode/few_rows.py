@@ -3,7 +3,6 @@ operations after it, one for the rotation and the cache. torch.compile may fuse 
 
 The products of a quantized model read its codes, which take fewer bytes than floats."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ RECOMPILED = 64  # shapes of caches and rows that one function is compiled for
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
     """Returns the function of a decoding step.
 
-    On a GPU, for at most 64 rows, it is generated for few rows. Otherwise it is that of `library_step`. The step for few
-    rows of a quantized model reads the stored codes.
+    On a GPU, for at most 64 rows, it is generated for few rows, and reads the stored codes of a quantized model.
+    Otherwise it is that of `library_step`.
 
     Args:
         loaded: the model.
@@ -52,7 +51,11 @@ def few_row_model(loaded: Loaded) -> Any:
     the model, or its stored codes."""
     packed = loaded.stored is not None
     files = decoding_files(loaded.spec, loaded.target.name, packed)
-    return sharing(loaded, files, loaded.directory / (PACKED if packed else FOLDER), partial(_stored, loaded))
+    model = sharing(loaded, files, loaded.directory / (PACKED if packed else FOLDER))
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, _stored(loaded, name, buffer))
+    return model
 
 
 def _stored(loaded: Loaded, name: str, like: Tensor) -> Tensor:

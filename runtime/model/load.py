@@ -94,16 +94,13 @@ def instantiate(
     return Loaded(spec, TARGETS[target], plan.programs, model, code)
 
 
-def sharing(
-    loaded: Loaded, files: Mapping[str, str], directory: Path, buffer_of: "Callable[[str, torch.Tensor], torch.Tensor]"
-) -> "nn.Module":
+def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Module":
     """Returns the module of other programs of a loaded model, with the current parameters of that model.
 
     Args:
         loaded: the model.
         files: the generated files of the other programs.
         directory: the folder that the files are written to.
-        buffer_of: returns the value of a buffer, by its name and an empty tensor of its shape and dtype.
 
     Returns:
         The module, in eval mode. Its parameters are those of the loaded model, in the same memory.
@@ -115,9 +112,6 @@ def sharing(
     weights = dict(loaded.model.named_parameters())
     for name, parameter in model.named_parameters():
         parameter.data = weights[name].data
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffer_of(name, buffer))
     return model.eval()
 
 

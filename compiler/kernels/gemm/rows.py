@@ -2,23 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import ClassVar
 
-from specc.compiler.expr import ExprError, Var, reread, substitute, torch_text, triton_text
+from specc.compiler.expr import ExprError, Var, torch_text, triton_text
 from specc.compiler.ir.types import BYTES, DTYPES, TensorType
-from specc.compiler.kernels.epilogue import FLOATS, RESERVED, Result, Value
+from specc.compiler.kernels.epilogue import FLOATS, Result, Value
+from specc.compiler.kernels.gemm.row_parts import Parts, dims, parts_of, row_function
 from specc.compiler.kernels.gemm.triton import LARGEST_WEIGHT
 from specc.compiler.kernels.generated import (
     TRITON_DTYPES,
     GeneratedFunction,
-    generated_function,
-    number_of,
     python_file,
 )
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
 from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbroken
-from specc.compiler.ops.decoding.packed_codes import ALIGNMENT, CODES, lanes_of
+from specc.compiler.ops.decoding.packed_codes import ALIGNMENT, CODES
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
 
@@ -32,7 +30,6 @@ MOST_ROWS = 64  # rows of x that one program multiplies
 LINE = 256  # bytes of a row that a program of several rows loads at once
 AHEAD = 4  # pieces of weights of one row in flight; each takes 8 registers of a thread
 STAGES = 4  # of such loads that are in flight
-OURS = {"x", "gain", "product", "part", *(f"{letter}{i}" for letter in "wspy" for i in ("", *range(9)))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,123 +44,6 @@ class RowTile:
 
     def __str__(self) -> str:
         return f"{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The inputs and outputs of a site with the names of generated code.
-
-    Each of `results` is an output and its expression over the products `p...` and the operands. Packed `weights` are
-    codes, each with its `scales`.
-    """
-
-    x: Value
-    gain: tuple[Value, ...]
-    weights: tuple[Value, ...]
-    scales: tuple[Value, ...]
-    products: tuple[str, ...]
-    operands: tuple[Value, ...]
-    results: tuple[Result, ...]
-    norm: RmsNorm | None
-    epilogue: bool
-
-    @property
-    def inputs(self) -> tuple[Value, ...]:
-        return (self.x, *self.gain, *chain(*self.stored), *self.operands)
-
-    @property
-    def stored(self) -> tuple[tuple[Value, ...], ...]:
-        """The tensors of each weight: the weight, or its codes and scales."""
-        return tuple(zip(self.weights, *([self.scales] if self.scales else []), strict=True))
-
-    @property
-    def bits(self) -> tuple[str, ...]:
-        """The names of the numbers of bits of packed weights."""
-        return tuple(f"BITS{scale.name[1:]}" for scale in self.scales)
-
-    @property
-    def lanes(self) -> int:
-        return lanes_of(self.k)
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return tuple(result.value for result in self.results)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The extents N of the parts of a kernel: of each weight, or of all, if they have a common epilogue."""
-        widths = tuple(number_of(weight.type.shape[0]) for weight in self.weights)
-        return widths[:1] if self.epilogue else widths
-
-    @property
-    def k(self) -> int:
-        return number_of(self.x.type.width)
-
-    @property
-    def formulas(self) -> tuple[str, ...]:
-        h = "x" if self.norm is None else "norm(x)"
-        norm = (
-            (f"norm(x) = x / sqrt(mean(x ** 2) + {self.norm.eps}){' * gain' * self.norm.affine}",) if self.norm else ()
-        )
-        weights = [f"({s.name} {w.name})" for w, s in zip(self.weights, self.scales, strict=False)] or [
-            w.name for w in self.weights
-        ]
-        products = (f"{p} = {h} {w}^T" for p, w in zip(self.products, weights, strict=True))
-        results = (f"{result.value.name} = {result.expr}" for result in self.results)
-        return (*norm, *products, *results)
-
-
-def parts_of(site: Site) -> Parts:
-    """Returns the inputs and outputs of a `RowLinear`."""
-    op, epilogue = site.node.op, site.epilogue
-    assert isinstance(op, RowLinear)
-    counted = [""] if op.weights == 1 else [str(i) for i in range(op.weights)]
-    products = tuple(f"p{i}" for i in counted)
-    weights, *scales = (
-        tuple(Value(f"{letter}{i}", type) for i, type in zip(counted, site.inputs[at : op.arity : step], strict=True))
-        for at, letter, step in [(op.first, "w", 1 + op.packed), (op.first + 1, "s", 2)][: 1 + op.packed]
-    )
-    gain = tuple(Value("gain", type) for type in site.inputs[1 : op.first])
-    operands: list[Value] = []
-    if epilogue is None:
-        outputs = [Value(f"y{i}", type) for i, type in zip(counted, site.node.types, strict=True)]
-        results = tuple(Result(y, Var(p)) for y, p in zip(outputs, products, strict=True))
-    else:
-        taken = set(OURS)
-        named = {head: Var(p) for head, p in zip(epilogue.variables, products, strict=False)}
-        for variable, type in site.operands:
-            name = variable
-            while name in taken or name in RESERVED:
-                name += "_"
-            taken.add(name)
-            operands.append(Value(name, type))
-            named[variable] = Var(name)
-        many = len(site.node.types) > 1
-        results = tuple(
-            Result(Value(f"y{i}" if many else "y", type), substitute(reread(text), named))
-            for i, (type, text) in enumerate(zip(site.node.types, epilogue.outputs, strict=True))
-        )
-    x = Value("x", site.inputs[0])
-    return Parts(
-        x, gain, weights, *(scales or ((),)), products, tuple(operands), results, op.norm, epilogue is not None
-    )
-
-
-def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
-    """Returns the description of the generated function. `made_by` is the end of the summary, e.g. `in one kernel`."""
-    inputs, outputs = ({value.name: value.type for value in values} for values in (parts.inputs, parts.outputs))
-    shapes = {value.name: f"[{', '.join(dims(value))}]" for value in (*parts.inputs, *parts.outputs)}
-    words = "linear layer" if len(parts.weights) == 1 else f"{len(parts.weights)} linear layers"
-    words = f"{'norm and ' * (parts.norm is not None)}{words}{' and epilogue' * parts.epilogue}"
-    return generated_function(site, inputs, outputs, shapes, f"{site.label}: {words} {made_by}.", parts.formulas)
-
-
-def dims(value: Value, rows: str = "...") -> tuple[str, ...]:
-    """Returns the dims of a value as text, with `rows` for the dims of rows."""
-    *leading, width = value.type.shape
-    if leading and all(isinstance(dim, int) for dim in leading):  # a weight, whose packed codes have W bytes a row
-        return (*map(str, leading), str(width))
-    return (rows, str(width)) if leading else (str(width),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     if not 2 <= bits <= 8 or (codes.numel() and not -half <= int(codes.min()) <= int(codes.max()) < half):
         raise ValueError(f"codes of {bits} bits must be of 2 to 8 bits, from {-half} to {half - 1}")
     lanes = lanes_of(codes.shape[1])
-    padded = torch.nn.functional.pad(codes, (0, CODES * lanes - codes.shape[1])).unflatten(1, (CODES, lanes))
+    padded = torch.nn.functional.pad(codes, (0, CODES * lanes - codes.shape[1])).view(-1, CODES, lanes)
     bytes: list[Tensor] = []
     for width, below in parts_of(bits):
         word = codes.new_zeros(len(codes), lanes, dtype=torch.int64)
@@ -67,7 +67,7 @@ def unpack(packed: Tensor, features: int) -> Tensor:
     bits = packed.shape[1] // lanes
     codes = packed.new_full((len(packed), CODES, lanes), -(1 << (bits - 1)), dtype=torch.int16)
     for width, below in parts_of(bits):
-        bytes = packed[:, below * lanes : (below + width) * lanes].unflatten(1, (lanes, width)).long()
+        bytes = packed[:, below * lanes : (below + width) * lanes].reshape(-1, lanes, width).long()
         word = sum((bytes[:, :, i] << 8 * i for i in range(width)), start=torch.zeros_like(bytes[:, :, 0]))
         for j in range(CODES):
             codes[:, j] += ((word >> width * j & (1 << width) - 1) << below).to(torch.int16)

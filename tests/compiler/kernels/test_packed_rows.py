@@ -12,7 +12,8 @@ from kernel_sites import DTYPES, check_clean, imported, interpret_calls, machine
 from test_decoding_kernels import expected, gpu_target
 from torch import Tensor
 
-from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, parts_of, row_tile, rows_tile
+from specc.compiler.kernels.gemm.row_parts import parts_of
+from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, row_tile, rows_tile
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.decoding.packed_codes import dequantized, lanes_of, pack, unpack
 from specc.compiler.targets import TARGETS

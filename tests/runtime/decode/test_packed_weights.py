@@ -27,7 +27,8 @@ VECTORS_OF_SMALL = '{match: "*.{residual,q_gain}", scheme: none, dtype: f16}'
 # Bits that differ by block and within a block, floats in one block, and a correction.
 MIXED = (
     '{match: embed.token, scheme: round, bits: 8}, {match: "blocks.0.mlp.{up,down}", scheme: none, dtype: f32}, '
-    '{match: "blocks.0.attention.{q,k,v,out}", scheme: round, bits: 3}, {match: "blocks.1.attention.q", scheme: round, bits: 2}, '
+    '{match: "blocks.0.attention.{q,k,v,out}", scheme: round, bits: 3}, '
+    '{match: "blocks.1.attention.q", scheme: round, bits: 2}, '
     '{match: "blocks.1.mlp.down", scheme: round, bits: 7, correction_rank: 2}'
 )
 
