@@ -1,26 +1,34 @@
 """Decoding steps that read the codes of a quantized model compute what its dequantized weights compute."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_samples import EXPERTS, VARIANTS, small_spec
+from run_samples import EXPERTS, SMALL, SPEC, VARIANTS, small_spec
 from test_few_rows import gpu_target, texts
 from tiny_models import random_params
 from torch import Tensor
 
+from specc.cli.app import run as command
+from specc.compiler.build import canonical
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.pipeline import lower, run
 from specc.compiler.spec.spec import Spec
+from specc.runtime import generate
+from specc.runtime.artifact.artifact import ArtifactContents, write_artifact
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, quantize_tensors
+from specc.runtime.bench.decode_text import CODES, CONTIGUOUS
 from specc.runtime.decode.few_rows import few_row_model, library_step, step_of
 from specc.runtime.decode.pages import PagedTexts, in_pages, page_of
 from specc.runtime.decode.sampling import Sampling
 from specc.runtime.decode.text import Decoder, sample_tokens
 from specc.runtime.model.load import Loaded
 from specc.runtime.model.protocols import text_model
-from specc.runtime.open_model import realize_stored
+from specc.runtime.open_model import open_model, realize_stored
 
 CPU = torch.device("cpu")
 VECTORS_OF_SMALL = '{match: "*.{residual,q_gain}", scheme: none, dtype: f16}'
@@ -120,6 +128,52 @@ def test_a_model_of_floats_reads_no_codes() -> None:
     loaded, _ = quantized(small_spec())
     step: Any = few_row_model(replace(loaded, stored=None)).decode
     assert not dict(step.__self__.named_buffers())
+
+
+def artifact(folder: Path, *overrides: str) -> Path:
+    """An artifact of random weights with many kinds of codes."""
+    spec = small_spec("quant.promote=null", f"quant.rules=[{MIXED}, {VECTORS_OF_SMALL}]", *overrides)
+    _, stored = quantized(spec)
+    deployment = Deployment.of(spec)
+    contents = ArtifactContents(
+        spec=canonical(spec).encode(),
+        interface=deployment.interface,
+        code=deployment.code,
+        layout=deployment.layout,
+        tensors=stored.tensors,
+    )
+    write_artifact(path := folder / "model.specc", contents, quality=5)
+    return path
+
+
+def test_an_opened_artifact_generates_from_its_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_model(artifact(tmp_path), "cpu", "cpu")
+    greedy = Sampling(0.0)
+    usual = generate.generate(opened, "of a kernel", 20, greedy)
+    assert opened.loaded.stored is not None and len(usual) > 3
+    steps: list[Any] = []
+
+    def coded_step(loaded: Loaded, *rest: Any) -> Any:
+        steps.append(few_row_model(loaded).decode)
+        return steps[-1]
+
+    monkeypatch.setattr(generate, "step_of", coded_step)
+    assert generate.generate(opened, "of a kernel", 20, greedy) == usual
+    assert "embed.token_codes" in dict(steps[0].__self__.named_buffers())
+
+
+@pytest.mark.gpu
+def test_bench_measures_codes_beside_floats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = gpu_target()
+    path = artifact(tmp_path, f"targets=[{target}, cpu]")
+    changes = [word for text in (*SMALL, f"targets=[{target}, cpu]") for word in ("--set", text)]
+    sizes = ["--batch", "1", "--batch", "4", "--context", "32", "--tokens", "8"]
+    arguments = ["bench", str(SPEC), *changes, "--only", "decode", "--target", target, "--weights", str(path), *sizes]
+    assert command([*arguments, "--json"]) == 0
+    rows = {(row["decoder"], row["batch"]): row for row in json.loads(capsys.readouterr().out)["decode"]["rows"]}
+    for batch in (1, 4):
+        floats, codes = rows[CONTIGUOUS, batch], rows[CODES, batch]
+        assert codes["floor_ms"] < floats["floor_ms"] and codes["token"]["ms"] > 0 and 0 <= codes["error"] < 0.1
 
 
 def on_gpu(spec: Spec, rows: int) -> tuple[Tensor, Tensor, Tensor]:
