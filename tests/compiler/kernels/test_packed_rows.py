@@ -126,6 +126,8 @@ def test_codes_are_loaded_as_vectors_and_converted_without_calls(bits: int, targ
         assert "cvt.rn.f32.s" not in ptx and "cvt.rn.f32.u" not in ptx
         assert ("mma" in ptx) == (height > 1)
         assert ptx.count("griddepcontrol.wait") == (3 if target == "sm90" else 0)
+        if height == 1:
+            assert ptx.count("bar.sync") < 8 * 3  # features of x go from memory to the threads of their codes
         if height == 1 and bits >= 4:
             assert ("ld.global.v2.b64" if bits == 8 else "ld.global.v4.b32") in ptx  # 16 bytes at once
 
