@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 POLY = load(ROOT / "specs/poly_attn.yaml")[0]  # int8 products, fine-tuned with rounded inputs
 TEXT = load(ROOT / "specs/gpt_mini.yaml")[0]
 
-SPEC_OF = dict.fromkeys(("logits", "row_linears", "rope_writes", "packed_weights"), TEXT)  # of text, without loops over tokens
+SPEC_OF = dict.fromkeys(
+    ("logits", "row_linears", "rope_writes", "packed_weights"), TEXT
+)  # of text, without loops over tokens
 FOLDERS = ("specc.compiler.passes", "specc.compiler.int8")
 
 
