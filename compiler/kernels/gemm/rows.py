@@ -162,8 +162,8 @@ def rows_tile(parts: Parts, shared_memory: int) -> RowTile:
     n = next((n for n in (64, 32) if sum(-(-width // n) for width in parts.widths) >= PROGRAMS), 16)
     size = BYTES[parts.x.type.dtype]
     k, stage = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length())), (MOST_ROWS + n) * LINE
-    if parts.scales:  # K of a product counts lanes, which load all their features of x
-        k = min(k, parts.lanes & -parts.lanes)
+    if parts.scales:  # lanes with all their features of x, so few that several loads are in flight
+        k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)
         stage = k * CODES * (MOST_ROWS * size + n * len(parts.scales))
     return RowTile(n, k, 4, max(1, min(STAGES, shared_memory // stage)))
 

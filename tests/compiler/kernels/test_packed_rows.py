@@ -139,7 +139,7 @@ def test_tiles_divide_the_lanes_and_fit_into_shared_memory() -> None:
         for target in ("sm80", "sm86", "sm90"):
             memory = TARGETS[target].shared_memory
             rows = rows_tile(parts, memory)
-            assert lanes_of(k) % rows.k == 0 and rows.k >= 16
+            assert lanes_of(k) % rows.k == 0 and rows.k >= 16 and rows.stages >= 2
             assert rows.stages * rows.k * 8 * (64 * 2 + rows.n) <= memory
 
 
