@@ -50,13 +50,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         raise ValueError(f"codes of {bits} bits must be of 2 to 8 bits, from {-half} to {half - 1}")
     lanes = lanes_of(codes.shape[1])
     padded = torch.nn.functional.pad(codes, (0, CODES * lanes - codes.shape[1])).view(-1, CODES, lanes)
-    bytes: list[Tensor] = []
+    parts: list[Tensor] = []
     for width, below in parts_of(bits):
         word = codes.new_zeros(len(codes), lanes, dtype=torch.int64)
         for j in range(CODES):
             word |= ((padded[:, j].long() + half) >> below & (1 << width) - 1) << width * j
-        bytes.append(torch.stack([word >> 8 * i & 255 for i in range(width)], 2).to(torch.uint8).flatten(1))
-    return torch.cat(bytes, 1)
+        parts.append(torch.stack([word >> 8 * i & 255 for i in range(width)], 2).to(torch.uint8).flatten(1))
+    return torch.cat(parts, 1)
 
 
 def unpack(packed: Tensor, features: int) -> Tensor:
@@ -67,8 +67,8 @@ def unpack(packed: Tensor, features: int) -> Tensor:
     bits = packed.shape[1] // lanes
     codes = packed.new_full((len(packed), CODES, lanes), -(1 << (bits - 1)), dtype=torch.int16)
     for width, below in parts_of(bits):
-        bytes = packed[:, below * lanes : (below + width) * lanes].reshape(-1, lanes, width).long()
-        word = sum((bytes[:, :, i] << 8 * i for i in range(width)), start=torch.zeros_like(bytes[:, :, 0]))
+        octets = packed[:, below * lanes : (below + width) * lanes].reshape(-1, lanes, width).long()
+        word = sum((octets[:, :, i] << 8 * i for i in range(width)), start=torch.zeros_like(octets[:, :, 0]))
         for j in range(CODES):
             codes[:, j] += ((word >> width * j & (1 << width) - 1) << below).to(torch.int16)
     return codes.flatten(1)[:, :features].to(torch.int8)
