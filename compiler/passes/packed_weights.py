@@ -72,7 +72,8 @@ class _Packing:
             callee = self._function(node.op.callee, f"{at}{node.op.at}." if node.op.at else at)
             params |= dict(callee.params) if not node.op.at else {}
             return replace(node, op=replace(node.op, callee=callee.name))
-        if not node.op.matrix or not any(ref[0] == "@" for ref in node.inputs):
+        coded = any(isinstance(self.codes.get(f"{at}{ref[1:]}"), int) for ref in node.inputs if ref[0] == "@")
+        if not isinstance(node.op, RowLinear) and not (node.op.matrix and coded):
             return node
         reason = self._reason(node, at)
         if reason:
