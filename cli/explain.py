@@ -55,12 +55,14 @@ def _explain_codes(code: str | None, as_json: bool) -> None:
 
 def _explain_nodes(spec: Path, node: str | None, overrides: tuple[str, ...], target: str | None, as_json: bool) -> None:
     """Shows the kernel of one node, or of all nodes."""
-    from specc.compiler.build import DEPLOYED, plan_spec
+    from specc.compiler.build import DECODING, DEPLOYED, decoding_plans, plan_spec
     from specc.compiler.report.explain import explain as explained
     from specc.compiler.report.explain import text_of
 
     planned = plan_spec(spec, overrides, checked_targets(spec, target))
     plans = {**planned.plans, **{f"{name}/{DEPLOYED}": plan for name, plan in planned.deployed.items()}}
+    if node is not None:
+        plans |= {f"{name}/{DECODING}": plan for name, plan in decoding_plans(planned).items()}
     rows = [row for folder, plan in plans.items() for row in explained(plan, node, folder)]
     if not rows and node is not None:
         message = f"no node of {planned.spec.name} is named {node}; `specc ir {shlex.quote(str(spec))}` lists them"

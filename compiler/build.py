@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specc.compiler.report.lock_use import LockUse
 
 DEPLOYED = "deployed"  # subfolder of a target's folder with the model that runs from an artifact
+DECODING = "decoding"  # the name of plans of decoding steps, which no build writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,13 +298,23 @@ def exported_files(spec: Spec, target: str) -> Mapping[str, str]:
     return model_files(pipeline.exported_plan(spec, target, _source_name(spec)))
 
 
-def decoding_files(spec: Spec, target: str) -> Mapping[str, str]:
+def decoding_files(spec: Spec, target: str, packed: bool = False) -> Mapping[str, str]:
     """Renders the files of the programs that append one token to each text, with kernels for few rows. No build writes
     these files.
 
+    With `packed`, the kernels decode the codes of an artifact of the spec.
+
     Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
     """
-    return model_files(pipeline.decoding_plan(spec, target, _source_name(spec)))
+    return model_files(pipeline.decoding_plan(spec, target, _source_name(spec), packed))
+
+
+def decoding_plans(planned: Planned) -> Mapping[str, Plan]:
+    """Returns the plans of decoding steps that read the codes of an artifact, for the GPUs among the targets of a
+    quantized model that extends texts."""
+    spec = planned.spec
+    names = [name for name in planned.plans if pipeline.reads_codes(spec, name)]
+    return {name: pipeline.decoding_plan(spec, name, _source_name(spec), packed=True) for name in names}
 
 
 def _files(

@@ -20,9 +20,10 @@ from specc.compiler.passes.join_groups import join_groups
 from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.merge_linears import merge_linears
 from specc.compiler.passes.optimizers import assign_optimizers
+from specc.compiler.passes.packed_weights import packed_weights
 from specc.compiler.passes.recompute import recompute
 from specc.compiler.passes.rope_writes import rope_writes
-from specc.compiler.passes.row_linears import row_linears
+from specc.compiler.passes.row_linears import STEPS, row_linears
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
 from specc.compiler.passes.without_cache import uncached
@@ -33,7 +34,7 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.targets import TARGETS, Target
 
-Form = Literal["trained", "deployed", "uncached", "exported", "decoding"]
+Form = Literal["trained", "deployed", "uncached", "exported", "decoding", "packed"]
 Pass = tuple[str, Callable[[Programs, Spec, Target], Programs]]
 LOWER, SELECT_KERNELS = "lower", "select_kernels"  # steps before and after all passes: Spec -> Programs -> Plan
 
@@ -61,11 +62,13 @@ QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec, target: q
 UNCACHED: Pass = ("uncached", lambda programs, spec, target: uncached(programs))
 ROW_LINEARS: Pass = ("row_linears", lambda programs, spec, target: row_linears(programs))
 ROPE_WRITES: Pass = ("rope_writes", lambda programs, spec, target: rope_writes(programs))
+PACKED_WEIGHTS: Pass = ("packed_weights", lambda programs, spec, target: packed_weights(programs, spec.quant))
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 
 # The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
 # sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is the form of
-# files for other programs, such as ONNX; `decoding` appends one token to each text, with kernels for few rows.
+# files for other programs, such as ONNX; `decoding` appends one token to each text, with kernels for few rows; `packed`
+# does so from an artifact, with kernels that decode the stored codes.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "trained": (
         ASSIGN_OPTIMIZERS,
@@ -84,6 +87,7 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "uncached": (ASSIGN_QUANT, FAKE_QUANTIZE, UNCACHED),
     "exported": (ASSIGN_QUANT, LOGITS),
     "decoding": (ROW_LINEARS, ROPE_WRITES),
+    "packed": (ROW_LINEARS, ROPE_WRITES, PACKED_WEIGHTS),
 }
 
 
@@ -221,10 +225,28 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
     return select_kernels(run(spec, target, form="exported"), TARGETS[target], spec.model.title, source)
 
 
-def decoding_plan(spec: Spec, target: str, source: str) -> Plan:
+def reads_codes(spec: Spec, target: str) -> bool:
+    """Returns whether steps that append one token to each text read the codes of an artifact: on a GPU, for a quantized
+    model of text without products in integers. Raises LoweringError if the spec cannot be lowered."""
+    if spec.quant is None or not TARGETS[target].arch:
+        return False
+    programs = lower(spec, target)
+    integer = any(scheme.integer for scheme in allocation(spec.quant, programs.stored).values())
+    return not integer and any(graph.name in STEPS for graph in programs.programs)
+
+
+def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) -> Plan:
     """Plans the programs that append one token to each text, with kernels for few rows.
 
-    Raises ValueError if the model has no such program, and LoweringError if the spec cannot be lowered.
+    Args:
+        spec: the spec.
+        target: the name of the target.
+        source: the path of the spec as generated files state it.
+        packed: whether the kernels decode the codes of an artifact of the spec.
+
+    Raises:
+        ValueError: if the model has no such program.
+        LoweringError: if the spec cannot be lowered.
     """
-    programs = run(spec, target, form="decoding")
+    programs = run(spec, target, form="packed" if packed else "decoding")
     return select_kernels(programs, TARGETS[target], spec.model.title, source)

@@ -232,7 +232,8 @@ def realize_stored(
 ) -> Loaded:
     """Generates the module that runs from stored arrays.
 
-    Matrix products run in integers if their storage schemes allow it; all other parameters are dequantized.
+    Matrix products run in integers if their storage schemes allow it; all other parameters are dequantized. If none
+    does, the module keeps the stored arrays, which steps of decoding read.
 
     Args:
         spec: the spec.
@@ -250,7 +251,7 @@ def realize_stored(
     """
     sources = integer_products(lower(spec, choose_target(spec, target)), stored.schemes)
     if not sources:
-        return realize(spec, target, device, weights)
+        return replace(realize(spec, target, device, weights), stored=stored.tensors)
     floats = {name: weight for name, weight in weights.items() if not stored.schemes[name].integer}
     return realize(spec, target, device, floats, constants=constants(sources, stored))
 

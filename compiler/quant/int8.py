@@ -61,6 +61,9 @@ class Int8(PerRow):
             return (Stored("codes", "i32", shape), Stored("scale", "f32", shape))
         return (*super().stored(shape), Stored("input_scale", "f32", (shape[1] if self.input_by_feature else 1,)))
 
+    def row_codes(self, shape: tuple[int, ...]) -> int | str:
+        return f"{self.label()} are computed in integers"
+
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) not in (1, 2):
             return f"{self.label()} takes the weight [N, K] or the bias [N] of a product, not {list(shape)}"

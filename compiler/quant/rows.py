@@ -61,6 +61,9 @@ class PerRow(Scheme):
             return codes
         return (*codes, *correction_arrays(shape[0], math.prod(shape[1:]), self.correction_rank))
 
+    def row_codes(self, shape: tuple[int, ...]) -> int | str:
+        return f"{self.label()} is not in the codes" if self.correction_rank else self.bits
+
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:
             return f"{self.label()} needs rows and columns, but the shape is {list(shape)}"

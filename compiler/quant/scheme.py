@@ -150,6 +150,11 @@ class Scheme(StrictModel):
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         """Returns the arrays that are stored for a parameter of `shape`, in file order."""
 
+    def row_codes(self, shape: tuple[int, ...]) -> int | str:
+        """Returns the number of bits of the stored `codes` of a parameter of `shape` if each value is its code times
+        the `scale` of its row. Otherwise returns the reason why a kernel cannot decode the parameter that way."""
+        return f"{self.label()} has no codes"
+
     @abstractmethod
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         """Returns the reason why this scheme cannot store a parameter of `shape`, or None if it can."""

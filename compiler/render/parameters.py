@@ -67,16 +67,19 @@ def parameter_lines(
     bare = [at for at in dict.fromkeys(path.rpartition(".")[0] for path in stored) if at and at not in holders]
     parents = [at.rpartition(".")[0] for at in (*holders, *bare)]
     empty = dict.fromkeys((*parents, *bare, *(at.rpartition(".")[0] for at in modules)))
-    lines += [f"self.{at} = nn.Module()" for at in empty if at and at not in holders]
+    inside = {at for at in empty if any(at.startswith(f"{holder}.") for holder in holders)}
+    lines += [f"self.{at} = nn.Module()" for at in empty if at and at not in holders and at not in inside]
     parts = (holder.split(".") for holder in holders)
     above = dict.fromkeys(".".join(words[: i + 1]) for words in parts for i in range(len(words)))
+    shared = {path.rpartition(".")[0] for path in stored}  # modules that instances without the parameters have too
     for holder, entries in ((holder, holders[holder]) for holder in above if holder in holders):
         conditions = {otherwise for _, _, otherwise in entries}
-        together = conditions.pop() if len(conditions) == 1 else ""
+        together = conditions.pop() if len(conditions) == 1 and holder not in shared else ""
         texts = [f"{name}={shape}{otherwise * (not together)}" for name, shape, otherwise in entries]
         line = f"self.{holder} = weights({', '.join(texts)})"
         condition = together.removeprefix(" ").removesuffix(" else None")
         lines += [f"{condition}:", f"    {line}"] if together else [line]
+    lines += [f"self.{at} = nn.Module()" for at in empty if at in inside and at not in holders]
     if stored:
         lines += [f"buffers = {table}"] if " " in table else []
         lines += [

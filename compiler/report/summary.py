@@ -11,6 +11,7 @@ from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
 from specc.compiler.programs.cost import cached_bytes, cached_numbers, flops_per_token, used_parameters
+from specc.compiler.report.decoding import Decoding, decoding_data, decoding_lines, decoding_of
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
 from specc.compiler.report.storage import Storage, storage_of
@@ -83,6 +84,11 @@ class Summary:
     @cached_property
     def storage(self) -> Storage:
         return storage_of(self.spec, next(iter(self.plans.values())).programs, next(iter(self.plans)))
+
+    @cached_property
+    def decoding(self) -> Decoding | None:
+        """A decoding step of the quantized model; None if no step reads codes."""
+        return decoding_of(self.spec, tuple(self.plans))
 
     @cached_property
     def step(self) -> Step:
@@ -200,6 +206,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
         for r in storage.rows[:4]
     ]
     rows += [f"  {summary.choice}"] if summary.choice else []
+    rows += decoding_lines(summary.decoding)
     rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.step_time}; memory {summary.memory}")
     if summary.deployed:  # their products have separate lines
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
@@ -255,6 +262,7 @@ def data(summary: Summary) -> dict[str, Any]:
         "budget_bytes": storage.budget,
         "stored": [asdict(row) for row in storage.rows],
         "promotion": storage.chosen,
+        "decoding": decoding_data(summary.decoding),
         "step": {
             "target": step.target,
             "tokens": step.tokens,

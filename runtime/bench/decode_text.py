@@ -1,7 +1,7 @@
 """Greedy decoding of texts of equal length: with a contiguous cache, with a cache in pages, and by Transformers.
 
 On a GPU, a step of up to 64 texts has kernels for few rows. A step with library products is measured for comparison.
-Both are measured under torch.compile.
+Both are measured under torch.compile. With an artifact, a step that reads its codes is also measured.
 
 A text has `context` tokens at its end. Its first tokens are random, and are prefilled. Its last tokens are decoded one
 at a time, and timed. Each decoder has one untimed pass, which compiles and captures, and two timed passes. Before a
@@ -13,7 +13,7 @@ Transformers loads the same weights in the same dtype, from a folder in the form
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.compiler.pipeline import lower
+from specc.compiler.pipeline import lower, reads_codes, run
 from specc.compiler.programs.cost import decode_cost
+from specc.compiler.programs.programs import Programs
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench.ceilings import Ceilings, Work
 from specc.runtime.bench.compiling import Compiler
@@ -37,13 +38,14 @@ from specc.runtime.decode.text import BLOCK, Decoder, StepFunction
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.hugging_face.exporting import write_model
 from specc.runtime.model.load import Loaded, initialize, instantiate
-from specc.runtime.open_model import final_weights, read_verified, realize
+from specc.runtime.open_model import Verified, final_weights, read_verified, realize
 from specc.runtime.storage.run_directory import Run
 
 CONTIGUOUS, PAGED = "contiguous cache", "cache in pages"
 COMPILED, LIBRARY = "torch.compile", "library products"
 LIBRARY_COMPILED = "library, torch.compile"
-OWN = (CONTIGUOUS, PAGED, COMPILED, LIBRARY, LIBRARY_COMPILED)
+CODES = "codes of the artifact"
+OWN = (CONTIGUOUS, PAGED, COMPILED, LIBRARY, LIBRARY_COMPILED, CODES)
 DYNAMIC, STATIC = "transformers, dynamic", "transformers, static, compiled"
 BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
 CONTEXTS = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512)}
@@ -105,13 +107,18 @@ class TextDecoding:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The properties that all rows of one batch and context share: sizes, floor of a step in ms, and tolerance."""
+    """The sizes, the tolerance and the peak rates that all rows of one batch and context share."""
 
     batch: int
     context: int
     tokens: int
-    floor_ms: float
     tolerance: float
+    ceilings: Ceilings
+
+    def floor_ms(self, programs: Programs) -> float:
+        """Returns the floor of a step of `programs`."""
+        flops, moved = decode_cost(programs, self.batch, self.context - self.tokens // 2)
+        return self.ceilings.floor_ms(Work(flops, moved, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +129,12 @@ class _Decoder:
         logits: returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are prefilled, and
             the last is decoded.
         passes: returns the function to time, for a number of texts and a number of tokens of a text at its end.
+        programs: the programs whose parameters and cache a step reads.
     """
 
     logits: Callable[[Tensor], Tensor]
     passes: Callable[[int, int], Pass]
+    programs: Programs
 
 
 def measure(
@@ -163,24 +172,24 @@ def measure(
     if timed is not None and timed > min(contexts) - 2:
         message = f"a context of {min(contexts)} tokens is too short for {timed} timed tokens after two prompt tokens"
         raise RunFailure(message, f"set --tokens to at most {min(contexts) - 2}")
-    floats, trained = _weights(setup, weights)
+    floats, stored, trained = _weights(setup, weights)
     programs = lower(_contiguous(spec), setup.target)
     dtype, missing = programs.params[0].dtype, dict[str, str]()
-    decoders = dict(_decoders(setup, floats, dtype, missing))
+    decoders = dict(_decoders(setup, floats, stored, programs, missing))
     rows: list[TextRow] = []
     for context in contexts:
         for batch in batches or BATCHES[device.type]:
             tokens = timed or min(TIMED, context // 2)
-            flops, moved = decode_cost(programs, batch, context - tokens // 2)
-            cell = _Cell(batch, context, tokens, ceilings.floor_ms(Work(flops, moved, 0)), TOLERANCE[dtype])
+            cell = _Cell(batch, context, tokens, TOLERANCE[dtype], ceilings)
             for row in _rows(setup, decoders, cell, missing):
                 setup.say(f"  {row.decoder}, {batch} x {context}: {row.tokens_per_second:,.0f} tokens/s")
                 rows.append(row)
     return TextDecoding(tuple(rows), dtype, trained, missing)
 
 
-def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], bool]:
-    """Returns the f32 parameters to decode with, by name, and whether they are trained."""
+def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Verified | None, bool]:
+    """Returns the f32 parameters to decode with, by name, the artifact that they are from, if they are from one, and
+    whether they are trained."""
     if path is None:
         loaded = instantiate(setup.spec.at_rest, setup.target, setup.folder / "start")
         initialize(loaded, setup.spec.train.seed)
@@ -189,10 +198,11 @@ def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], boo
         for tensor in floats.values():
             if tensor.ndim > 1 and not tensor.any():  # blocks whose output is zero would hide wrong values
                 tensor.normal_(std=0.02)
-        return floats, False
+        return floats, None, False
     if path.is_dir():
-        return final_weights(Run.open(path), setup.say)[0], True
-    return read_verified(path).weights, True
+        return final_weights(Run.open(path), setup.say)[0], None, True
+    verified = read_verified(path)
+    return verified.weights, verified, True
 
 
 def _contiguous(spec: Spec) -> Spec:
@@ -201,10 +211,21 @@ def _contiguous(spec: Spec) -> Spec:
 
 
 def _decoders(
-    setup: Setup, weights: Mapping[str, Tensor], dtype: str, missing: dict[str, str]
+    setup: Setup,
+    weights: Mapping[str, Tensor],
+    artifact: Verified | None,
+    programs: Programs,
+    missing: dict[str, str],
 ) -> Iterator[tuple[str, _Decoder]]:
-    """Yields the decoders that this machine can run for the spec, by name, first the one with a contiguous cache. The
-    reasons for all other decoders are added to `missing`."""
+    """Yields the decoders that this machine can run for the spec, by name, first the one with a contiguous cache.
+
+    Args:
+        setup: the setup of the benchmark.
+        weights: the parameters, f32, by name.
+        artifact: the artifact of the parameters; None if they are not from one.
+        programs: the programs of the model with a contiguous cache.
+        missing: receives the reasons for all other decoders, by name.
+    """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")
         try:
@@ -216,22 +237,39 @@ def _decoders(
         if setup.device.type == "cuda":
             with Compiler(loaded.directory) as compiler:
                 compiler.all()
-        yield name, _ours(loaded, setup.device, partial(step_of, loaded))
+        own = partial(_ours, loaded, setup.device, programs)
+        yield name, own(partial(step_of, loaded))
         if name == CONTIGUOUS and setup.device.type == "cuda":
-            yield COMPILED, _ours(loaded, setup.device, partial(step_of, loaded, compiled=True))
-            yield LIBRARY, _ours(loaded, setup.device, partial(library_step, loaded))
-            yield LIBRARY_COMPILED, _ours(loaded, setup.device, partial(library_step, loaded, compiled=True))
+            yield COMPILED, own(partial(step_of, loaded, compiled=True))
+            yield LIBRARY, own(partial(library_step, loaded))
+            yield LIBRARY_COMPILED, own(partial(library_step, loaded, compiled=True))
+            quantized = loaded.spec.model_copy(update={"quant": artifact.spec.quant}) if artifact is not None else spec
+            if artifact is not None and reads_codes(quantized, setup.target):
+                coded = replace(loaded, spec=quantized, stored=artifact.stored.tensors)
+                packed = run(quantized, setup.target, form="packed")
+                yield CODES, _ours(coded, setup.device, packed, partial(step_of, coded))
+            elif artifact is not None:
+                missing[CODES] = f"{CODES}: no step reads them; `specc plan` states the storage of each product"
     try:
-        model = _transformers(setup, weights, dtype)
+        model = _transformers(setup, weights, programs.params[0].dtype)
     except RuntimeFailure as error:
         missing[DYNAMIC] = f"transformers: {error.message}"
         return
     for name, cache in ((DYNAMIC, "dynamic"), (STATIC, "static")):
-        yield name, _theirs(model, cache, setup.device)
+        yield name, _theirs(model, cache, setup.device, programs)
 
 
-def _ours(loaded: Loaded, device: torch.device, step_of_rows: Callable[[int], StepFunction]) -> _Decoder:
-    """Returns a decoder of this package. `step_of_rows` returns the step for a number of texts."""
+def _ours(
+    loaded: Loaded, device: torch.device, programs: Programs, step_of_rows: Callable[[int], StepFunction]
+) -> _Decoder:
+    """Returns a decoder of this package.
+
+    Args:
+        loaded: the model.
+        device: its device.
+        programs: the programs whose parameters and cache a step reads.
+        step_of_rows: returns the step for a number of texts.
+    """
     model: Any = loaded.model
 
     def decoder(rows: int, context: int) -> Decoder:
@@ -245,7 +283,7 @@ def _ours(loaded: Loaded, device: torch.device, step_of_rows: Callable[[int], St
     def passes(rows: int, context: int) -> Pass:
         return partial(_sample, decoder(rows, context), loaded.spec.model.vocabulary)
 
-    return _Decoder(logits, passes)
+    return _Decoder(logits, passes, programs)
 
 
 def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> float:
@@ -282,7 +320,7 @@ def _transformers(setup: Setup, weights: Mapping[str, Tensor], dtype: str) -> An
     return model.to(setup.device).eval()
 
 
-def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
+def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) -> _Decoder:
     import transformers
 
     untyped: Any = transformers
@@ -324,7 +362,7 @@ def _theirs(model: Any, cache: str, device: torch.device) -> _Decoder:
         torch.compiler.reset()
         return timed_pass
 
-    return _Decoder(logits, passes)
+    return _Decoder(logits, passes, programs)
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
@@ -355,7 +393,8 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
         finally:
             release(setup.device)
         token = Measured.of(samples[:1], samples[1:])
-        yield TextRow(name, cell.batch, cell.context, cell.tokens, token, first, cell.floor_ms, error)
+        floor_ms = cell.floor_ms(decoder.programs)
+        yield TextRow(name, cell.batch, cell.context, cell.tokens, token, first, floor_ms, error)
 
 
 def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:

@@ -1,23 +1,30 @@
 """Decoding steps of few texts, with three kinds of fused kernels.
 
 The kernels are: a norm and all products of its output; a product and the operations after it; the rotation and the
-write to the cache. torch.compile may fuse the remaining operations."""
+write to the cache. torch.compile may fuse the remaining operations. The products of a quantized model read its codes,
+which take fewer bytes than floats.
+"""
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from specc.compiler.build import decoding_files
 from specc.compiler.kernels.gemm.rows import MOST_ROWS
+from specc.compiler.ops.decoding.packed_codes import lanes_of, pack
 from specc.runtime.decode.text import StepFunction
 from specc.runtime.model.load import Loaded, sharing
 
-FOLDER = "decoding"  # subfolder of the generated code
+FOLDER, PACKED = "decoding", "packed"  # subfolders of the generated code
 RECOMPILED = 64  # shapes of caches and rows that one function is compiled for
 
 
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
     """Returns the function of a decoding step.
 
-    On a GPU, for at most 64 rows, the function is generated for few rows. Otherwise it is the result of `library_step`.
+    On a GPU, for at most 64 rows, the function is generated for few rows, and reads the stored codes of a quantized
+    model. Otherwise it is the result of `library_step`.
 
     Args:
         loaded: the model.
@@ -42,16 +49,29 @@ def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunct
 
 
 def few_row_model(loaded: Loaded) -> Any:
-    """Returns a module with the parameters of the model. Its only program appends one token per text, with kernels for
-    few rows."""
-    return sharing(loaded, decoding_files(loaded.spec, loaded.target.name), loaded.directory / FOLDER)
+    """Returns a module with the parameters of the model, or its stored codes. Its only program appends one token per
+    text, with kernels for few rows."""
+    packed = loaded.stored is not None
+    files = decoding_files(loaded.spec, loaded.target.name, packed)
+    model = sharing(loaded, files, loaded.directory / (PACKED if packed else FOLDER))
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, _stored(loaded, name, buffer))
+    return model
+
+
+def _stored(loaded: Loaded, name: str, like: Tensor) -> Tensor:
+    """Returns a buffer: packed codes, or scales."""
+    weight, _, suffix = name.rpartition("_")
+    assert loaded.stored is not None
+    array = torch.from_numpy(loaded.stored[weight][suffix].copy()).to(loaded.model.get_parameter(weight).device)
+    return pack(array, like.shape[1] // lanes_of(array.shape[1])) if suffix == "codes" else array
 
 
 def _program(model: Any, compiled: bool) -> StepFunction:
     step: StepFunction = model.step if hasattr(model, "step") else model.decode
     if not compiled:
         return step
-    import torch
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILED)

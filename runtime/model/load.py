@@ -16,6 +16,7 @@ from specc.compiler.ops import fp8
 from specc.compiler.ops.dropout import DRAW, begin_draw
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs.programs import Group, Programs, group_functions
+from specc.compiler.quant.scheme import Array
 from specc.compiler.render.function import applied
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS, Target
@@ -36,13 +37,18 @@ class TargetError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module with the spec, target and programs that it was generated from. `directory` contains its code."""
+    """A module with the spec, target and programs that it was generated from.
+
+    `directory` contains its code. `stored` are the arrays of the quantized model that its floats were dequantized from,
+    by parameter and suffix; None if there is none.
+    """
 
     spec: Spec
     target: Target
     programs: Programs
     model: "nn.Module"
     directory: Path
+    stored: Mapping[str, Mapping[str, Array]] | None = None
 
     @property
     def deployed(self) -> bool:

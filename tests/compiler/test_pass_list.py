@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 POLY = load(ROOT / "specs/poly_attn.yaml")[0]  # int8 products, fine-tuned with rounded inputs
 TEXT = load(ROOT / "specs/gpt_mini.yaml")[0]
 
-SPEC_OF = dict.fromkeys(("logits", "row_linears", "rope_writes"), TEXT)  # of text, without loops over tokens
+SPEC_OF = dict.fromkeys(
+    ("logits", "row_linears", "rope_writes", "packed_weights"), TEXT
+)  # of text, without loops over tokens
 FOLDERS = ("specc.compiler.passes", "specc.compiler.int8")
 
 
@@ -28,6 +30,7 @@ def test_each_pass_changes_what_its_dump_shows() -> None:
     assert "graph logits(" in texts["uncached"] and "graph logits(" not in texts["lower"]
     assert "row_linear" in texts["row_linears"] and "rope_write" not in texts["row_linears"]
     assert "= rope_write(" in texts["rope_writes"] and "cache_write(" not in texts["rope_writes"]
+    assert "@mlp.up_codes" in texts["packed_weights"] and "_codes" not in texts["rope_writes"]
     fused = graphs_text(pipeline.after(TEXT, "sm90", "fuse"), None)
     assert "# fused group" in fused
     assert "# fused group" not in graphs_text(pipeline.after(TEXT, "sm90", "fake_quantize"), None)

@@ -45,13 +45,14 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def row_site(case: Case, target: str = "sm90", dtype: str = "f16", out: str = "") -> Site:
+def row_site(case: Case, target: str = "sm90", dtype: str = "f16", out: str = "", packed: bool = False) -> Site:
     """A site of linear layers of few rows. `out` is the dtype of the outputs if it is another."""
     widths, k, norm, epilogue = case
-    op = RowLinear(len(widths), norm and norm.eps, norm is not None and norm.affine)
+    op = RowLinear(len(widths), norm and norm.eps, norm is not None and norm.affine, packed=packed)
     types = [TensorType(("B", "T", k), dtype)]
     types += [TensorType((k,), dtype)] if norm is not None and norm.affine else []
-    types += [TensorType((n, k), dtype) for n in widths]
+    for n in widths:
+        types += [TensorType((n, "W"), "u8"), TensorType((n,), "f16")] if packed else [TensorType((n, k), dtype)]
     results = tuple(TensorType(("B", "T", n), out or dtype) for n in widths)
     tail = None
     if epilogue is not None:

@@ -4,25 +4,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.expr import ExprError, Var, reread, substitute, torch_text, triton_text
+from specc.compiler.expr import ExprError, Var, torch_text, triton_text
 from specc.compiler.ir.types import BYTES, DTYPES, TensorType
-from specc.compiler.kernels.epilogue import FLOATS, RESERVED, Result, Value
+from specc.compiler.kernels.epilogue import FLOATS, Result, Value
+from specc.compiler.kernels.gemm.row_parts import Parts, dims, parts_of, row_function
 from specc.compiler.kernels.gemm.triton import LARGEST_WEIGHT
 from specc.compiler.kernels.generated import (
     TRITON_DTYPES,
     GeneratedFunction,
-    generated_function,
-    number_of,
     python_file,
 )
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
-from specc.compiler.kernels.lines import listed, nested, returned
+from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbroken
+from specc.compiler.ops.decoding.packed_codes import ALIGNMENT, CODES
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
 
 MULTIPROCESSORS = 132  # programs for one row of x are at least so many if the weights have enough rows
 LOADED = 4096  # elements of a weight that a program of one row loads at once
 EACH = 16  # of them, those that each thread loads: two vectors of 16 bytes
+LANES = 2048  # lanes of packed codes that a program of one row loads at once
+EACH_LANES = 4  # of them, those that each thread loads: a vector of 16 bytes with codes of 4 bits
 DEPENDENT_LAUNCH = 90  # the first architecture with programmatic dependent launch
 MOST_ROWS = 64  # rows of x up to which these kernels are used
 LINE = 256  # bytes of a row that a program of several rows loads at once
@@ -31,12 +33,12 @@ IN_FLIGHT = 65_536  # bytes that a multiprocessor must have requested, as in att
 STAGES = 8  # at most, of such loads
 HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)  # rows of x, and of the weights, of a program of several rows
 ROWS_WARPS = 4
-OURS = {"x", "gain", "product", "part", *(f"{letter}{i}" for letter in "wpy" for i in ("", *range(9)))}
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The pieces of a kernel for one row: `n` rows of weights per program, `k` features at a time."""
+    """The pieces of a kernel for one row: `n` rows of weights per program, `k` features or lanes of packed codes at a
+    time."""
 
     n: int
     k: int
@@ -44,99 +46,6 @@ class RowTile:
 
     def __str__(self) -> str:
         return f"{self.n}x{self.k}, {self.warps} warps"
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The inputs and outputs of a site with the names of generated code.
-
-    Each of `results` is an output and its expression over the products `p...` and the operands.
-    """
-
-    x: Value
-    gain: tuple[Value, ...]
-    weights: tuple[Value, ...]
-    products: tuple[str, ...]
-    operands: tuple[Value, ...]
-    results: tuple[Result, ...]
-    norm: RmsNorm | None
-    epilogue: bool
-
-    @property
-    def inputs(self) -> tuple[Value, ...]:
-        return (self.x, *self.gain, *self.weights, *self.operands)
-
-    @property
-    def outputs(self) -> tuple[Value, ...]:
-        return tuple(result.value for result in self.results)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """The extents N of the parts of a kernel: of each weight, or of all, if they have a common epilogue."""
-        widths = tuple(number_of(weight.type.shape[0]) for weight in self.weights)
-        return widths[:1] if self.epilogue else widths
-
-    @property
-    def k(self) -> int:
-        return number_of(self.x.type.width)
-
-    @property
-    def formulas(self) -> tuple[str, ...]:
-        h = "x" if self.norm is None else "norm(x)"
-        norm = (
-            (f"norm(x) = x / sqrt(mean(x ** 2) + {self.norm.eps}){' * gain' * self.norm.affine}",) if self.norm else ()
-        )
-        products = (f"{p} = {h} {w.name}^T" for p, w in zip(self.products, self.weights, strict=True))
-        results = (f"{result.value.name} = {result.expr}" for result in self.results)
-        return (*norm, *products, *results)
-
-
-def parts_of(site: Site) -> Parts:
-    """Returns the inputs and outputs of a `RowLinear`."""
-    op, epilogue = site.node.op, site.epilogue
-    assert isinstance(op, RowLinear)
-    counted = [""] if op.weights == 1 else [str(i) for i in range(op.weights)]
-    products = tuple(f"p{i}" for i in counted)
-    weights = tuple(Value(f"w{i}", type) for i, type in zip(counted, site.inputs[op.first : op.arity], strict=True))
-    gain = tuple(Value("gain", type) for type in site.inputs[1 : op.first])
-    operands: list[Value] = []
-    if epilogue is None:
-        outputs = [Value(f"y{i}", type) for i, type in zip(counted, site.node.types, strict=True)]
-        results = tuple(Result(y, Var(p)) for y, p in zip(outputs, products, strict=True))
-    else:
-        taken = set(OURS)
-        named = {head: Var(p) for head, p in zip(epilogue.variables, products, strict=False)}
-        for variable, type in site.operands:
-            name = variable
-            while name in taken or name in RESERVED:
-                name += "_"
-            taken.add(name)
-            operands.append(Value(name, type))
-            named[variable] = Var(name)
-        many = len(site.node.types) > 1
-        results = tuple(
-            Result(Value(f"y{i}" if many else "y", type), substitute(reread(text), named))
-            for i, (type, text) in enumerate(zip(site.node.types, epilogue.outputs, strict=True))
-        )
-    x = Value("x", site.inputs[0])
-    return Parts(x, gain, weights, products, tuple(operands), results, op.norm, epilogue is not None)
-
-
-def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
-    """Returns the description of the generated function. `made_by` is the end of the summary, e.g. `in one kernel`."""
-    inputs, outputs = ({value.name: value.type for value in values} for values in (parts.inputs, parts.outputs))
-    shapes = {value.name: f"[{', '.join(dims(value))}]" for value in (*parts.inputs, *parts.outputs)}
-    words = "linear layer" if len(parts.weights) == 1 else f"{len(parts.weights)} linear layers"
-    words = f"{'norm and ' * (parts.norm is not None)}{words}{' and epilogue' * parts.epilogue}"
-    return generated_function(site, inputs, outputs, shapes, f"{site.label}: {words} {made_by}.", parts.formulas)
-
-
-def dims(value: Value, rows: str = "...") -> tuple[str, ...]:
-    """Returns the dims of a value as text, with `rows` for the dims of rows."""
-    *leading, width = value.type.shape
-    if leading and all(isinstance(dim, int) for dim in leading):  # a weight
-        return (*map(str, leading), str(width))
-    return (rows, str(width)) if leading else (str(width),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +61,13 @@ class TritonContext:
         rows_norm: its lines for several rows.
         scaled: the result, as text, after the norm.
         row: the tile for one row.
-        rows_k: the features that a program of several rows loads at once.
+        product: the template of the function that multiplies: by floats or by packed codes.
+        lanes: the lanes of a row of packed codes.
+        rows_k: the features, or lanes of packed codes, that a program of several rows loads at once.
+        rows_extent: their number in a row.
         rows_warps: the warps of such a program.
         tiles: the possible numbers of rows of x, and of the weights, of such a program.
-        line: the bytes of `rows_k` features.
+        pieces: the bytes that it loads at once of a row of x, and of a row of the weights.
         in_flight: the bytes of its loads in flight.
         stages: the largest number of its stages.
         shared_memory: the bytes of shared memory that its stages may use.
@@ -167,7 +79,8 @@ class TritonContext:
         lines: the lines that compute its products, then its epilogue.
         kernel: the signature of the kernel.
         calls: the lines of the kernel that run its parts.
-        tensors: the arguments of the launch.
+        tensors: the arguments of the launch that are tensors.
+        sizes: its other arguments.
         copied: the line that copies inputs with gaps between rows.
         wanted: rows of the table of input checks.
         allocated: lines that allocate the outputs.
@@ -183,10 +96,13 @@ class TritonContext:
     rows_norm: tuple[str, ...]
     scaled: str
     row: RowTile
+    product: str
+    lanes: int
     rows_k: int
+    rows_extent: int
     rows_warps: int
     tiles: tuple[tuple[int, ...], tuple[int, ...]]
-    line: int
+    pieces: tuple[int, int]
     in_flight: int
     stages: int
     shared_memory: int
@@ -199,6 +115,7 @@ class TritonContext:
     kernel: str
     calls: tuple[str, ...]
     tensors: str
+    sizes: str
     copied: str
     wanted: str
     allocated: str
@@ -215,11 +132,13 @@ class RowLinearTriton(Kernel):
     def rejects(self, site: Site) -> str | None:
         parts = parts_of(site)
         for value in (*parts.inputs, *parts.outputs):
-            if value.type.dtype not in FLOATS:
+            if value.type.dtype not in FLOATS and not (parts.scales and value in parts.weights):
                 return f"computes {', '.join(FLOATS)}; {value.name} is {value.type.dtype}"
-        if odd := next((weight for weight in parts.weights if weight.type.dtype != parts.x.type.dtype), None):
+        odd = next((weight for weight in parts.weights if weight.type.dtype != parts.x.type.dtype), None)
+        if odd is not None and not parts.scales:
             return f"multiplies two operands of the same dtype; the input is {parts.x.type.dtype} and {odd}"
-        if largest := next((n * parts.k for n in parts.widths if n * parts.k >= LARGEST_WEIGHT), 0):
+        k = parts.lanes * CODES if parts.scales else parts.k
+        if largest := next((n * k for n in parts.widths if n * k >= LARGEST_WEIGHT), 0):
             return f"addresses weights with 32-bit offsets; {largest} elements need more"
         try:
             for result in parts.results:
@@ -243,21 +162,36 @@ ROW_LINEAR_TRITON = RowLinearTriton("row_linear_triton", "triton", frozenset({"m
 def row_tile(parts: Parts) -> RowTile:
     """Returns the tile for one row."""
     n = next((n for n in (16, 8, 4, 2) if sum(-(-width // n) for width in parts.widths) >= MULTIPROCESSORS), 1)
-    most = LOADED // n // len(parts.products if parts.epilogue else parts.products[:1])
-    exact = parts.k & -parts.k  # the largest power of two that divides K needs no mask
-    k = min(most, exact if exact >= 128 else 1 << (parts.k - 1).bit_length())
-    return RowTile(n, k, min(8, max(1, n * k // (32 * EACH))))
+    loaded, each, extent, least = (
+        (LANES, EACH_LANES, parts.lanes, 2 * ALIGNMENT) if parts.scales else (LOADED, EACH, parts.k, 128)
+    )
+    most = loaded // n // len(parts.products if parts.epilogue else parts.products[:1])
+    exact = extent & -extent  # the largest power of two that divides the extent needs no mask
+    k = min(most, exact if exact >= least else 1 << (extent - 1).bit_length())
+    return RowTile(n, k, min(8, max(1, n * k // (32 * each))))
+
+
+def rows_piece(parts: Parts) -> tuple[int, tuple[int, int]]:
+    """Returns the features, or lanes of packed codes, that a program of several rows loads at once, and the bytes of
+    such a piece of a row of x and of a row of the weights."""
+    size = BYTES[parts.x.type.dtype]
+    if parts.scales:  # lanes with all their features of x, so few that several loads are in flight
+        k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)
+        return k, (k * CODES * size, k * CODES * len(parts.scales))
+    k = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length()))
+    return k, (k * size, k * size)
 
 
 def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> TritonContext:
-    size = BYTES[parts.x.type.dtype]
-    rows_k = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length()))
+    rows_k, pieces = rows_piece(parts)
     gain = "gain_ptr, " * len(parts.gain)
     names = [f"{value.name}_ptr" for value in (*parts.inputs, *parts.outputs)]
-    inner = names if parts.epilogue else ["x_ptr", *gain.split(", ")[:-1], "w_ptr", "y_ptr"]
+    before = names[: 1 + len(parts.gain)]
+    stored = [[f"{value.name}_ptr" for value in each] for each in parts.stored]
+    own = stored if parts.epilogue else [["w_ptr", "s_ptr"][: len(stored[0])]]  # the weights of a part
+    bits = parts.bits if parts.epilogue else ("BITS",)[: len(parts.bits)]
+    inner = names if parts.epilogue else [*before, *own[0], "y_ptr"]
     constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL")
-    sizes = [f"{name}: tl.constexpr" for name in constants]
-    weights = [value.name for value in parts.weights] if parts.epilogue else ["w"]
     products = parts.products if parts.epilogue else ("p",)
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
     op_of_node = site.node.op
@@ -268,9 +202,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     load = "tl.load(gain_ptr + ks, mask=ks < K, other=0.0)"
     calls: list[str] = []
     for i, width in enumerate(parts.widths):
-        some = names if parts.epilogue else ["x_ptr", *gain.split(", ")[:-1], f"{parts.weights[i].name}_ptr"]
-        some = [*some, *([] if parts.epilogue else [f"{parts.outputs[i].name}_ptr"])]
-        call = [*some, "tile", "M", str(width), *constants]
+        some = names if parts.epilogue else [*before, *stored[i], f"{parts.outputs[i].name}_ptr"]
+        call = [*some, "tile", "M", str(width), *constants, *(bits if parts.epilogue else parts.bits[i : i + 1])]
         if len(parts.widths) == 1:
             calls.append(listed("part(", call, ")", 4).lstrip())
             break
@@ -283,13 +216,16 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         normed=parts.norm is not None,
         gain=gain,
         row_norm=(*squares[:1], *(f"x *= {load}.to(tl.float32)" for _ in parts.gain)),
-        rows_norm=(*squares[1:], *(f"x = (x * {load}[None, :]).to(w.dtype)" for _ in parts.gain)),
-        scaled=f"result * tl.rsqrt(mean + {parts.norm.eps!r})" if parts.norm is not None else "result",
+        rows_norm=(*squares[1:], *(f"x = (x * {load}[None, :]).to(x_ptr.dtype.element_ty)" for _ in parts.gain)),
+        scaled=" * ".join(("result", *["scale"] * bool(parts.scales), *_root(parts.norm))),
         row=row,
+        product=f"triton/row_linear_{'codes' if parts.scales else 'floats'}.jinja",
+        lanes=parts.lanes,
         rows_k=rows_k,
+        rows_extent=parts.lanes if parts.scales else parts.k,
         rows_warps=ROWS_WARPS,
         tiles=(HEIGHTS, WIDTHS),
-        line=rows_k * size,
+        pieces=pieces,
         in_flight=IN_FLIGHT,
         stages=STAGES,
         shared_memory=site.target.shared_memory,
@@ -297,22 +233,41 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         ahead=AHEAD,
         pdl=site.target.arch >= DEPENDENT_LAUNCH and all(ref[0] == "@" for ref in weights_read),
         widths=str(parts.widths),
-        part=listed("def part(", [*inner, "tile", "M", "N: tl.constexpr", *sizes], "):"),
+        part=listed("def part(", [*inner, "tile", "M", *_constant("N", *constants, *bits)], "):"),
         lines=(
             *(
-                f"{p} = product(x_ptr, {gain}{w}_ptr, rows, columns, {', '.join(constants)})"
-                for p, w in zip(products, weights, strict=True)
+                nested(p, f"product(x_ptr, {gain}{', '.join(w)}, rows, columns, {', '.join((*constants, *each))})")
+                for p, w, *each in zip(products, own, *([bits] if bits else []), strict=True)
             ),
             *_epilogue(parts.operands, results),
         ),
-        kernel=listed(f"def {op.function}_kernel(", [*names, "M", *sizes], "):"),
+        kernel=listed(f"def {op.function}_kernel(", [*names, "M", *_constant(*constants, *parts.bits)], "):"),
         calls=tuple(calls),
-        tensors=listed("", [name.removesuffix("_ptr") for name in names], ",", indent=8),
+        tensors=_arguments(*(name.removesuffix("_ptr") for name in names)),
+        sizes=_arguments("m", "K", "height", "n", "k", "PDL", *(_bits(w) for w in parts.weights if parts.scales)),
         copied=_copied([parts.x, *(value for value in parts.operands if not value.column)]),
         wanted="\n".join(f"        {_wanted(value)}" for value in parts.inputs),
         allocated="\n".join(f"    {_allocated(value, parts.x.type)}" for value in parts.outputs),
         result=", ".join(value.name for value in parts.outputs),
     )
+
+
+def _root(norm: RmsNorm | None) -> tuple[str, ...]:
+    """Returns the factor of a norm, as text."""
+    return (f"tl.rsqrt(mean + {norm.eps!r})",) if norm is not None else ()
+
+
+def _constant(*names: str) -> list[str]:
+    return [f"{name}: tl.constexpr" for name in names]
+
+
+def _arguments(*texts: str) -> str:
+    return flowed(f"{', '.join(map(unbroken, texts))},", " " * 8)
+
+
+def _bits(weight: Value) -> str:
+    """Returns the number of bits of packed codes as text."""
+    return f"{weight.name}.shape[-1] // LANES.value"
 
 
 def _epilogue(operands: Sequence[Value], results: Sequence[Result]) -> Iterator[str]:
@@ -332,7 +287,7 @@ def _copied(values: Sequence[Value]) -> str:
 
 
 def _wanted(value: Value) -> str:
-    shape = ", ".join(dims(value, "*rows"))
+    shape = ", ".join(f"{_bits(value)} * LANES.value" if dim == "W" else dim for dim in dims(value, "*rows"))
     return f'("{value.name}", {value.name}, ({shape}{"," if value.column else ""}), {DTYPES[value.type.dtype]}),'
 
 
@@ -349,6 +304,7 @@ class TorchContext:
     lines: tuple[str, ...]
     returns: str
     uses_torch: bool
+    packed: bool
 
 
 class RowLinearTorch(Kernel):
@@ -365,12 +321,19 @@ class RowLinearTorch(Kernel):
         if parts.norm is not None:
             gain = "".join(f", {value.name}" for value in parts.gain)
             lines.append(f"x = F.rms_norm(x, ({parts.k},){gain}, eps={parts.norm.eps})")
-        lines += [f"{p} = F.linear(x, {w.name})" for p, w in zip(parts.products, parts.weights, strict=True)]
+        weights = [
+            f"dequantized({w.name}, {s.name}, {parts.k}).to(x.dtype)"
+            for w, s in zip(parts.weights, parts.scales, strict=False)
+        ]
+        weights = weights or [w.name for w in parts.weights]
+        lines += [f"{p} = F.linear(x, {w})" for p, w in zip(parts.products, weights, strict=True)]
         texts = []
         for result in parts.results:
             text, dtype = torch_text(result.expr), result.value.type.dtype
             texts.append(text if dtype == parts.x.type.dtype else f"({text}).to({DTYPES[dtype]})")
-        context = TorchContext(op, tuple(lines), returned(", ".join(texts)), "torch." in " ".join(texts))
+        context = TorchContext(
+            op, tuple(lines), returned(", ".join(texts)), "torch." in " ".join(texts), bool(parts.scales)
+        )
         return python_file(op, "torch/row_linear.py.jinja", context)
 
 

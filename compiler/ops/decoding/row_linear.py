@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.op import Op
-from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType
+from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
+from specc.compiler.ops.decoding.packed_codes import dequantized, lanes_of
 from specc.compiler.ops.linear import Linear, rows
 from specc.compiler.ops.norm import RmsNorm
 
@@ -15,13 +16,14 @@ class RowLinear(Op):
     """Computes h w^T for each of several weights w [N, K], where h [..., K] is the input or its RMS norm.
 
     The inputs are x [..., K], the weight [K] of the norm if it has one, and the weights. Weights may differ in N unless
-    the node has an epilogue.
+    the node has an epilogue. A packed weight is two inputs: its codes u8 [N, bits * lanes] and its scales f16 [N].
 
     Attributes:
         weights: the number of weights.
         eps: the addend of the RMS norm of the input; None for no norm.
         affine: whether the norm has a weight.
         labels: the names of the outputs in generated code; empty if there is one.
+        packed: whether weights are integer codes with a scale per row, in the layout of packed_codes.py.
     """
 
     name: ClassVar[str] = "row_linear"
@@ -34,6 +36,7 @@ class RowLinear(Op):
     eps: float | None = None
     affine: bool = False
     labels: tuple[str, ...] = ()
+    packed: bool = False
 
     @property
     def output_labels(self) -> tuple[str, ...]:
@@ -51,28 +54,59 @@ class RowLinear(Op):
 
     @property
     def arity(self) -> int:
-        return self.first + self.weights
+        return self.first + self.weights * (1 + self.packed)
 
     @property
     def words(self) -> str:
-        return "linear of few rows" if self.norm is None else f"linear of few rows after a norm{self.norm.settings()}"
+        weights = " with packed weights" * self.packed
+        norm = "" if self.norm is None else f" after a norm{self.norm.settings()}"
+        return f"linear of few rows{weights}{norm}"
+
+    def each_weight(self, inputs: Sequence[TensorType]) -> Sequence[TensorType]:
+        """Returns the type of each weight, or of its codes."""
+        return inputs[self.first : self.arity : 1 + self.packed]
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        widths = "_".join(str(weight.shape[0]) for weight in inputs[self.first : self.arity])
-        return f"{'norm_' * (self.norm is not None)}row_linear", f"n{widths}_k{inputs[0].width}"
+        widths = "_".join(str(weight.shape[0]) for weight in self.each_weight(inputs))
+        word = f"{'norm_' * (self.norm is not None)}{'packed_' * self.packed}row_linear"
+        return word, f"n{widths}_k{inputs[0].width}"
+
+    def site_type(self, type: TensorType) -> TensorType:
+        # One kernel reads codes of any number of bits, which differs by layer.
+        return type.with_shape(type.shape[0], "W") if type.dtype == "u8" else super(RowLinear, self).site_type(type)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = self.norm.infer(inputs[: self.first])[0] if self.norm is not None else inputs[0]
-        return tuple(Linear().infer((x, weight))[0] for weight in inputs[self.first : self.arity])
+        weights = inputs[self.first : self.arity]
+        if self.packed:
+            pairs = zip(weights[::2], weights[1::2], strict=True)
+            weights = [_weight(x, codes, scale, self.first + 2 * i) for i, (codes, scale) in enumerate(pairs)]
+        return tuple(Linear().infer((x, weight))[0] for weight in weights)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         each = inputs[0].with_shape(*rows(inputs[0])).count(sizes)
-        return 2 * each * sum(weight.count(sizes) for weight in inputs[self.first : self.arity])
+        return 2 * each * int(inputs[0].width) * sum(int(weight.shape[0]) for weight in self.each_weight(inputs))
 
     def reference(self, *inputs: Tensor) -> Tensors:
         x = inputs[0]
         if self.norm is not None:
             normed = self.norm.reference(*inputs[: self.first])
             x = normed[0] if isinstance(normed, tuple) else normed
-        products = tuple(x @ weight.T for weight in inputs[self.first : self.arity])
+        weights = inputs[self.first : self.arity]
+        if self.packed:
+            pairs = zip(weights[::2], weights[1::2], strict=True)
+            weights = tuple(dequantized(codes, scale.to(x), x.shape[-1]).to(x) for codes, scale in pairs)
+        products = tuple(x @ weight.T for weight in weights)
         return products if len(products) > 1 else products[0]
+
+
+def _weight(x: TensorType, codes: TensorType, scale: TensorType, at: int) -> TensorType:
+    """Returns the type of a packed weight, in the dtype of x. `at` is the index of its codes among the inputs."""
+    lanes, width = lanes_of(int(x.width)), codes.width
+    if codes.dtype != "u8" or len(codes.shape) != 2 or (isinstance(width, int) and width % lanes):
+        raise TypeRuleError(f"takes codes u8 [N, bits * {lanes}] for {x.width} features, not {codes}", (at,))
+    if isinstance(width, int) and not 2 <= width // lanes <= 8:
+        raise TypeRuleError(f"takes codes of 2 to 8 bits, not of {width // lanes}", (at,))
+    if (scale.shape, scale.dtype) != (codes.shape[:1], "f16"):
+        raise TypeRuleError(f"takes one f16 scale per row of {codes}, not {scale}", (at, at + 1))
+    return TensorType((codes.shape[0], x.width), x.dtype)

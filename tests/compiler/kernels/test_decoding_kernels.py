@@ -12,7 +12,8 @@ from kernel_sites import DTYPES, check_clean, check_outputs, empty, imported, in
 from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
-from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, parts_of, row_tile
+from specc.compiler.kernels.gemm.row_parts import parts_of
+from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, row_tile
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.norm_rope.rope_write import ROPE_WRITE_TORCH, ROPE_WRITE_TRITON
 from specc.compiler.ops.caches.key_value_cache import decoded

@@ -118,7 +118,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Te
 
     def other(*arguments: Any) -> decode_text._Decoder:
         decoder = make(*arguments)
-        return decode_text._Decoder(lambda ids: change(decoder.logits(ids)), decoder.passes)
+        return decode_text._Decoder(lambda ids: change(decoder.logits(ids)), decoder.passes, decoder.programs)
 
     monkeypatch.setattr(decode_text, name, other)
 

@@ -1,0 +1,67 @@
+"""The bytes of weights that a decoding step reads, with floats and with the codes of an artifact."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from specc.compiler.passes.packed_weights import STEP
+from specc.compiler.passes.select_kernels import together
+from specc.compiler.pipeline import lower, reads_codes, run
+from specc.compiler.programs.cost import decode_cost
+from specc.compiler.programs.programs import Programs, Rewriting
+from specc.compiler.spec.spec import Spec
+from specc.compiler.targets import TARGETS
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A step that decodes a token of one text, with the kernels for few rows of a GPU target."""
+
+    dtype: str
+    floats: Programs
+    packed: Programs
+
+    @cached_property
+    def float_bytes(self) -> int:
+        """The bytes of the parameters that a step reads if they are floats."""
+        return decode_cost(self.floats, 1, 0)[1]
+
+    @cached_property
+    def packed_bytes(self) -> int:
+        """The bytes of the parameters that a step of an artifact reads."""
+        return decode_cost(self.packed, 1, 0)[1]
+
+    @property
+    def refused(self) -> tuple[Rewriting, ...]:
+        """The products that read floats, with the reasons."""
+        return tuple(r for r in self.packed.rewritings if r.step == STEP and r.refusal)
+
+
+def decoding_of(spec: Spec, targets: tuple[str, ...]) -> Decoding | None:
+    """Returns the decoding step of a quantized model on the newest GPU among `targets`. Returns None without a GPU,
+    without quantization, if products are computed in integers, or if the model does not extend texts."""
+    target = max(targets, key=lambda name: TARGETS[name].arch)
+    if not reads_codes(spec, target):
+        return None
+    programs = lower(spec, target)
+    return Decoding(programs.params[0].dtype, programs, run(spec, target, form="packed"))
+
+
+def decoding_data(decoding: Decoding | None) -> dict[str, Any] | None:
+    """Returns the contents of `decoding_lines` as JSON data."""
+    if decoding is None:
+        return None
+    floats = [{"nodes": list(rewriting.nodes), "reason": rewriting.refusal} for rewriting in decoding.refused]
+    return {"float_bytes": decoding.float_bytes, "artifact_bytes": decoding.packed_bytes, "floats": floats}
+
+
+def decoding_lines(decoding: Decoding | None) -> Iterator[str]:
+    """Yields the lines of `specc plan`: the bytes, and each product that reads floats."""
+    if decoding is None:
+        return
+    floats, packed = decoding.float_bytes, decoding.packed_bytes
+    share = f"{100 * packed / floats:.0f} % of {decoding.dtype}"
+    yield f"decoding     {packed:,} bytes of weights per token from an artifact, {share}: {floats:,}"
+    for rewriting in decoding.refused:
+        yield f"  {together(rewriting.nodes)} reads {decoding.dtype}: {rewriting.refusal}"
