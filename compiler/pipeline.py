@@ -12,6 +12,9 @@ from specc.compiler.ir.types import COMPUTE
 from specc.compiler.losses.term import LossTerm
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.count_dropout import count_dropout
+from specc.compiler.passes.decoding.packed_weights import packed_weights
+from specc.compiler.passes.decoding.rope_writes import rope_writes
+from specc.compiler.passes.decoding.row_linears import STEPS, row_linears
 from specc.compiler.passes.derive_weights import derive_weights
 from specc.compiler.passes.fold_scales import fold_scales
 from specc.compiler.passes.fp8_products import fp8_products
@@ -20,10 +23,7 @@ from specc.compiler.passes.join_groups import join_groups
 from specc.compiler.passes.logits import with_logits
 from specc.compiler.passes.merge_linears import merge_linears
 from specc.compiler.passes.optimizers import assign_optimizers
-from specc.compiler.passes.packed_weights import packed_weights
 from specc.compiler.passes.recompute import recompute
-from specc.compiler.passes.rope_writes import rope_writes
-from specc.compiler.passes.row_linears import STEPS, row_linears
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
 from specc.compiler.passes.without_cache import uncached

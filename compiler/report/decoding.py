@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from specc.compiler.passes.packed_weights import STEP
+from specc.compiler.passes.decoding.packed_weights import STEP
 from specc.compiler.passes.select_kernels import together
 from specc.compiler.pipeline import lower, reads_codes, run
 from specc.compiler.programs.cost import decode_cost

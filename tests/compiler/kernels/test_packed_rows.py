@@ -13,10 +13,9 @@ from test_decoding_kernels import expected, gpu_target
 from torch import Tensor
 
 from specc.compiler.kernels.gemm.row_parts import parts_of
-from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, row_tile, rows_tile
+from specc.compiler.kernels.gemm.rows import ROW_LINEAR_TORCH, ROW_LINEAR_TRITON, row_tile
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.decoding.packed_codes import dequantized, lanes_of, pack, unpack
-from specc.compiler.targets import TARGETS
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 
@@ -81,7 +80,7 @@ def test_interpreted_kernels_decode_codes_of_all_widths(tmp_path: Path) -> None:
         for m in (1, rng.randint(2, 16)):
             for bits in ((BITS[i % 7],), (BITS[(i + 3) % 7],), tuple(rng.sample(BITS, 3))):
                 inputs = inputs_of(site, m, bits)
-                tile = {"ROW": (4, 16, 1, 1)} if m == 1 and len(bits) == 3 else {}  # many pieces
+                tile = {"ROW": (4, 16, 1)} if m == 1 and len(bits) == 3 else {}  # many pieces
                 outputs = [torch.full((m + 1, int(t.width)), torch.nan, dtype=DTYPES[t.dtype]) for t in site.node.types]
                 calls.append((str(tmp_path), module, {"PDL": False, **tile}, "launch", [*inputs, *outputs]))
                 cases.append((f"{name}, {m} x {bits}", m, inputs, wanted_of(site, inputs)))
@@ -109,8 +108,9 @@ def test_plain_torch_is_the_reference(name: str, tmp_path: Path) -> None:
 def test_codes_are_loaded_as_vectors_and_converted_without_calls(bits: int, target: str, tmp_path: Path) -> None:
     site = row_site(((768, 768, 768), 768, RMS, None), target, "bf16", packed=True)
     module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"packed_{target}_{bits}")
-    for height, tile in ((1, module.ROW), (16, module.ROWS), (64, module.ROWS)):
-        n, k, warps, stages = tile
+    for m in (1, 2, 64):
+        height, n, stages = module.rows_tile(m) if m > 1 else (1, module.ROW[0], 1)
+        k, warps = module.ROW[1:] if m == 1 else (module.ROWS_K, module.ROWS_WARPS)
         sizes = {"BLOCK_M": height, "BLOCK_N": n, "BLOCK_K": k, "WARPS": warps, "STAGES": stages, "M": 1}
         sizes |= {f"BITS{i}": bits for i in range(3)}
 
@@ -132,15 +132,18 @@ def test_codes_are_loaded_as_vectors_and_converted_without_calls(bits: int, targ
             assert ("ld.global.v2.b64" if bits == 8 else "ld.global.v4.b32") in ptx  # 16 bytes at once
 
 
-def test_tiles_divide_the_lanes_and_fit_into_shared_memory() -> None:
+def test_tiles_divide_the_lanes_and_fit_into_shared_memory(tmp_path: Path) -> None:
     for widths, k, tile in (((768,), 768, (4, 32)), ((768,), 3072, (4, 128)), ((50257,), 768, (16, 32))):
         parts = parts_of(row_site((widths, k, None, None), packed=True))
         assert (row_tile(parts).n, row_tile(parts).k) == tile
         for target in ("sm80", "sm86", "sm90"):
-            memory = TARGETS[target].shared_memory
-            rows = rows_tile(parts, memory)
-            assert lanes_of(k) % rows.k == 0 and rows.k >= 16 and rows.stages >= 2
-            assert rows.stages * rows.k * 8 * (64 * 2 + rows.n) <= memory
+            site = row_site((widths, k, None, None), target, "bf16", packed=True)
+            module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"tiles_{target}_{k}_{len(widths)}_{widths[0]}")
+            assert lanes_of(k) % module.ROWS_K == 0 and module.ROWS_K >= 16
+            for m in (2, 16, 64):
+                height, n, stages = module.rows_tile(m)
+                piece = module.ROWS_K * 8 * (height * 2 + n)
+                assert height >= min(m, 16) and stages >= 2 and stages * piece <= site.target.shared_memory
 
 
 def test_nodes_that_no_kernel_computes_say_why() -> None:

@@ -1,0 +1,1 @@
+"""Passes of the programs that append one token to each text."""
