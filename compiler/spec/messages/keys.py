@@ -118,8 +118,10 @@ class Words:
         model = self.models.get(holder)
         known = keys_of(model) if model is not None else {}
         # A misspelled key is reported as unknown, not also as missing.
-        absent = [name for name in known if name not in self._data(holder)]
-        if any(nearest(str(other), absent) == key for other in self._data(holder) if other not in known):
+        data = self._data(holder)
+        present = data if isinstance(data, Mapping) else {}  # a list where a mapping is expected has no keys
+        absent = [name for name in known if name not in present]
+        if any(nearest(str(other), absent) == key for other in present if other not in known):
             return
         form = wanted(known[key].annotation) if key in known else "a value"
         yield self._missing(holder, key, form)

@@ -39,7 +39,9 @@ def _located(details: ErrorDetails, data: object) -> FieldError:
     parts = details["loc"]
     missing = parts[-1:] if details["type"] == "missing" else ()
     for part in parts[: len(parts) - len(missing)]:
-        inner = step(value, part)
+        # The tag of a union comes before the keys of its member. A key with the name of the tag is not meant.
+        named = entered and isinstance(value, dict) and part == value.get("kind")
+        inner = None if named else step(value, part)
         if inner is not None:
             path, value, entered = (*path, part), inner[0], True
             continue

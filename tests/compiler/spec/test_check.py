@@ -65,6 +65,13 @@ def test_the_specs_load(path: Path) -> None:
     assert source.file == str(path)
 
 
+def test_a_key_with_the_name_of_the_kind_is_no_part_of_a_place() -> None:
+    """`decoder` is the kind of the model, and here also a key, with a list as in a model of two stacks."""
+    text = edited(("  dim: 64\n", "  decoder: [{kind: token}]\n"))
+    said = {(error.code, error.message) for error in errors_of(text)}
+    assert said == {("S101", "`decoder` is not a valid key of `model`"), ("S102", "`model` needs the key `dim`")}
+
+
 def test_ten_errors_in_one_run() -> None:
     text = edited(
         ("name: tiny", "name: Tiny"),
