@@ -14,7 +14,7 @@ from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.errors import Diagnostic, SpeccError, SpecError
 from specc.compiler.expr import Keep
-from specc.compiler.ir.op import ADDED
+from specc.compiler.ir.op import ADDED, Op
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.strict import One, Positive, PositiveFloat, StrictModel
 from specc.compiler.text.source import name_of, read, read_text
@@ -291,12 +291,17 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 def site_digest(site: Site) -> str:
     """Returns the key of the node in locks of earlier versions: twelve hex digits of the digest of `repr` of the op and
     epilogue."""
-    types, op = map(str, (*site.inputs, *site.node.types)), site.node.op
-    added = [field for field in fields(op) if field.metadata == ADDED]
+    types, node = map(str, (*site.inputs, *site.node.types)), (site.node.op, site.epilogue)
+    return _digest("\n".join((site.target.name, *map(_earlier_repr, node), *types)))
+
+
+def _earlier_repr(op: Op | None) -> str:
+    """Returns `repr` of an op without the fields that earlier versions lacked, if these have their defaults."""
     text = repr(op)
-    for field in added:  # ops of earlier versions lack the fields that were added later, which have their defaults
-        text = text.replace(f", {field.name}={field.default!r}", "", 1)
-    return _digest("\n".join((site.target.name, text, repr(site.epilogue), *types)))
+    for field in fields(op) if op is not None else ():
+        if field.metadata == ADDED:
+            text = text.replace(f", {field.name}={field.default!r}", "", 1)
+    return text
 
 
 def group_digest(options: Sites) -> str:

@@ -6,6 +6,7 @@ from typing import ClassVar
 from specc.compiler.expr import ExprError, reread, torch_text, triton_text
 from specc.compiler.expr.python_lines import operand
 from specc.compiler.ir.types import DTYPES
+from specc.compiler.kernels.epilogue import FLOATS
 from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, constants, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
@@ -129,7 +130,7 @@ class NormRopeTriton(Kernel):
     def rejects(self, site: Site) -> str | None:
         heads = heads_of(site)
         for name, type in heads.inputs.items():
-            known = ("f32",) if name in ("cos", "sin") else tuple(TRITON_DTYPES)
+            known = ("f32",) if name in ("cos", "sin") else FLOATS
             if type.dtype not in known:
                 return f"reads {name} in {' or '.join(known)}, not in {type.dtype}"
         if heads.channels > LARGEST_HEAD:

@@ -38,7 +38,7 @@ def all_graphs(path: Path) -> Iterator[Graph]:
             try:
                 programs = pipeline.after(spec, target, name)
             except ValueError:  # an operation that exported programs cannot have, or no program that extends a text
-                assert form == "exported" or (form == "decoding" and cut)
+                assert form == "exported" or (form in ("decoding", "packed") and cut)
                 continue
             yield from programs.graphs
             yield from (flatten(programs, graph) for graph in programs.programs)

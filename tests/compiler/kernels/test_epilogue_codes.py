@@ -6,57 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from epilogue_sites import FORMS, STATE, codes_site
 from kernel_sites import compiled, imported, interpret_calls
 from torch import Tensor
 
-from specc.compiler.ir.graph import Node
-from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.gemm.evt import GEMM_EVT
 from specc.compiler.kernels.gemm.torch import EPILOGUE_PRODUCT
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
 from specc.compiler.kernels.kernel import Site, refusal
-from specc.compiler.ops.fp8 import STORAGE
-from specc.compiler.ops.fp8_codes import CodesLinear
-from specc.compiler.ops.linear import Dgrad, Linear, Product
-from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import reference
 from specc.compiler.targets import TARGETS
 from specc.runtime.verify.judge import Judge
 
-STATE = TensorType((5, 3), "f32", STORAGE)
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 TORCH |= {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 MOST = {"e4m3": 448.0, "e5m2": 57344.0}
-# op, dtypes of the factors, format of the codes, column of the scale
-FORMS: dict[str, tuple[Product, tuple[str, str], str, int]] = {
-    "forward": (Linear(), ("", ""), "e4m3", 0),
-    "backward": (Dgrad(), ("", ""), "e5m2", 2),
-    "codes": (CodesLinear(), ("e4m3", "e4m3"), "e4m3", 0),
-    "gradients": (CodesLinear(), ("e5m2", "e4m3"), "e5m2", 2),
-}
-
-
-def site_of(form: str, both: bool, target: str, n: int, k: int, dtype: str = "f16") -> Site:
-    """A product whose epilogue writes codes, and with `both` also the value that they round."""
-    op, factors, format, factor = FORMS[form]
-    acc, variables, more, scales = "p", ("p", "c"), (), ()
-    if isinstance(op, CodesLinear):
-        acc, variables, more, scales = "(p * scale)", ("p", "c", "scale"), (STATE,), (("scale", 2, 1),)
-    value = f"relu({acc}) ** 2 + cos(c * {acc})"  # not 0 beyond the last row
-    outputs = (value, f"sin({acc})", *([value] if both else []))
-    labels = ("y", "saved", *(["y_codes"] if both else []))
-    title = f"act_{format}" + "_both" * both
-    epilogue = Pointwise(
-        outputs, (*variables, "state"), labels, title=title, scales=scales,
-        codes=((2 if both else 0, "state", factor, dtype),),
-    )  # fmt: skip
-    x, w = (TensorType(shape, name or dtype) for shape, name in zip(
-        (("T", k), (n, k) if op.layout == "nk" else (k, n)), factors, strict=True))  # fmt: skip
-    inputs = (x, w, TensorType((n,), "f32"), *more, STATE)
-    whole, coded = TensorType(("T", n), dtype), TensorType(("T", n), format)
-    types = (whole, whole, coded) if both else (coded, whole)
-    node = Node("mlp.up", op, tuple(f"v{i}" for i in range(len(inputs))), types, epilogue, ("mlp.up", "mlp.act"))
-    return Site(node, inputs, TARGETS[target], "blocks.*.mlp.up + act + down.x_codes", "sample")
 
 
 def inputs_of(site: Site, m: int) -> list[Tensor]:
@@ -118,7 +82,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, list[Tensor
     calls: list[Any] = []
     keys = []
     for i, case in enumerate(CASES):
-        site = site_of(*case)
+        site = codes_site(*case)
         module = imported(LINEAR_TRITON, site, folder / f"codes_{i}").__name__
         for m in (1, 130):
             outputs = [torch.full((m, case[3]), torch.nan).to(TORCH[type.dtype]) for type in site.node.types]
@@ -130,7 +94,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, list[Tensor
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_interpreted_kernels_write_the_codes_of_the_value(case: tuple, results: dict[tuple, list[Tensor]]) -> None:
-    site = site_of(*case)
+    site = codes_site(*case)
     for m in (1, 130):
         after = results[case, m]
         count = len(site.inputs)
@@ -143,7 +107,7 @@ def test_interpreted_kernels_write_the_codes_of_the_value(case: tuple, results: 
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_plain_torch_on_the_cpu_writes_the_codes_of_the_value(form: str, both: bool, tmp_path: Path) -> None:
-    site = site_of(form, both, "cpu", 48, 32, "f32")
+    site = codes_site(form, both, "cpu", 48, 32, "f32")
     module = imported(EPILOGUE_PRODUCT, site, tmp_path / f"plain_{form}_{both}")
     given = inputs_of(site, 51)
     inputs = [value.clone() for value in given]
@@ -154,7 +118,7 @@ def test_plain_torch_on_the_cpu_writes_the_codes_of_the_value(form: str, both: b
 @pytest.mark.parametrize("target", ["sm89", "sm90", "sm120"])
 @pytest.mark.parametrize("form", FORMS)
 def test_kernels_compile_to_machine_code(form: str, target: str, tmp_path: Path) -> None:
-    code = compiled(site_of(form, False, target, 1792, 512, "bf16"), tmp_path / f"compiled_{target}_{form}")
+    code = compiled(codes_site(form, False, target, 1792, 512, "bf16"), tmp_path / f"compiled_{target}_{form}")
     ptx = code.asm["ptx"]
     assert "atom" in ptx or "red." in ptx
     assert ("e4m3x2" if FORMS[form][2] == "e4m3" else "e5m2x2") in ptx
@@ -164,11 +128,11 @@ def test_kernels_compile_to_machine_code(form: str, target: str, tmp_path: Path)
 
 
 def test_kernels_state_why_they_write_no_codes() -> None:
-    site = site_of("forward", False, "sm90", 1792, 512, "bf16")
+    site = codes_site("forward", False, "sm90", 1792, 512, "bf16")
     assert refusal(LINEAR_TRITON, site) is None
     reason = GEMM_EVT.rejects(site)
     assert reason is not None and "scales" in reason
-    odd = refusal(LINEAR_TRITON, site_of("forward", False, "sm90", 1800, 512, "bf16"))
+    odd = refusal(LINEAR_TRITON, codes_site("forward", False, "sm90", 1800, 512, "bf16"))
     assert odd is not None and "1792 or 1808" in odd
 
 
@@ -180,7 +144,7 @@ def test_kernels_on_a_gpu_write_the_codes_of_the_value(form: str, both: bool, n:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no 8-bit floats")
     target = "sm90" if torch.cuda.get_device_capability() >= (9, 0) else "sm89"
-    site = site_of(form, both, target, n, 512, "bf16")
+    site = codes_site(form, both, target, n, 512, "bf16")
     module = imported(LINEAR_TRITON, site, tmp_path / f"gpu_codes_{form}_{both}_{n}")
     for m in (1, 130, 1009):
         given = inputs_of(site, m)
@@ -191,7 +155,7 @@ def test_kernels_on_a_gpu_write_the_codes_of_the_value(form: str, both: bool, n:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_judge_accepts_codes_and_rejects_those_of_another_scale(form: str, tmp_path: Path) -> None:
-    site = site_of(form, False, "cpu", 48, 32, "f32")
+    site = codes_site(form, False, "cpu", 48, 32, "f32")
     module = imported(EPILOGUE_PRODUCT, site, tmp_path / f"judged_{form}")
     function = getattr(module, EPILOGUE_PRODUCT.render(site).function)
     inputs = inputs_of(site, 51)

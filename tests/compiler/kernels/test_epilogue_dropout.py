@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from epilogue_sites import dropout_site
 from kernel_sites import (
     DTYPES,
     check_guards,
@@ -16,43 +17,20 @@ from kernel_sites import (
 )
 from torch import Tensor
 
-from specc.compiler.ir.graph import Node
-from specc.compiler.ir.types import TensorType
 from specc.compiler.kernels.gemm.evt import GEMM_EVT
 from specc.compiler.kernels.gemm.torch import EPILOGUE_PRODUCT
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.dropout import DRAW
-from specc.compiler.ops.linear import Dgrad, Linear, Product
-from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import reference
 from specc.compiler.targets import TARGETS
 
-P, Q = 0.3, 0.125
-ADDED = Pointwise(
-    ("x_ + residual * dropped", "x * keep / 0.7"), ("x", "keep", "x_", "residual"), ("y", "dropped"),
-    title="dropout_0p3_add_mul", draws=(("keep", P),),
-)  # fmt: skip
-TWICE = Pointwise(
-    ("gelu(d * keep / 0.7) * other / 0.875", "keep - other"), ("d", "keep", "other"), ("dx", "difference"),
-    title="two_masks", draws=(("keep", P), ("other", Q)),
-)  # fmt: skip
 DRAWS = (
     [0x7F0F0E0D0C0B0A09, 3, 2, 7],
     [5, 2**40 + 1, 3, 13],  # rows beyond 32 bits
 )
 SHAPES = ((264, 72), (128, 64))
 CASES = [(form, target, *shape) for form in ("added", "twice") for target in ("sm90", "sm80") for shape in SHAPES]
-
-
-def site_of(form: str, target: str, n: int, k: int, dtype: str = "f16") -> Site:
-    op: Product = Linear() if form == "added" else Dgrad()
-    epilogue = ADDED if form == "added" else TWICE
-    whole = TensorType(("T", n), dtype)
-    operands = [DRAW, whole, TensorType((n,), "f32")] if form == "added" else [DRAW, DRAW]
-    types = (TensorType(("T", k), dtype), TensorType((n, k) if form == "added" else (k, n), dtype), *operands)
-    node = Node("mlp.down", op, tuple(f"v{i}" for i in range(len(types))), (whole, whole), epilogue, ("mlp.down",))
-    return Site(node, types, TARGETS[target], "blocks.*.mlp.down + dropped", "sample")
 
 
 def inputs_of(site: Site, m: int, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -76,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, tuple]:
     folder = tmp_path_factory.mktemp("dropout_kernels")
     runs, keys = [], []
     for i, case in enumerate(CASES):
-        site = site_of(*case)
+        site = dropout_site(*case)
         module = imported(LINEAR_TRITON, site, folder / f"dropout_{i}").__name__
         for m in (1, 129):
             outputs = poisoned(site, m)
@@ -88,7 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, tuple]:
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_interpreted_kernels_give_the_reference(case: tuple, results: dict[tuple, tuple]) -> None:
-    site = site_of(*case)
+    site = dropout_site(*case)
     for m in (1, 129):
         buffers, unchanged = results[case, m]
         assert unchanged, "an input was written"
@@ -105,7 +83,7 @@ def test_interpreted_kernels_give_the_reference(case: tuple, results: dict[tuple
 
 @pytest.mark.parametrize("form", ["added", "twice"])
 def test_plain_torch_on_the_cpu_gives_the_reference(form: str, tmp_path: Path) -> None:
-    site = site_of(form, "cpu", 40, 24, "f32")
+    site = dropout_site(form, "cpu", 40, 24, "f32")
     module = imported(EPILOGUE_PRODUCT, site, tmp_path / f"plain_{form}")
     inputs = inputs_of(site, 51, torch.float64)
     function = getattr(module, EPILOGUE_PRODUCT.render(site).function)
@@ -116,7 +94,7 @@ def test_plain_torch_on_the_cpu_gives_the_reference(form: str, tmp_path: Path) -
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("form", ["added", "twice"])
 def test_kernels_compile_to_machine_code(form: str, target: str, tmp_path: Path) -> None:
-    code = compiled(site_of(form, target, 1792, 512, "bf16"), tmp_path / f"compiled_{target}_{form}")
+    code = compiled(dropout_site(form, target, 1792, 512, "bf16"), tmp_path / f"compiled_{target}_{form}")
     ptx = code.asm["ptx"]
     assert ("wgmma.mma_async" if target == "sm90" else "mma.sync") in ptx
     assert "0xcd9e8d57" in ptx.lower() or "-845247145" in ptx  # a factor of Philox
@@ -124,7 +102,7 @@ def test_kernels_compile_to_machine_code(form: str, target: str, tmp_path: Path)
 
 
 def test_the_cutlass_kernel_states_why_it_draws_no_numbers() -> None:
-    reason = GEMM_EVT.rejects(site_of("added", "sm90", 1792, 512, "bf16"))
+    reason = GEMM_EVT.rejects(dropout_site("added", "sm90", 1792, 512, "bf16"))
     assert reason is not None and "dropout" in reason
 
 
@@ -133,7 +111,7 @@ def test_the_cutlass_kernel_states_why_it_draws_no_numbers() -> None:
 @pytest.mark.parametrize("n", [264, 1792])
 def test_kernels_on_a_gpu_give_the_reference(form: str, n: int, tmp_path: Path) -> None:
     target = "sm90" if torch.cuda.get_device_capability() >= (9, 0) else "sm80"
-    site = site_of(form, target, n, 512, "bf16")
+    site = dropout_site(form, target, n, 512, "bf16")
     module = imported(LINEAR_TRITON, site, tmp_path / f"gpu_dropout_{form}_{n}")
     for m in (1, 129, 1009):
         inputs = [value.cuda() for value in inputs_of(site, m)]

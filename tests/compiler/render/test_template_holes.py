@@ -12,6 +12,10 @@ from typing import Any
 
 import jinja2
 import pytest
+from decoding_sites import rope_site
+from epilogue_sites import FORMS as CODES
+from epilogue_sites import codes_site, dropout_site
+from head_sites import PARTS, head_site
 from jinja2 import nodes
 from kernel_sites import written
 from random_sites import KERNELS, random_site
@@ -29,6 +33,17 @@ ROOT = Path(__file__).parents[3]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 MISSED = 23  # branches that neither a committed spec nor a random node renders: only fewer are allowed
 NODES = 32  # random nodes for each kernel
+# Nodes that no random node is: 8-bit codes, dropout in epilogues, gradients that are parts of a wider tensor.
+OTHERS = [
+    site
+    for target in ("cpu", "sm90", "sm80")
+    for site in (
+        *(codes_site(form, True, target, 128, 64, "f32" if target == "cpu" else "bf16") for form in CODES),
+        *(dropout_site(form, target, 128, 64, "f32" if target == "cpu" else "bf16") for form in ("added", "twice")),
+        *(head_site(part, (4, 64, 32), True, target, "f32", into=(16, 8)) for part in PARTS),
+        rope_site(coded=True, target=target, cached="bf16", dtype="bf16"),
+    )
+]
 Place = tuple[str, int, str]  # template, line, text
 Rendering = Callable[[], str]
 
@@ -121,6 +136,10 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
                 site = random_site(kernel, rng, target, "bf16", "f16", "f32")
                 if site is not None:
                     written(kernel, site, tmp_path_factory.getbasetemp() / f"{kernel.name}_{number}")
+            for number, site in enumerate(OTHERS):
+                computes = isinstance(site.node.op, kernel.computes) and not missing(kernel, site.target)
+                if computes and kernel.rejects(site) is None:
+                    written(kernel, site, tmp_path_factory.getbasetemp() / f"other_{kernel.name}_{number}")
         probe.rendering = None
         yield probe
     jinja.environment.cache_clear()

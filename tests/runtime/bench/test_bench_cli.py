@@ -158,7 +158,7 @@ def test_a_report_is_drawn_again(
     assert again.read_bytes().startswith(b"\x89PNG")
     report.write_text(json.dumps(whole[0]))
     assert run(["bench", str(report)]) == 2
-    assert "name the picture with --picture" in capsys.readouterr().err
+    assert "which can only be drawn; add --picture FILE" in capsys.readouterr().err
     assert run(["bench", str(report), "--picture", str(again)]) == 0
     assert again.read_bytes() == whole[1].read_bytes()
     report.write_text(json.dumps(whole[0] | {"kernels": [], "groups": []}))
@@ -218,7 +218,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert "sm90 needs a GPU of H100, H200" in capsys.readouterr().err
     assert run([*command, "--target", "sm80"]) == 2  # not one of the spec's
     assert run([*command, "--only", "step", "--picture", "x.png"]) == 2
-    assert "--picture shows kernels and groups" in capsys.readouterr().err
+    assert "--picture draws kernels and groups" in capsys.readouterr().err
     assert run([*command, "--only", "nothing"]) == 2
     assert run([*command, "--picture", "nowhere/x.png"]) == 2
     assert "there is no folder nowhere" in capsys.readouterr().err

@@ -151,7 +151,7 @@ def garbled(folder: Path) -> None:
         (missing, 5, "tokens_train_000001.bin: missing; shards.json lists it"),
         (added, 5, "tokens_train_000009.bin: not in shards.json"),
         (added, 5, "tokens_train_000009.bin: has the same tokens as tokens_train_000001.bin"),
-        (unread, 1, "other.bin: is not read: its name contains neither train nor val"),
+        (unread, 1, "other.bin: this file is not read: its name contains neither train nor val"),
         (swapped, 5, "tokens_train_000000.bin: not the file that shards.json describes"),
         (dangling, 5, "tokens_train_000001.bin: No such file or directory"),
         (emptied, 5, "shards.json: is empty, because the folder was never completed"),

@@ -229,7 +229,7 @@ def test_mistakes_and_a_hub_that_does_not_answer(
     assert "shards from https://huggingface.co/datasets/willdepueoai/parameter-golf to" in shown
     assert "add --yes to download" in shown and not out.exists()
     assert run(["data", "fetch", "fineweb", "--out", str(out)]) == 2
-    assert "there are fineweb-sp1024, fineweb-sp8192" in capsys.readouterr().err
+    assert "choose from fineweb-sp1024, fineweb-sp8192" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("x")
     assert fetch(tmp_path / "other") == 2 and fetch(tmp_path / "other" / "mine.txt") == 2

@@ -83,7 +83,11 @@ def test_a_mean_that_never_began_is_not_called_one(tmp_path: Path) -> None:
         options = TrainOptions(small_spec(*wishes), "cpu", data, tmp_path / str(count), stop_after_steps=count)
         result = whole_run(options, said.append)
         end = [record for record in read_log(result.run / "log.jsonl") if record["event"] == "end"]
-        output[count] = (result.averaged is not None, end[-1]["weights"], any("never began" in line for line in said))
+        output[count] = (
+            result.averaged is not None,
+            end[-1]["weights"],
+            any("before the average began" in line for line in said),
+        )
     assert output == {1: (False, "raw", True), 3: (True, "average", False)}
 
 
