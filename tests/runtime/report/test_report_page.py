@@ -157,7 +157,7 @@ def test_missing_parts_are_said_to_be_missing(tmp_path: Path, data: Path) -> Non
         "The log of the run has no steps, so there are no curves.",
         "The run is not quantized",
         "The files of the run state no measured quality",
-        "No samples: `specc report RUN` generates them",
+        "No samples: `specc report RUN` without --no-samples generates them",
         "machine not recorded",
         "training time not recorded",
         "digest of the training split not recorded",
