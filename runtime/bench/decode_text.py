@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.compiler.kernels.gemm.rows import MOST_ROWS
 from specc.compiler.pipeline import lower, reads_codes, run
 from specc.compiler.programs.cost import decode_cost
 from specc.compiler.programs.programs import Programs
@@ -130,11 +131,13 @@ class _Decoder:
             the last is decoded.
         passes: returns the function to time, for a number of texts and a number of tokens of a text at its end.
         programs: the programs whose parameters and cache a step reads.
+        most: the largest number of texts whose step runs these programs; None for no limit.
     """
 
     logits: Callable[[Tensor], Tensor]
     passes: Callable[[int, int], Pass]
     programs: Programs
+    most: int | None = None
 
 
 def measure(
@@ -247,7 +250,8 @@ def _decoders(
             if artifact is not None and reads_codes(quantized, setup.target):
                 coded = replace(loaded, spec=quantized, stored=artifact.stored.tensors)
                 packed = run(quantized, setup.target, form="packed")
-                yield CODES, _ours(coded, setup.device, packed, partial(step_of, coded))
+                codes = _ours(coded, setup.device, packed, partial(step_of, coded))
+                yield CODES, replace(codes, most=MOST_ROWS)
             elif artifact is not None:
                 missing[CODES] = f"{CODES}: no step reads them; `specc plan` states the storage of each product"
     try:
@@ -376,6 +380,9 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
     wanted: Tensor | None = None
     for name, decoder in decoders.items():
         place = f"{name}, {cell.batch} x {cell.context}"
+        if decoder.most is not None and cell.batch > decoder.most:
+            missing[place] = f"{place}: only steps of up to {decoder.most} texts read codes"
+            continue
         try:
             logits = decoder.logits(ids[:1])
             error = None if wanted is None else _difference(logits, wanted)
