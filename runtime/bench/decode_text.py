@@ -5,7 +5,8 @@ Both are measured under torch.compile. With an artifact, a step that reads its c
 
 A text has `context` tokens at its end. Its first tokens are random, and are prefilled. Its last tokens are decoded one
 at a time, and timed. Each decoder has one untimed pass, which compiles and captures, and two timed passes. Before a
-decoder is timed, its logits after the same tokens are compared with those of the contiguous cache.
+decoder is timed, its logits after the same tokens are compared with those of the contiguous cache: those of all texts,
+and of one text for Transformers.
 
 Transformers loads the same weights in the same dtype, from a folder in the form of `specc export --format hf`. Its
 `generate` decodes with a dynamic cache, and with a compiled static cache.
@@ -384,7 +385,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
             missing[place] = f"{place}: only steps of up to {decoder.most} texts read codes"
             continue
         try:
-            logits = decoder.logits(ids[:1])
+            logits = decoder.logits(ids if name in OWN else ids[:1])  # Transformers returns logits of all tokens
             error = None if wanted is None else _difference(logits, wanted)
             wanted = logits if wanted is None else wanted
             if error is not None and not error <= cell.tolerance:
@@ -418,7 +419,7 @@ def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
 
 
 def _difference(logits: Tensor, others: Tensor) -> float:
-    """Returns the largest difference from the other logits, relative to the largest of these."""
+    """Returns the largest difference from the first rows of other logits, relative to the largest of these."""
     width = min(logits.shape[-1], others.shape[-1])
-    exact = others[:, :width].double()
+    exact = others[: len(logits), :width].double()
     return float((logits[:, :width].double() - exact).abs().max() / exact.abs().max())

@@ -127,6 +127,12 @@ def test_wrong_logits_get_no_time(
     spoil(monkeypatch, "_ours", lambda logits: next(calls) * logits)
     assert run(["bench", str(llama), "--target", "cpu", *arguments]) == 4
     assert "error: R001 cache in pages, 1 x 8: logits differ" in " ".join(capsys.readouterr().err.split())
+    calls = iter((1.0, 1.1))
+    last = torch.tensor([[0.0], [1.0]])
+    monkeypatch.undo()
+    spoil(monkeypatch, "_ours", lambda logits: (1 + last * (next(calls) - 1)) * logits)
+    assert run(["bench", str(llama), "--target", "cpu", "--only", "decode", "--batch", "2", "--context", "8"]) == 4
+    assert "error: R001 cache in pages, 2 x 8: logits differ" in " ".join(capsys.readouterr().err.split())
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
