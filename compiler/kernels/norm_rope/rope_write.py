@@ -356,8 +356,8 @@ ROPE_WRITE_TRITON = RopeWriteTriton("rope_write_triton", "triton", computes=Rope
 
 
 class RopeWriteTorch(Kernel):
-    """Rotation in f32, and a copy to the rows of the caches. On a GPU, it takes the nodes that the other kernel rejects,
-    so that every model decodes."""
+    """Rotation in f32, and a copy to the rows of the caches. On a GPU, it takes the nodes that the Triton kernel
+    rejects, so that every model decodes."""
 
     RANK: ClassVar[int] = 9
 
