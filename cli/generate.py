@@ -66,12 +66,13 @@ def _write_many(
     Raises:
         UsageError: if the file has no prompt or is not valid UTF-8, or if the model is a model of lines.
     """
+    from specc.runtime.data.tokenizers.characters import lines_of
     from specc.runtime.generate import generate_many
 
     if opened.spec.model.reads == "lines":
         raise click.UsageError(f"{opened.spec.name} is a model of lines: use --lines FILE")
     try:
-        starts = prompts.read().decode("utf-8-sig").splitlines()
+        starts = lines_of(prompts.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{prompts.name} is not valid UTF-8 at byte {error.start}") from None
     if not starts:

@@ -196,8 +196,9 @@ def generate_many(
     pages = pages_for([len(tokens) + max_tokens for tokens in starts], page, window, batch)
     if not max_tokens:
         yield from ((index, b"") for index in range(len(prompts)))
+        return
     try:
-        step = step_of(opened.loaded, batch, compiled)
+        step = step_of(opened.loaded, min(batch, len(prompts)), compiled)
         decoder = PagedDecoder(paged_model(opened.model), window, page, pages, opened.device, step)
         settings = (starts, tokenizer.vocab, sampling, seeds, max_tokens, batch, tokenizer.bos, _block(opened))
         for index, token, ends in sample_texts(decoder, *settings):

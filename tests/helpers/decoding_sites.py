@@ -24,6 +24,7 @@ ROW_CASES: dict[str, Case] = {
     "residual": ((33,), 136, None, (("x + 0.5 * branch",), ("branch", "x"), ())),
     "bias and activation": ((40,), 64, AFFINE, (("gelu(p + w)",), ("p", "w"), ("w",))),
     "gated": ((24, 24), 128, RMS, (("silu(gate) * x",), ("x", "gate"), ())),
+    "three products": ((24, 24, 24), 128, RMS, (("silu(gate) * x * z + stages",), ("x", "gate", "z", "stages"), ())),
     "two outputs": ((24,), 32, None, (("relu(x) ** 2", "x * y"), ("x", "y"), ())),
 }
 ROPES: dict[str, dict[str, Any]] = {

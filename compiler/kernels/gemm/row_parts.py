@@ -11,7 +11,8 @@ from specc.compiler.ops.decoding.packed_codes import lanes_of
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
 
-OURS = {"x", "gain", "product", "part", *(f"{letter}{i}" for letter in "wspy" for i in ("", *range(9)))}
+WORDS = "x gain product part stages warps rows_tile ROW PDL LANES WIDTHS ROWS_K ROWS_WARPS"
+OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in "wspy" for i in ("", *range(9)))}
 
 
 @dataclass(frozen=True, slots=True)

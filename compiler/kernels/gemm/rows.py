@@ -165,7 +165,8 @@ def row_tile(parts: Parts) -> RowTile:
     loaded, each, extent, least = (
         (LANES, EACH_LANES, parts.lanes, 2 * ALIGNMENT) if parts.scales else (LOADED, EACH, parts.k, 128)
     )
-    most = loaded // n // len(parts.products if parts.epilogue else parts.products[:1])
+    products = len(parts.products) if parts.epilogue else 1
+    most = loaded // n >> (products - 1).bit_length()  # a power of two, as the extents of all tiles
     exact = extent & -extent  # the largest power of two that divides the extent needs no mask
     k = min(most, exact if exact >= least else 1 << (extent - 1).bit_length())
     return RowTile(n, k, min(8, max(1, n * k // (32 * each))))
@@ -177,7 +178,7 @@ def rows_piece(parts: Parts) -> tuple[int, tuple[int, int]]:
     size = BYTES[parts.x.type.dtype]
     if parts.scales:  # lanes with all their features of x, so few that several loads are in flight
         k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)
-        return k, (k * CODES * size, k * CODES * len(parts.scales))
+        return k, (k * CODES * size, k * CODES)  # codes of at most 8 bits
     k = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length()))
     return k, (k * size, k * size)
 

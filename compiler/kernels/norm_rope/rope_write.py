@@ -356,12 +356,13 @@ ROPE_WRITE_TRITON = RopeWriteTriton("rope_write_triton", "triton", computes=Rope
 
 
 class RopeWriteTorch(Kernel):
-    """Rotation in f32, and a copy to the rows of the caches."""
+    """Rotation in f32, and a copy to the rows of the caches. On a GPU, it takes the nodes that the Triton kernel
+    rejects, so that every model decodes."""
 
     RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        if op_of(site).coded and "fp8_mma" not in site.target.features:
+        if ROPE_WRITE_TRITON.rejects(site) is not None:
             return None
         return unless_cpu(site, "would rotate and write in a dozen kernels")
 

@@ -137,6 +137,9 @@ def test_nodes_that_no_kernel_computes_say_why() -> None:
     assert "a dozen kernels" in str(ROPE_WRITE_TORCH.rejects(rope_site()))
     assert "one dtype" in str(ROPE_WRITE_TRITON.rejects(rope_site(cached="f32")))
     assert "up to 1024 channels" in str(ROPE_WRITE_TRITON.rejects(rope_site(c=2048)))
+    assert "not f32 on sm90" in str(ROPE_WRITE_TRITON.rejects(rope_site(coded=True, dtype="f32")))
+    for site in (rope_site(c=2048), rope_site(coded=True, dtype="f32"), rope_site(coded=True, target="sm86")):
+        assert ROPE_WRITE_TORCH.rejects(site) is None  # a step has a kernel for every node that the pass joins
 
 
 def rope_inputs(site: Site, texts: int, tokens: int, seed: int = 0) -> list[Tensor]:

@@ -76,7 +76,7 @@ def test_interpreted_kernels_decode_codes_of_all_widths(tmp_path: Path) -> None:
         case = (rng.randint(1, 40),), k, RMS if k > 129 else None, None
         sites.append((f"odd {k}", row_site(case, dtype="f16", packed=True)))
     for i, (name, site) in enumerate(sites):
-        module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"rows_{i}").__name__
+        module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"packed_rows_{i}").__name__
         for m in (1, rng.randint(2, 16)):
             for bits in ((BITS[i % 7],), (BITS[(i + 3) % 7],), tuple(rng.sample(BITS, 3))):
                 inputs = inputs_of(site, m, bits)

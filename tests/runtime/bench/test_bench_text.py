@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from specc.compiler import pipeline
 from specc.compiler.programs.cost import cached_numbers, decode_cost
 from specc.compiler.spec.check import load
 from specc.runtime.bench import decode_text, optimizer
-from specc.runtime.bench.decode_text import CONTIGUOUS, DYNAMIC, PAGED, STATIC
+from specc.runtime.bench.decode_text import CODES, CONTIGUOUS, DYNAMIC, PAGED, STATIC
 from specc.runtime.bench.optimizer import TORCH, TRAINED, torch_adamw
 
 LLAMA = """
@@ -59,6 +60,21 @@ def bench(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> di
     assert run(["bench", str(path), "--target", "cpu", *arguments, "--json"]) == 0
     data: dict[str, Any] = json.loads(capsys.readouterr().out)
     return data
+
+
+def test_codes_have_no_row_of_more_texts_than_their_kernels(
+    llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoders = decode_text._decoders
+
+    def coded(*arguments: Any) -> Any:
+        name, decoder = next(decoders(*arguments))
+        yield from ((name, decoder), (CODES, replace(decoder, most=2)))
+
+    monkeypatch.setattr(decode_text, "_decoders", coded)
+    decode = bench(capsys, llama, "--only", "decode", "--batch", "2", "--batch", "3", "--context", "8")["decode"]
+    assert [(row["decoder"], row["batch"]) for row in decode["rows"]] == [(CONTIGUOUS, 2), (CODES, 2), (CONTIGUOUS, 3)]
+    assert list(decode["missing"]) == [f"{CODES}, 3 x 8"] and "up to 2 texts" in decode["missing"][f"{CODES}, 3 x 8"]
 
 
 def test_all_decoders_compute_the_same_logits(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +127,12 @@ def test_wrong_logits_get_no_time(
     spoil(monkeypatch, "_ours", lambda logits: next(calls) * logits)
     assert run(["bench", str(llama), "--target", "cpu", *arguments]) == 4
     assert "error: R001 cache in pages, 1 x 8: logits differ" in " ".join(capsys.readouterr().err.split())
+    calls = iter((1.0, 1.1))
+    last = torch.tensor([[0.0], [1.0]])
+    monkeypatch.undo()
+    spoil(monkeypatch, "_ours", lambda logits: (1 + last * (next(calls) - 1)) * logits)
+    assert run(["bench", str(llama), "--target", "cpu", "--only", "decode", "--batch", "2", "--context", "8"]) == 4
+    assert "error: R001 cache in pages, 2 x 8: logits differ" in " ".join(capsys.readouterr().err.split())
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

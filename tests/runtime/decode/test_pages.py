@@ -19,6 +19,7 @@ from specc.compiler.programs import reference
 from specc.compiler.programs.cost import cached_bytes, cached_numbers
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.spec.check import load
+from specc.runtime import generate as generation
 from specc.runtime.decode import many_texts
 from specc.runtime.decode.many_texts import sample_texts
 from specc.runtime.decode.pages import PagedDecoder, PagedTexts, in_pages, pages_for
@@ -257,7 +258,9 @@ def test_a_model_with_pages_is_still_one_of_its_family() -> None:
     assert recognized(paged) == recognized(model)
 
 
-def test_a_run_writes_many_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_writes_many_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "run", small_spec(), str(write_text(tmp_path / "data")))
     prompts = ["a", "the longer prompt", "", "b c"]
     opened = open_model(run.directory, prepared=in_pages)
@@ -268,10 +271,17 @@ def test_a_run_writes_many_texts(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [texts[i] for i in range(4)] == [
         generate(contiguous, prompt, 12, seed=i) for i, prompt in enumerate(prompts)
     ]
+    rows: list[int] = []
+    monkeypatch.setattr(generation, "step_of", lambda loaded, count, compiled: rows.append(count))
+    assert dict(generate_many(opened, prompts, 12, Sampling(), range(4), batch=100)) == texts
+    assert dict(generate_many(opened, prompts, 0, Sampling(), range(4))) == dict.fromkeys(range(4), b"")
+    assert rows == [4]  # few prompts use the kernels for few rows, with any batch
+    prompts[1] = "a line ends only with\u2028 its \x0b newline"
+    texts[1] = generate(contiguous, prompts[1], 12, seed=1)
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts) + "\n")
     arguments = ["--prompts", str(file), "--max-tokens", "12", "--batch", "2"]
     assert app.run(["generate", str(run.directory), *arguments]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    lines = [json.loads(line) for line in capsys.readouterr().out.removesuffix("\n").split("\n")]
     assert [line["prompt"] for line in lines] == prompts
     assert [line["text"] for line in lines] == [texts[i].decode(errors="replace") for i in range(4)]
