@@ -1,5 +1,6 @@
 """Matrices that a model computes from its parameters: once per step, with the gradients of each parameter."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,21 @@ def test_matrices_in_bf16_are_rounded_once(tmp_path: Path) -> None:
     assert not torch.equal(held, residual.bfloat16()[:, None] * down.bfloat16())
     q_k_v = [masters.tensors[f"blocks.1.attention.{name}"].detach().bfloat16() for name in "qkv"]
     assert torch.equal(block.attention_q_k_v_weight(), torch.cat(q_k_v))
+
+
+def test_one_matrix_in_f32_exists_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = trainer_of(tmp_path, *BOTH, dtype="bf16").masters
+    kind = type(masters.derived._weights[0][1])
+    of, earlier = kind.of, list[weakref.ref[Tensor]]()
+
+    def watched(self: Any, values: Any) -> Tensor:
+        assert all(other() is None for other in earlier)
+        earlier.append(weakref.ref(value := of(self, values)))
+        return value
+
+    monkeypatch.setattr(kind, "of", watched)
+    masters.refresh()
+    assert len(earlier) == len(masters.derived.leaves) > 1
 
 
 def test_other_weights_have_their_own_matrices(tmp_path: Path) -> None:
