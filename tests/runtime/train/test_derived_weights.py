@@ -69,6 +69,16 @@ def test_gradients_equal_those_of_matrices_in_each_pass(tmp_path: Path) -> None:
         torch.testing.assert_close(once[name], want, rtol=1e-4, atol=1e-5 * float(scale), msg=name)
 
 
+@pytest.mark.parametrize("part", ["block", "attention", "mlp"])
+def test_a_recomputed_part_reads_the_held_matrices(part: str, tmp_path: Path) -> None:
+    plain, again = (
+        gradients(trainer_of(tmp_path / name, *BOTH, *keys))
+        for name, keys in (("plain", ()), ("again", (f"train.recompute=[{part}]",)))
+    )
+    for name, want in plain.items():
+        torch.testing.assert_close(again[name], want, rtol=1e-4, atol=1e-5 * float(want.abs().max()), msg=name)
+
+
 def test_a_run_equals_one_with_matrices_in_each_pass(tmp_path: Path) -> None:
     once, each = (trainer_of(tmp_path / str(held), *BOTH, held=held) for held in (True, False))
     for _ in range(3):
