@@ -47,7 +47,7 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
             problems.append(Problem(_path(i), "S295", f"no block has a part {part}", hint))
         for name in having:
             try:
-                functions[name] = _outlined(functions[name], part, parts)
+                functions[name] = _outlined(programs, functions[name], part, parts)
             except ValueError as error:
                 problems.append(Problem(_path(i), "S295", f"{part} cannot be recomputed: {error}", "remove it"))
                 break
@@ -102,7 +102,7 @@ def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
     return f"{recorded} records the largest magnitudes of its inputs, once in each pass" if recorded else ""
 
 
-def _outlined(graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
+def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
     """Returns a function with a call in place of the nodes of a part. Adds the function of the part to `parts`, unless
     an equal one is there.
 
@@ -125,6 +125,8 @@ def _outlined(graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
     if not results:
         raise ValueError("nothing reads its values")
     read = dict.fromkeys(ref for node in inside for ref in node.inputs if ref not in computed)
+    for callee in (programs.function(node.op.callee) for node in inside if isinstance(node.op, Call)):
+        read |= dict.fromkeys((*(f"@{name}" for name, _ in callee.params), *(f"${name}" for name in callee.scalars)))
     names = _input_names([ref for ref in read if ref[0] not in "@$"])
     inner = rename(replace(graph, nodes=tuple(inside), outputs=tuple((ref, ref) for ref in results)), names)
     function = Graph(

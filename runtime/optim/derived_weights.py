@@ -37,10 +37,12 @@ class DerivedWeights:
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Computes the matrices in f32 from the values of parameters, by name, and rounds each once."""
-        matrices = [matrix.of(_values(weight, values)) for weight, matrix in self._weights]
-        if matrices:
-            torch._foreach_copy_(self.leaves, matrices)
+        """Computes the matrices in f32 from the values of parameters, by name, and rounds each once.
+
+        Only one matrix in f32 exists at a time: all of them may be larger than any other temporary value of an update.
+        """
+        for (weight, matrix), leaf in zip(self._weights, self.leaves, strict=True):
+            leaf.copy_(matrix.of(_values(weight, values)))
 
     def add_gradients(
         self, totals: Sequence[Tensor], values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]

@@ -1,5 +1,6 @@
 """Matrices that a model computes from its parameters: once per step, with the gradients of each parameter."""
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,16 @@ def test_gradients_equal_those_of_matrices_in_each_pass(tmp_path: Path) -> None:
         torch.testing.assert_close(once[name], want, rtol=1e-4, atol=1e-5 * float(scale), msg=name)
 
 
+@pytest.mark.parametrize("part", ["block", "attention", "mlp"])
+def test_a_recomputed_part_reads_the_held_matrices(part: str, tmp_path: Path) -> None:
+    plain, again = (
+        gradients(trainer_of(tmp_path / name, *BOTH, *keys))
+        for name, keys in (("plain", ()), ("again", (f"train.recompute=[{part}]",)))
+    )
+    for name, want in plain.items():
+        torch.testing.assert_close(again[name], want, rtol=1e-4, atol=1e-5 * float(want.abs().max()), msg=name)
+
+
 def test_a_run_equals_one_with_matrices_in_each_pass(tmp_path: Path) -> None:
     once, each = (trainer_of(tmp_path / str(held), *BOTH, held=held) for held in (True, False))
     for _ in range(3):
@@ -107,6 +118,21 @@ def test_matrices_in_bf16_are_rounded_once(tmp_path: Path) -> None:
     assert not torch.equal(held, residual.bfloat16()[:, None] * down.bfloat16())
     q_k_v = [masters.tensors[f"blocks.1.attention.{name}"].detach().bfloat16() for name in "qkv"]
     assert torch.equal(block.attention_q_k_v_weight(), torch.cat(q_k_v))
+
+
+def test_one_matrix_in_f32_exists_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = trainer_of(tmp_path, *BOTH, dtype="bf16").masters
+    kind = type(masters.derived._weights[0][1])
+    of, earlier = kind.of, list[weakref.ref[Tensor]]()
+
+    def watched(self: Any, values: Any) -> Tensor:
+        assert all(other() is None for other in earlier)
+        earlier.append(weakref.ref(value := of(self, values)))
+        return value
+
+    monkeypatch.setattr(kind, "of", watched)
+    masters.refresh()
+    assert len(earlier) == len(masters.derived.leaves) > 1
 
 
 def test_other_weights_have_their_own_matrices(tmp_path: Path) -> None:
