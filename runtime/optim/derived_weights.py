@@ -14,8 +14,7 @@ class DerivedWeights:
 
     A leaf takes the place of the method that computes the matrix. Backward passes sum their gradients of the leaf. By
     the chain rule, `add_gradients` then adds the gradients of the parameters: both steps are linear in the gradient of
-    the leaf, so the result equals that of computing the matrix in each pass. `release` lets the model compute the
-    matrices again.
+    the leaf, so the result equals that of computing the matrix in each pass.
 
     Args:
         model: the model, on the device that it will run on.
@@ -61,11 +60,6 @@ class DerivedWeights:
             for name, part in zip(weight.params, parts, strict=True):
                 gradients[name].add_(part)
 
-    def release(self) -> None:
-        """Lets the model compute its matrices in each call again."""
-        for _, matrix in self._weights:
-            matrix.hold(None)
-
 
 class _Matrix(nn.Module):
     """A derived weight of a block. `functional_call` runs `forward` with other values of the block's parameters."""
@@ -83,8 +77,8 @@ class _Matrix(nn.Module):
         value: Tensor = torch.func.functional_call(self, {f"block.{name}": value for name, value in values.items()})
         return value
 
-    def hold(self, leaf: Tensor | None) -> None:
-        """Sets the value that the block's method returns. None: the method computes it."""
+    def hold(self, leaf: Tensor) -> None:
+        """Sets the value that the block's method returns."""
         setattr(self.block, f"derived_{self._method}", leaf)
 
 

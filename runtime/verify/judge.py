@@ -33,7 +33,7 @@ SIDE = 256  # the maximum number of rows or columns of a kernel's tile
 TOKENS = 343  # the sequence length for many tiles; 7^3, so that no tile size divides the number of rows
 EVERY = 7  # with many tiles, every 7th row is compared; the parts of tiles have 8 or more rows
 PARTS = 8  # the number of parts of the rows of a sum, to estimate the size of its terms
-EIGHT_BIT_FLIPS = 0.05  # the allowed RMS error of 8-bit codes, in steps of the largest code
+NEXT_CODES = 0.2, 4  # the allowed share and number of 8-bit codes that differ: values next to a boundary
 FEW = 16  # outputs of at most this number of values have too few rounding errors for a comparison only by ratio
 LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of that of unfused code
 FEW_LOOSER = 10.0  # the same for outputs of at most FEW numbers
@@ -147,11 +147,12 @@ class Judge:
             reference.node_value(site.node, compared, inputs), exact, site.node.types, strict=True
         ):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
-            if type.dtype in FORMATS:  # a value next to a boundary may have the next code
-                step = torch.finfo(DTYPES[type.dtype]).eps * largest
-                bars.append((max(EIGHT_BIT_FLIPS * step, TINIEST), max(step, TINIEST)))
-                continue
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
+            if type.dtype in FORMATS:  # `_errors_of_codes`
+                share, number = NEXT_CODES
+                share += number / want.numel()
+                bars.append((max(share, (error > 0).double().mean().item()), max(floor, TINIEST)))
+                continue
             # Two correct f32 computations differ by rounding, so the error of eager f32 may be small by chance.
             close = ROUNDINGS * site.node.op.chained * torch.finfo(torch.float32).eps
             close = close if have.dtype == torch.float32 else 0.0
@@ -177,9 +178,14 @@ class Judge:
         """Returns the relative error of a kernel with these `errors`, and that of eager Torch, for the output with the
         largest error.
 
-        An error is relative to the RMS of the exact output.
+        An error is relative to the RMS of the exact output. A code that differs is off by about one step.
         """
-        shares = [bar[0] / max(rms_of(want), TINIEST) for bar, want in zip(self.bars, self.exact, strict=True)]
+        shares = [
+            bar[0] * torch.finfo(DTYPES[type.dtype]).eps
+            if type.dtype in FORMATS
+            else bar[0] / max(rms_of(want), TINIEST)
+            for bar, want, type in zip(self.bars, self.exact, self.site.node.types, strict=True)
+        ]
         return Composed(max(error.rms * share for error, share in zip(errors, shares, strict=True)), max(shares))
 
     def _errors(self, i: int, value: Tensor) -> Errors:
@@ -190,6 +196,8 @@ class Judge:
         if value.shape != shape or not bool(value.double().isfinite().all()):
             return Errors(float("inf"), float("inf"))
         error = ((sample(value, type) if sample is not None else value).double() - want).abs()
+        if type.dtype in FORMATS:
+            return _errors_of_codes(error, want, DTYPES[type.dtype], bars)
         errors = Errors(rms_of(error) / bars[0], error.max().item() / bars[1])
         if errors.ok or any(isinstance(dim, str) for dim in type.shape) or want.numel() > FEW:
             return errors
@@ -266,6 +274,14 @@ def rms_of(values: Tensor) -> float:
 def many(value: Any) -> tuple[Tensor, ...]:
     """Returns one tensor or a sequence of tensors as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _errors_of_codes(error: Tensor, want: Tensor, dtype: torch.dtype, bars: tuple[float, float]) -> Errors:
+    """Returns the errors of 8-bit codes: the share of codes that differ, and the largest error relative to the step to
+    the next code. Steps depend on the value, so that an error of small codes counts if an output has few large ones."""
+    share, floor = bars
+    step = torch.finfo(dtype).eps * want.abs().clamp(min=torch.finfo(dtype).tiny)
+    return Errors((error > 0).double().mean().item() / share, (error / (step + floor)).max().item())
 
 
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:

@@ -163,3 +163,19 @@ def test_the_judge_accepts_codes_and_rejects_those_of_another_scale(form: str, t
     assert all(errors.ok for errors in judge.errors(function(*(value.clone() for value in inputs))))
     inputs[-1][0] *= 1.2
     assert not judge.errors(function(*inputs))[0].ok
+
+
+@pytest.mark.parametrize("form", ["forward", "backward"])
+def test_verify_refuses_codes_of_another_rounding(form: str) -> None:
+    """A few large values must not hide errors of the many small ones."""
+    judge = Judge.of(site := site_of(form, False, "cpu", 64, 32, "f32"), inputs_of(site, 64))
+    codes, saved = (value.to(TORCH[type.dtype]) for value, type in zip(judge.exact, site.node.types, strict=True))
+    assert all(error.ok for error in judge.errors((codes, saved)))
+    bits = codes.view(torch.uint8)
+    flips = torch.rand(bits.shape, generator=torch.Generator().manual_seed(0))
+    for share, ok in ((0.05, True), (0.5, False)):  # half of the codes is off by one step if a kernel truncates
+        lower = torch.where((flips < share) & (bits & 127 > 0), bits - 1, bits).view(codes.dtype)
+        assert judge.errors((lower, saved))[0].ok == ok
+    lost = codes.clone()
+    lost.view(torch.uint8)[:, 5] = 0
+    assert not judge.errors((lost, saved))[0].ok
