@@ -168,7 +168,7 @@ def test_the_judge_accepts_codes_and_rejects_those_of_another_scale(form: str, t
 @pytest.mark.parametrize("form", ["forward", "backward"])
 def test_verify_refuses_codes_of_another_rounding(form: str) -> None:
     """A few large values must not hide errors of the many small ones."""
-    judge = Judge.of(site := site_of(form, False, "cpu", 64, 32, "f32"), inputs_of(site, 64))
+    judge = Judge.of(site := codes_site(form, False, "cpu", 64, 32, "f32"), inputs_of(site, 64))
     codes, saved = (value.to(TORCH[type.dtype]) for value, type in zip(judge.exact, site.node.types, strict=True))
     assert all(error.ok for error in judge.errors((codes, saved)))
     bits = codes.view(torch.uint8)
