@@ -109,7 +109,7 @@ def _row_linear(rng: random.Random, target: str, dtype: str) -> Site:
     widths, _, norm, epilogue = rng.choice([*ROW_CASES.values()])
     width = rng.randint(1, 200)
     wide = tuple(width if epilogue is not None else rng.randint(1, 200) for _ in widths)
-    return row_site((wide, rng.randint(8, 300), norm, epilogue), target, dtype, packed=rng.random() < 0.5)
+    return row_site((wide, rng.randint(8, 300), norm, epilogue), target, dtype)  # packed: test_packed_rows.py
 
 
 def _rope_write(rng: random.Random, target: str, dtype: str) -> Site:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from decoding_sites import rope_site
+from decoding_sites import ROW_CASES, rope_site, row_site
 from epilogue_sites import FORMS as CODES
 from epilogue_sites import codes_site, dropout_site
 from head_sites import PARTS, head_site
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 MISSED = 23  # branches that neither a committed spec nor a random node renders: only fewer are allowed
 NODES = 32  # random nodes for each kernel
-# Nodes that no random node is: 8-bit codes, dropout in epilogues, gradients that are parts of a wider tensor.
+# Nodes that no random node is: packed weights, 8-bit codes, dropout in epilogues, gradients in a part of a tensor.
 OTHERS = [
     site
     for target in ("cpu", "sm90", "sm80")
@@ -42,6 +42,7 @@ OTHERS = [
         *(dropout_site(form, target, 128, 64, "f32" if target == "cpu" else "bf16") for form in ("added", "twice")),
         *(head_site(part, (4, 64, 32), True, target, "f32", into=(16, 8)) for part in PARTS),
         rope_site(coded=True, target=target, cached="bf16", dtype="bf16"),
+        *(row_site(case, target, "f32" if target == "cpu" else "bf16", packed=True) for case in ROW_CASES.values()),
     )
 ]
 Place = tuple[str, int, str]  # template, line, text
