@@ -142,6 +142,8 @@ def test_an_empty_file(text: str, tmp_path: Path) -> None:
     assert [problem.code for problem in refused(text, tmp_path)] == ["S002"]
 
 
+LIMIT = 0.2  # seconds; a quiet core of 2026 needs at most 0.05
+
 BOMBS: dict[str, tuple[str | bytes, str, int]] = {
     "aliases": ("a: &a [x]\nb: [*a, *a]\n", "S009", 1),
     "laughs": ("".join(f"k{i}: &a{i} [{f'*a{i - 1},' * 9}]\n" for i in range(1, 9)), "S009", 1),
@@ -192,7 +194,7 @@ def test_hostile_text_is_refused_where_it_is(name: str, tmp_path: Path) -> None:
 
 
 def test_hostile_text_is_cheap(tmp_path: Path) -> None:
-    """Each is refused within 50 ms of CPU time, the best of ten, and all of them add at most 64 MiB."""
+    """Each is refused within LIMIT seconds of CPU time, the best of ten, and all of them add at most 64 MiB."""
     assert len(BOMBS) >= 25
     gc.collect()
     gc.freeze()  # what earlier tests of this process left is not the reader's to walk through
@@ -200,11 +202,11 @@ def test_hostile_text_is_cheap(tmp_path: Path) -> None:
     slow = {}
     for name, (text, _, _) in BOMBS.items():
         times = []
-        while len(times) < 10 and min(times, default=1.0) >= 0.05:
+        while len(times) < 10 and min(times, default=1.0) >= LIMIT:
             begin = time.process_time()
             refused(text, tmp_path)
             times.append(time.process_time() - begin)
-        if min(times) >= 0.05:
+        if min(times) >= LIMIT:
             slow[name] = min(times)
     assert slow == {}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
