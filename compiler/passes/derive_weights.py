@@ -1,14 +1,14 @@
 """Moves matrices that blocks compute from their parameters alone into methods of the blocks, so that training computes
 them once per step and not in every micro-batch."""
 
-import re
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, needed
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.region import Call, Fused, returned
+from specc.compiler.passes.recompute import add_method
 from specc.compiler.passes.requests import whole_sequences
-from specc.compiler.programs.programs import Programs, owner
+from specc.compiler.programs.programs import Programs
 
 
 def derive_weights(programs: Programs) -> Programs:
@@ -35,7 +35,7 @@ def _derived(graph: Graph, derived: dict[str, Graph]) -> Graph:
     for node in graph.nodes:
         if node.name in constant & read and len(node.type.shape) == 2:
             function = _function(graph, node)
-            name = _name(graph, function, derived)
+            name = add_method(graph, function.outputs[0][1].replace(".", "_"), function, derived)
             calls[node.name] = Node(node.name, Call(name, "", returned(node.types)), (), node.types)
     nodes = [calls.get(node.name, node) for node in graph.nodes]
     needless = {node.name for node in graph.nodes if node.name in constant and node.name not in calls}
@@ -57,16 +57,3 @@ def _function(graph: Graph, node: Node) -> Graph:
         (("weight", node.name),),
         tuple(scalar for scalar in graph.scalars if f"${scalar}" in read),
     )
-
-
-def _name(graph: Graph, function: Graph, derived: dict[str, Graph]) -> str:
-    """Returns the name of a function, and adds the function under this name. Blocks with equal matrices share it,
-    because they share a class."""
-    method = function.outputs[0][1].replace(".", "_")
-    alike = [name for name in derived if re.fullmatch(rf"{method}\d*", name.partition(".")[2])]
-    for name in alike:
-        if replace(derived[name], name="") == function:
-            return name
-    name = f"{owner(graph.name)}.{method}{len(alike) + 1 if alike else ''}"
-    derived[name] = replace(function, name=name)
-    return name

@@ -140,12 +140,12 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
             known[ref] = _free(variable, taken)
         renamed[variable] = Var(known[ref])
     outputs = [str(substitute(reread(text), renamed)) for text in after.outputs] + [str(whole[i]) for i in returned]
-    kept = (*(after.labels or ("y",)), *names.values()) if names or after.labels else ()
+    labels = (*(after.labels or ("y",)), *names.values()) if names or after.labels else ()
     masks = tuple((str(renamed[name]), p) for name, p in after.draws)
     title = "_".join(filter(None, (_title(before), _title(after))))
     variables = (*before.variables[:count], *known.values())
     joined = Pointwise(
-        tuple(outputs), variables, kept, title=title, draws=(*before.draws, *masks), scales=before.scales
+        tuple(outputs), variables, labels, title=title, draws=(*before.draws, *masks), scales=before.scales
     )
     inputs, types = (*first.inputs[: first.op.arity], *known), (*second.types, *(first.types[i] for i in returned))
     node = Node(first.name, first.op, inputs, types, joined, (*first.members, second.name))

@@ -87,20 +87,20 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
             result, value = node.name, fused.name
         results[label] = result, value
     scope = name.rpartition(".")[0]
-    made = compose(
+    composed = compose(
         graph, scope, f"fused_{'_'.join(results)}", nodes, tuple(members), {k: v for k, (v, _) in results.items()}
     )
-    made = replace(made, backward=_into_one(made.backward))
-    group, known = shared(programs, made)
-    types = tuple(made.forward.types[ref] for _, ref in made.forward.outputs[: len(results)])
+    composed = replace(composed, backward=_into_one(composed.backward))
+    group, known = shared(programs, composed)
+    types = tuple(composed.forward.types[ref] for _, ref in composed.forward.outputs[: len(results)])
     inside = {ref for node in nodes for ref in node.outputs}
     external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if ref not in inside))
     fused_parts = Node(name, Fused(group.name, returned(types), tuple(results)), external, types)
-    kept = tuple(
+    remaining = tuple(
         fused_parts if node.name == name else node for node in graph.nodes if node.name not in replaced - {name}
     )
     refs = {value: ref for (_, value), ref in zip(results.values(), output_refs(name, len(results)), strict=True)}
-    changed = rename(replace(graph, nodes=kept), refs)
+    changed = rename(replace(graph, nodes=remaining), refs)
     functions = tuple(changed if other.name == graph.name else other for other in programs.functions)
     return replace(programs, functions=functions, groups=programs.groups if known else (*programs.groups, group))
 

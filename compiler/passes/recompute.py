@@ -137,7 +137,7 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
         tuple((f"y{i}" if i else "y", ref) for i, (_, ref) in enumerate(inner.outputs)),
         tuple(scalar for scalar in graph.scalars if f"${scalar}" in read),
     )
-    name = _name(graph, part, function, parts)
+    name = add_method(graph, f"{PREFIX}{part}", function, parts)
     types = [graph.types[ref] for ref in results]
     labels = tuple(ref.replace(".", "_").replace(":", "_") for ref in results) if len(results) > 1 else ()
     call = Node(node_of(results[0]), Call(name, "", returned(types), labels=labels), tuple(names), tuple(types))
@@ -148,16 +148,22 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
     return rename(replace(graph, nodes=(*before, call, *after)), places)
 
 
-def _name(graph: Graph, part: str, function: Graph, parts: dict[str, Graph]) -> str:
-    """Returns the name of a part's function, and adds the function under this name. Blocks with equal parts share it,
-    because they share a class."""
-    method = f"{PREFIX}{part}"
-    alike = [name for name in parts if re.fullmatch(rf"{method}\d*", name.partition(".")[2])]
+def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, Graph]) -> str:
+    """Adds a function to those of the class of a graph's block, and returns its name. Blocks with equal functions share
+    one, because they share a class.
+
+    Args:
+        graph: the graph that calls the function.
+        method: the name of the method, to which a number is appended if other functions have it.
+        function: the function.
+        functions: all functions by name, to which the function is added.
+    """
+    alike = [name for name in functions if re.fullmatch(rf"{method}\d*", name.partition(".")[2])]
     for name in alike:
-        if replace(parts[name], name="") == function:
+        if replace(functions[name], name="") == function:
             return name
     name = f"{owner(graph.name)}.{method}{len(alike) + 1 if alike else ''}"
-    parts[name] = replace(function, name=name)
+    functions[name] = replace(function, name=name)
     return name
 
 

@@ -241,12 +241,12 @@ def _decoders(
         if setup.device.type == "cuda":
             with Compiler(loaded.directory) as compiler:
                 compiler.all()
-        own = partial(_ours, loaded, setup.device, programs)
-        yield name, own(partial(step_of, loaded))
+        decoder = partial(_ours, loaded, setup.device, programs)
+        yield name, decoder(partial(step_of, loaded))
         if name == CONTIGUOUS and setup.device.type == "cuda":
-            yield COMPILED, own(partial(step_of, loaded, compiled=True))
-            yield LIBRARY, own(partial(library_step, loaded))
-            yield LIBRARY_COMPILED, own(partial(library_step, loaded, compiled=True))
+            yield COMPILED, decoder(partial(step_of, loaded, compiled=True))
+            yield LIBRARY, decoder(partial(library_step, loaded))
+            yield LIBRARY_COMPILED, decoder(partial(library_step, loaded, compiled=True))
             quantized = loaded.spec.model_copy(update={"quant": artifact.spec.quant}) if artifact is not None else spec
             if artifact is not None and reads_codes(quantized, setup.target):
                 coded = replace(loaded, spec=quantized, stored=artifact.stored.tensors)

@@ -187,7 +187,7 @@ class Target:
         self.messages[re.sub(r"\d[\d,]*", "#", rest.partition(" of specc: ")[0])] += 1
 
     def check(self, contents: ArtifactContents) -> None:
-        """What was read has the arrays of its layout, and can be written and read again."""
+        """Asserts that an artifact has the arrays of its layout, and can be written and read again."""
         sizes = {(name, s.suffix): (s.shape, s.numpy_dtype()) for name, s in contents.layout}
         arrays = {(name, suffix): a for name, by in contents.tensors.items() for suffix, a in by.items()}
         assert {key: (array.shape, array.dtype) for key, array in arrays.items()} == sizes

@@ -1,4 +1,4 @@
-"""What a disk holds after a power loss, by the log of calls of failing_disk.c.
+"""The files of a disk after a power loss, by the log of calls of failing_disk.c.
 
 Data of a file survive from its last sync. Entries of a folder survive from its last sync, or all of them do, as a file
 system may also write them earlier; data never do. Files that were never synced are empty, or have zeros.

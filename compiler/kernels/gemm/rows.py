@@ -189,9 +189,9 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     names = [f"{value.name}_ptr" for value in (*parts.inputs, *parts.outputs)]
     before = names[: 1 + len(parts.gain)]
     stored = [[f"{value.name}_ptr" for value in each] for each in parts.stored]
-    own = stored if parts.epilogue else [["w_ptr", "s_ptr"][: len(stored[0])]]  # the weights of a part
+    of_part = stored if parts.epilogue else [["w_ptr", "s_ptr"][: len(stored[0])]]  # the weights of a part
     bits = parts.bits if parts.epilogue else ("BITS",)[: len(parts.bits)]
-    inner = names if parts.epilogue else [*before, *own[0], "y_ptr"]
+    inner = names if parts.epilogue else [*before, *of_part[0], "y_ptr"]
     constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL")
     products = parts.products if parts.epilogue else ("p",)
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
@@ -238,7 +238,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         lines=(
             *(
                 nested(p, f"product(x_ptr, {gain}{', '.join(w)}, rows, columns, {', '.join((*constants, *each))})")
-                for p, w, *each in zip(products, own, *([bits] if bits else []), strict=True)
+                for p, w, *each in zip(products, of_part, *([bits] if bits else []), strict=True)
             ),
             *_epilogue(parts.operands, results),
         ),

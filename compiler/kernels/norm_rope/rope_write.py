@@ -123,7 +123,7 @@ class RopeWriteContext:
         copied: the line that copies inputs with gaps.
         wanted: rows of the table of input checks.
         allocated: the lines that allocate the new outputs.
-        made: the new outputs.
+        created: the new outputs.
         called: the assignment of the results of the custom op.
         result: all outputs.
         helpers: the templates of functions that the Torch code calls.
@@ -157,7 +157,7 @@ class RopeWriteContext:
     copied: str
     wanted: tuple[str, ...]
     allocated: tuple[str, ...]
-    made: str
+    created: str
     called: str
     result: str
     helpers: tuple[str, ...]
@@ -174,11 +174,11 @@ def context_of(site: Site, made_by: str) -> RopeWriteContext:
     op, (q, k, v, cos, *_) = op_of(site), site.inputs
     inputs = dict(zip(op.names, site.inputs, strict=True))
     layout = layout_of(op, inputs["keys"])
-    made = ["rotated", *(f"new_{name}" for name in op.new)]
-    outputs = dict(zip(("rotated", *op.stored, *made[1:]), site.node.types, strict=True))
+    created = ["rotated", *(f"new_{name}" for name in op.new)]
+    outputs = dict(zip(("rotated", *op.stored, *created[1:]), site.node.types, strict=True))
     heads, groups, channels, values = map(number_of, (q.shape[-2], k.shape[-2], q.width, v.width))
     pairs, step, apart = number_of(cos.width), 1 + op.neighbors, 1 if op.neighbors else number_of(cos.width)
-    tensors = [*op.names, *made]
+    tensors = [*op.names, *created]
     function = generated_function(
         site,
         inputs,
@@ -195,7 +195,7 @@ def context_of(site: Site, made_by: str) -> RopeWriteContext:
     filled = [f"triton.next_power_of_2({length})" for length in blocks.values()]
     parameters = [f"{name}: Tensor" for name in op.names]
     mutated = f"mutates_args=[{', '.join(map(json.dumps, op.stored))}]"
-    results = "Tensor" if len(made) == 1 else f"tuple[{', '.join('Tensor' for _ in made)}]"
+    results = "Tensor" if len(created) == 1 else f"tuple[{', '.join('Tensor' for _ in created)}]"
     return RopeWriteContext(
         op=function,
         heads=heads,
@@ -225,9 +225,9 @@ def context_of(site: Site, made_by: str) -> RopeWriteContext:
         known=layout.known,
         copied=_copied(["q", "k", "v", "cos", "sin", *op.names[5 + len(op.stored) :]]),
         wanted=tuple(_wanted(name, type, layout) for name, type in inputs.items()),
-        allocated=tuple(_allocated(name, outputs[name], q) for name in made),
-        made=", ".join(made),
-        called=listed(f"{', '.join(made)} = rotate_and_write(", op.names, ")", 4).lstrip(),
+        allocated=tuple(_allocated(name, outputs[name], q) for name in created),
+        created=", ".join(created),
+        called=listed(f"{', '.join(created)} = rotate_and_write(", op.names, ")", 4).lstrip(),
         result=", ".join(outputs),
         helpers=(*(["torch/to_codes.py.jinja"] if op.coded else []), *layout.helpers),
         torch_rows=tuple(_torch_rows(op)),

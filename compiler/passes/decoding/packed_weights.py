@@ -63,8 +63,8 @@ class _Packing:
         params: dict[str, TensorType] = {}
         nodes = tuple(self._node(graph, node, at, params) for node in graph.nodes)
         read = {ref for node in nodes for ref in node.inputs}
-        kept = {name: type for name, type in graph.params if f"@{name}" in read}
-        return replace(graph, params=tuple((kept | params).items()), nodes=nodes)
+        floats = {name: type for name, type in graph.params if f"@{name}" in read}
+        return replace(graph, params=tuple((floats | params).items()), nodes=nodes)
 
     def _node(self, graph: Graph, node: Node, at: str, params: dict[str, TensorType]) -> Node:
         """Returns the node as it runs at `at`. Adds the parameters that it needs to `params`."""

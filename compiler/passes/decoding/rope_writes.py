@@ -124,10 +124,10 @@ def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
     writes: list[Node] = []
     for ref in codes[0].outputs if codes else (row,):
         readers = graph.consumers[ref]
-        found = [node for node in readers if isinstance(node.op, CacheWrite | PagedWrite) and node.inputs[1] == ref]
-        if len(found) != 1 or graph.types[found[0].inputs[0]].shape[0] not in ("B", "P"):
+        matching = [node for node in readers if isinstance(node.op, CacheWrite | PagedWrite) and node.inputs[1] == ref]
+        if len(matching) != 1 or graph.types[matching[0].inputs[0]].shape[0] not in ("B", "P"):
             return None
-        (write,) = found
+        (write,) = matching
         ring = write.op.ring if isinstance(write.op, CacheWrite) else None
         expected = [node for node in readers if ring is not None and _reads_ring(node, ring)]
         if (codes or only) and graph.uses(ref) > 1 + len(expected):
@@ -150,14 +150,14 @@ def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[st
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:
-            made = graph.by_name.get(node_of(node.inputs[1]))
-            row = made.inputs[0] if made is not None and isinstance(made.op, ToCodes) else node.inputs[1]
+            producer = graph.by_name.get(node_of(node.inputs[1]))
+            row = producer.inputs[0] if producer is not None and isinstance(producer.op, ToCodes) else node.inputs[1]
             rows += [row] if row not in rows else []
-    found = []
+    values = []
     for row in rows:
-        made = graph.by_name.get(node_of(row))
+        producer = graph.by_name.get(node_of(row))
         stored = _stored(graph, row, single, only=False)
         alike = stored is not None and bool(stored.codes) == bool(keys.codes)
         if stored is not None and alike and graph.types[row].shape[:-1] == k.type.shape[:-1]:
-            found += [] if made is not None and isinstance(made.op, Rope) else [(row, stored)]
-    return found
+            values += [] if producer is not None and isinstance(producer.op, Rope) else [(row, stored)]
+    return values
