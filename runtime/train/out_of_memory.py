@@ -99,7 +99,7 @@ def capacity_of(device: torch.device) -> int:
     """Returns the bytes of a GPU that the tensors of this process may use, those in use included. The allocator may be
     limited to a share of the GPU."""
     free, total = torch.cuda.mem_get_info(device)
-    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    limit = torch.cuda.get_per_process_memory_fraction(device.index) * total  # refuses a device without an index
     return int(min(free + torch.cuda.memory_reserved(device), limit))
 
 

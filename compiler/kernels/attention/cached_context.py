@@ -24,10 +24,10 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.kernels.tile import between, counted, power
 from specc.compiler.ops.caches.cached_attention import CachedBase
-from specc.compiler.ops.caches.key_value_cache import LARGEST
 
 MOST_ROWS = 64  # rows of a program
 SUMS = 128  # f32 sums of a thread, which has 255 registers
+UNIT = 256.0  # scales of values times this are near 1 for 16-bit products; a power of two keeps them exact
 LONGEST = 1 << 20  # positions, if the model states no context
 DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
@@ -225,8 +225,8 @@ class Writer:
             value_mask=f"inside[:, None]{self._inside}",
             other="0" if self.op.coded else "0.0",
             decode=DECODE.format(element=self.element) if self.op.coded else "",
-            weights=f"(p * ({self._scale_of_values} * {LARGEST})[None, :])" if self.op.coded else "p",
-            unit=f"{1 / LARGEST!r}" if self.op.coded else "1.0",
+            weights=f"(p * ({self._scale_of_values} * {UNIT})[None, :])" if self.op.coded else "p",
+            unit=f"{1 / UNIT!r}" if self.op.coded else "1.0",
             inside=self._inside,
             finish_whole=self._finish_whole(),
             finish_parts=self._finish_parts(),

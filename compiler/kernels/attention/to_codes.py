@@ -54,7 +54,7 @@ class CodesTriton(Kernel):
         outputs = dict(zip(("codes", "scale"), site.node.types, strict=True))
         shapes = {"x": f"[..., {channels}]", "codes": f"[..., {channels}]", "scale": "[..., 1]"}
         formulas = (
-            f"scale = max(abs(x)) / {LARGEST:g}, or 1 for a row of zeros",
+            f"scale = max(abs(x)) / {LARGEST:g} in bf16, or 1 for a row of zeros",
             "codes = the e4m3 number nearest to x / scale",
         )
         summary = f"{site.label}: {site.node.op.words}."

@@ -247,7 +247,7 @@ def _formulas(op: RopeWrite, pairs: int, step: int, apart: int) -> Iterator[str]
     if op.joined:
         yield "a row of the cache is v followed by the rotated k"
     if op.coded:
-        yield f"scale = max(abs(row)) / {LARGEST:g}, or 1 for a row of zeros; codes = the e4m3 nearest to row / scale"
+        yield f"scale = max(abs(row)) / {LARGEST:g} in bf16, or 1 for a row of zeros; codes = e4m3(row / scale)"
     if op.ring is not None:
         first_rows, window = op.ring
         row = f"{first_rows} + (position - {first_rows}) % {window}" if first_rows else f"position % {window}"

@@ -141,7 +141,8 @@ class CachedBase(ScoredBase):
             if name.endswith("_scale"):
                 codes = given[name.removesuffix("_scale")] % CODES
                 codes[..., ::2] |= 0x80
-                given |= {name.removesuffix("_scale"): codes, name: given[name].abs() / LARGEST}
+                scale = (given[name].abs() / LARGEST).bfloat16().to(given[name].dtype)
+                given |= {name.removesuffix("_scale"): codes, name: scale}
         if "start" in given:
             given["start"] = (given["positions"] // 3).expand(given["start"].shape).contiguous()
         return list(given.values())

@@ -183,6 +183,7 @@ def test_a_hundred_runs_are_bit_equal(way: Way, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("way", [way for way in ALL if way[1:] == ("gelu", "golf")], ids="-".join)
+@pytest.mark.gpu(gigabytes=20)
 def test_outputs_of_more_than_two_billion_elements(way: Way, folder: Path) -> None:
     site, module = load(way, folder)
     m = 2**31 // 1792 + 333

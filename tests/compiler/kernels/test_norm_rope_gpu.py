@@ -128,6 +128,7 @@ def test_a_hundred_runs_are_bit_equal(case: Case, folder: Path) -> None:
         assert all(map(torch.equal, several(op(*inputs)), first))
 
 
+@pytest.mark.gpu(gigabytes=20)
 @pytest.mark.parametrize("backward", [False, True])
 def test_more_than_two_billion_elements(backward: bool, folder: Path) -> None:
     site, module = load(("golf", "norm_gain", backward), folder)

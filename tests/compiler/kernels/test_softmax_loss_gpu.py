@@ -54,7 +54,12 @@ def launched(module: ModuleType, site: Site, inputs: list[Tensor]) -> list[Tenso
     return [results[0].view(-1), *results[1:]]
 
 
-@pytest.mark.parametrize("way", ALL, ids="-".join)
+LARGE = pytest.mark.gpu(gigabytes=12)  # references of 50,304 columns in float64
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=LARGE if way[::3] == ("gpt2", "f32") else ()) for way in ALL], ids="-".join
+)
 def test_outputs_are_at_least_as_exact_as_plain_torch(way: Way, folder: Path) -> None:
     site, module = load(way, folder)
     vocab = op_of(site).vocab
@@ -142,6 +147,7 @@ def test_a_hundred_runs_are_bit_equal(way: Way, folder: Path) -> None:
         assert all(map(torch.equal, outputs, first))
 
 
+@pytest.mark.gpu(gigabytes=20)
 def test_logits_of_more_than_two_billion_elements(folder: Path) -> None:
     """The micro-batch of GPT-2: rows lie beyond what 32 bits can count."""
     site, module = load(("gpt2", "plain", "mean", "bf16"), folder)

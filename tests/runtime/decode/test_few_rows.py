@@ -202,7 +202,7 @@ def test_every_layout_of_a_cache_on_a_gpu_is_within_bf16_of_the_model(name: str,
 
 @pytest.mark.gpu
 def test_texts_in_pages_do_not_depend_on_blocks_on_a_gpu() -> None:
-    spec = with_cache(small_spec("targets=[cpu, sm80, sm90]", "model.context=128"), page=8)
+    spec = with_cache(small_spec("targets=[cpu, sm80, sm90]", "model.context=128", "train.tokens_per_step=512"), page=8)
     loaded, device = loaded_of(spec, gpu_target(), "cuda"), torch.device("cuda")
     model: Any = loaded.model
     prompts = [texts(spec, 1, length)[0].tolist() for length in (3, 9, 1, 5, 2, 12, 7, 4)]

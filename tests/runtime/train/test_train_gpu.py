@@ -125,7 +125,7 @@ def test_what_is_not_finite_stops_a_step_later_and_is_named(tmp_path: Path) -> N
     gpu_run.settle()
     model.blocks.down.register_hook(lambda grad: torch.full_like(grad, math.nan))
     assert gpu_run.advance() == []
-    with pytest.raises(RunFailure, match=r"step 4: .*the first parameter hit is blocks\.down"):
+    with pytest.raises(RunFailure, match=r"step 4: .*the first parameter with NaN or infinity is blocks\.down"):
         gpu_run.advance()
 
 
