@@ -240,6 +240,7 @@ def test_all_of_it_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "--target",
         target,
         *small,
+        *("--batch", "1", "--context", "128"),
         "--steps",
         "4",
         "--picture",
