@@ -158,8 +158,9 @@ def test_the_plan_page_lists_every_product_of_a_step() -> None:
     for node in ("mlp.up + act", "mlp.down", "mlp.up.wgrad", "mlp.down.dgrad + act.grad", "mlp.down.wgrad"):
         assert calls[f"blocks.*.{node}"] == 11 * 8
     for suffix in ("", ".dgrad", ".wgrad"):
-        assert calls[f"blocks.*.attention.{{q,out}}{suffix}"] == 2 * 11 * 8
-        assert calls[f"head.logits{suffix}"] == 8
+        assert calls[f"blocks.*.attention.out{suffix}"] == 11 * 8
+        # a product of q, k and v has the sizes of the head's
+        assert calls[f"blocks.*.attention.q_k_v{suffix} and head.logits{suffix}"] == 11 * 8 + 8
 
 
 def test_the_plan_page_shows_what_a_fused_head_pads_and_that_scores_have_no_gradient() -> None:

@@ -14,6 +14,7 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import instantiate
+from specc.runtime.optim.derived_weights import DerivedWeights
 
 
 class _Partitioned(BaseException):
@@ -33,6 +34,7 @@ def partition(spec: Spec, target: str, folder: Path) -> tuple[fx.GraphModule, fx
     for param in loaded.programs.params:
         tensor = loaded.model.get_parameter(param.name)
         tensor.data = tensor.data.to(DTYPES[param.dtype])
+    DerivedWeights(loaded.model, loaded.programs.derived_weights)  # inputs, as in training
     keep = lambda graph, inputs: graph  # noqa: E731
     backend = aot_autograd(
         fw_compiler=keep, bw_compiler=keep, partition_fn=record, decompositions=select_decomp_table()

@@ -12,16 +12,18 @@ from torch.nn import functional as F
 from .attend_cached import attend_cached
 from .causal_attention__h8_g4_c64 import causal_attention
 from .causal_attention_grad__h8_g4_c64 import causal_attention_grad
+from .derived import derived
 from .dgrad_mul__n1792_k512 import dgrad_mul
 from .linear_leaky_relu2__n1792_k512 import linear_leaky_relu2
 from .norm_rotary__h4_c64_r8 import norm_rotary
 from .norm_rotary_gain__h8_c64_r8 import norm_rotary_gain
-from .norm_rotary_gain_grad__h8_c64_r8 import norm_rotary_gain_grad
-from .norm_rotary_grad__h4_c64_r8 import norm_rotary_grad
+from .norm_rotary_gain_grad_into__h8_c64_r8_at0_of1024 import norm_rotary_gain_grad_into
+from .norm_rotary_grad_into__h4_c64_r8_at512_of1024 import norm_rotary_grad_into
 from .rope_angles import rope_angles
 from .rope_partial import rope_partial
 from .softmax_loss_tanh__v1024 import softmax_loss_tanh
 from .softmax_nats_tanh__v1024 import softmax_nats_tanh
+from .write_features import write_features
 
 V, D, H, C, G, E = 1024, 512, 8, 64, 4, 1792
 SKIPS = {5: 4, 6: 3, 7: 2, 8: 1, 9: 0}  # block -> the earlier block whose output it also reads
@@ -47,33 +49,6 @@ class FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return causal_attention_grad(d, *ctx.saved_tensors)
-
-
-class FusedQ(torch.autograd.Function):
-    """Fused group blocks.*.attention.q: norm, rope, gain. Keeps only its inputs."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> Tensor:
-        ctx.save_for_backward(x, cos, sin, q_gain)
-        return norm_rotary_gain(x, cos, sin, q_gain)
-
-    @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None, Tensor]:
-        d_x, d_q_gain = norm_rotary_gain_grad(d, *ctx.saved_tensors)
-        return d_x, None, None, d_q_gain
-
-
-class FusedK(torch.autograd.Function):
-    """Fused group blocks.*.attention.k: norm, rope. Keeps only its inputs."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(x, cos, sin)
-        return norm_rotary(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
-        return norm_rotary_grad(d, *ctx.saved_tensors), None, None
 
 
 class FusedMlp(torch.autograd.Function):
@@ -107,6 +82,31 @@ class FusedHead(torch.autograd.Function):
         return d * (grad @ token), d * (grad.T @ x), None
 
 
+class FusedQKV(torch.autograd.Function):
+    """Fused group blocks.*.attention.q_k_v: attention.q.norm, attention.q.rope, attention.q.gain, attention.k.norm,
+    attention.k.rope. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = x.split((H * C, G * C, G * C), -1)
+        ctx.save_for_backward(x, cos, sin, q_gain)
+        return (
+            norm_rotary_gain(q.unflatten(-1, (H, C)), cos, sin, q_gain),
+            norm_rotary(k.unflatten(-1, (G, C)), cos, sin),
+            v.unflatten(-1, (G, C)),
+        )
+
+    @staticmethod
+    def backward(ctx, d_q: Tensor, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, None, None, Tensor]:
+        x, cos, sin, q_gain = ctx.saved_tensors
+        q, k, _ = x.split((H * C, G * C, G * C), -1)
+        d_x = d_k.new_empty(*d_k.shape[:-2], 1024)
+        d_x = norm_rotary_grad_into(d_k, k.unflatten(-1, (G, C)), cos, sin, d_x)
+        d_x, d_q_gain = norm_rotary_gain_grad_into(d_q, q.unflatten(-1, (H, C)), cos, sin, q_gain, d_x)
+        d_x = write_features(d_x, d_v, 768)
+        return d_x, None, None, d_q_gain
+
+
 class Block(nn.Module):
     """One block: read, attention, mlp."""
 
@@ -124,32 +124,45 @@ class Block(nn.Module):
         if skip is not None:
             x = x + self.skip.scale * skip
         h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
-        q = F.linear(h, self.attention.q).unflatten(-1, (H, C))
-        k = F.linear(h, self.attention.k).unflatten(-1, (G, C))
-        v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
         if cache is None:
-            q = FusedQ.apply(q, cos, sin, self.attention.q_gain)
-            k = FusedK.apply(k, cos, sin)
+            q_k_v = self.attention_q_k_v_weight()
+            q_k_v = F.linear(h, q_k_v)
+            q, k, v = FusedQKV.apply(q_k_v, cos, sin, self.attention.q_gain)
             y = FusedAttention.apply(q, k, v)
+            out = self.attention_out_scaled()
+            down = self.mlp_down_scaled()
         else:
-            k = rope_partial(F.rms_norm(k, (C,), eps=1e-06), cos, sin)
+            v = F.linear(h, self.attention.v).unflatten(-1, (G, C))
+            k = rope_partial(F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (G, C)), (C,), eps=1e-06), cos, sin)
+            q = rope_partial(F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (H, C)), (C,), eps=1e-06), cos, sin)
             attention_k, attention_v = cache
             attention_k = attention_k.index_copy_(1, positions, k)
             attention_v = attention_v.index_copy_(1, positions, v)
-            y = attend_cached(
-                rope_partial(F.rms_norm(q, (C,), eps=1e-06), cos, sin) * self.attention.q_gain,
-                attention_k,
-                attention_v,
-                positions,
-            )
-        x = x + self.attention.residual * F.linear(y.flatten(-2), self.attention.out)
+            y = attend_cached(q * self.attention.q_gain, attention_k, attention_v, positions)
+        y = y.flatten(-2)
+        x = x + F.linear(y, out) if cache is None else x + self.attention.residual * F.linear(y, self.attention.out)
         h = F.rms_norm(x, (D,), eps=1e-06) * self.norm_scale
         if cache is None:
-            down = FusedMlp.apply(h.flatten(0, -2), self.mlp.up, self.mlp.down).unflatten(0, h.shape[:-1])
+            x = x + FusedMlp.apply(h.flatten(0, -2), self.mlp.up, down).unflatten(0, h.shape[:-1])
         else:
             act = F.leaky_relu(F.linear(h, self.mlp.up), 0.5) ** 2
-            down = F.linear(act, self.mlp.down)
-        return x + self.mlp.residual * down
+            x = x + self.mlp.residual * F.linear(act, self.mlp.down)
+        return x
+
+    @derived
+    def attention_q_k_v_weight(self) -> Tensor:
+        """f32[1024, D]."""
+        return torch.cat((self.attention.q, self.attention.k, self.attention.v))
+
+    @derived
+    def attention_out_scaled(self) -> Tensor:
+        """f32[D, H * C]."""
+        return self.attention.residual.unsqueeze(1) * self.attention.out
+
+    @derived
+    def mlp_down_scaled(self) -> Tensor:
+        """f32[D, E]."""
+        return self.mlp.residual.unsqueeze(1) * self.mlp.down
 
 
 class Model(nn.Module):
