@@ -111,7 +111,11 @@ class ForkServer:
 @cache
 def _torch_server(interpret: bool) -> ForkServer:
     """A server that has imported Torch, or Triton with its interpreter. It ends with this process."""
-    return ForkServer("import triton.language" if interpret else "import torch", environment=_environment(interpret))
+    if not interpret:
+        return ForkServer("import torch", environment=_environment(interpret))
+    helpers = str(Path(__file__).parent)
+    quicken = f"sys.path.insert(0, {helpers!r}); import quick_interpreter; quick_interpreter.quicken()"
+    return ForkServer(quicken, environment=_environment(interpret))
 
 
 def _environment(interpret: bool) -> dict[str, str]:
