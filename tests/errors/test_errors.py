@@ -6,7 +6,6 @@
 import os
 import random
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from shutil import copy, copytree
 from subprocess import CompletedProcess, run
 
 import pytest
+from command_server import shell_environment
 from error_cases import BASES, FAMILIES, FOLDER, Case, cases_of, write_message
 from tiers import Trials, tiers
 
@@ -47,8 +47,7 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shell(commands: str, folder: Path) -> CompletedProcess[str]:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path}
+    environment = shell_environment(forked="--signal" not in commands)
     return run(["sh", "-ec", commands], env=environment, capture_output=True, text=True, cwd=folder)
 
 
