@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 import pytest
+from command_server import shell_environment
 from documents import DOCUMENTS, ROOT, Command, ShownChange, ShownFile, arguments_of, matches, rewritten, steps_of
 from error_cases import patched
 
@@ -65,7 +66,7 @@ def specc(arguments: list[str], folder: Path) -> tuple[int, str]:
 
 def shell(command: str, folder: Path, extended: bool) -> tuple[int, str]:
     """Exit code and output of a command line. In an `extended` folder specc is the copy that stands there."""
-    environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    environment = shell_environment(forked=not extended)
     if extended:
         environment["PYTHONPATH"] = str(folder / "path")
         command = re.sub(r"\bspecc ", f"{sys.executable} -m specc.cli ", command)

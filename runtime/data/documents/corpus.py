@@ -150,12 +150,13 @@ def split_corpus(
         val, in_val = files, partial(in_share, share)
     elif list(sources) == ["stdlib"]:
         val = [file for file in files if is_val(file[0].encode())]
-        train = [file for file in files if file not in val]
+        train = [file for file in files if not is_val(file[0].encode())]
     elif val := [file for file in files if _named(file[0]) == "val"]:
         train = [file for file in files if _named(file[0]) == "train"] or [file for file in files if file not in val]
     else:
         val, in_val = files, is_val
-    left = () if validation else tuple(label for label, path in files if (label, path) not in {*train, *val})
+    read = {*train, *val}
+    left = () if validation else tuple(file[0] for file in files if file not in read)
     return {
         "train": Corpus(name, "train", tuple(train), in_val, bounds, left),
         "val": Corpus(", ".join(map(str, validation)) or name, "val", tuple(val), in_val, bounds),

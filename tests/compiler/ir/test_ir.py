@@ -49,9 +49,12 @@ def all_graphs(path: Path) -> Iterator[Graph]:
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_every_graph_of_every_spec_reads_back(path: Path) -> None:
-    count = 0
+    count, read = 0, dict[str, Graph]()
     for graph in all_graphs(path):
-        assert parse(str(graph), OPS) == graph
+        text = str(graph)
+        if text not in read:  # most passes leave most graphs as they are
+            read[text] = parse(text, OPS)
+        assert read[text] == graph
         count += 1
     assert count > 30
 

@@ -65,8 +65,16 @@ def test_models_of_lines_draw_the_same_dropout(part: str, tmp_path: Path) -> Non
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("part", ["[mlp]", "[attention, mlp]", "[block]"])
-@pytest.mark.parametrize("more", [(), DROPOUT, ("fuse=[]",)])
+@pytest.mark.parametrize(
+    ("part", "more"),
+    [
+        ("[mlp]", ()),
+        ("[attention, mlp]", ()),
+        ("[block]", ()),
+        ("[block]", DROPOUT),  # of both layers
+        ("[attention, mlp]", ("fuse=[]",)),  # two functions of single nodes
+    ],
+)
 def test_one_graph_is_compiled_and_has_the_same_gradients(part: str, more: tuple[str, ...], tmp_path: Path) -> None:
     ids = torch.randint(0, 257, (4, 32), generator=torch.Generator().manual_seed(0))
     gradients = []
