@@ -27,6 +27,17 @@ PASSED = pytest.StashKey[bool]()
 MEMORY, ROOM = Path("/dev/shm"), 4 << 30  # a folder in memory, and the free bytes that it must have
 TESTS = Path(__file__).parent
 SLOW = ("runtime", "cli", "docs", "errors", "generated")  # folders whose files take long
+LONG = (  # files that take half a minute or more
+    "docs/test_docs.py",
+    "runtime/distributed/test_distributed.py",
+    "errors/test_errors.py",
+    "runtime/model/test_code_cache.py",
+    "runtime/export/test_export_graphs.py",
+    "cli/test_sweep.py",
+    "promises/test_disks.py",
+    "compiler/kernels/test_attention_cached.py",
+    "compiler/kernels/test_packed_rows.py",
+)
 
 
 def _keep_temporary_folders_in_memory() -> None:
@@ -44,6 +55,13 @@ def _keep_temporary_folders_in_memory() -> None:
 _keep_temporary_folders_in_memory()  # before pytest creates the first; processes of pytest-xdist inherit it
 use_card_of_worker()  # before Torch is imported
 gc.disable()  # while modules are imported and tests collected: nothing of it becomes garbage
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    """Long files come first, then those of slow folders. Other items keep their order."""
+    path = item.path.relative_to(TESTS)
+    name = path.as_posix()
+    return LONG.index(name) if name in LONG else len(LONG), path.parts[0] not in SLOW
 
 
 def _has_gpu() -> bool:
@@ -67,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Processes of pytest-xdist take whole files: with short files at the end, all processes end together.
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in SLOW)
+    items.sort(key=_place)
     missing: dict[str, str] = {}
     if "soak" not in (config.option.markexpr or "") and any(item.get_closest_marker("soak") for item in items):
         missing["soak"] = "they take minutes; `-m soak` selects them"

@@ -65,10 +65,8 @@ def texts(spec: Spec, rows: int, length: int) -> Tensor:
     return torch.randint(2, spec.model.vocabulary, (rows, length), generator=torch.Generator().manual_seed(rows))
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_logits_are_those_of_the_model(name: str) -> None:
-    spec = SPECS[name]
-    loaded = loaded_of(spec)
+def check_steps(loaded: Loaded, spec: Spec) -> Any:
+    """Compares the logits of steps for few rows with those of the model's own steps, in float64. Returns the step."""
     loaded.model.double()
     step: Any = few_row_model(loaded).decode
     ids = texts(spec, 3, 9)
@@ -78,6 +76,12 @@ def test_logits_are_those_of_the_model(name: str) -> None:
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
     assert float(results[1][-1].std()) > 0.01
+    return step
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_logits_are_those_of_the_model(name: str) -> None:
+    check_steps(loaded_of(SPECS[name]), SPECS[name])
 
 
 def test_every_product_of_a_step_reads_its_weights_once_with_the_norm_before_and_the_sum_after() -> None:
