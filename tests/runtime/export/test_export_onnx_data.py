@@ -44,7 +44,9 @@ def test_a_large_model_is_two_files_and_a_new_one_replaces_both(
     assert torch.equal(logits(moved / "m.onnx"), logits(whole))
     (tmp_path / "m.onnx.0123456789abcdef.data").write_bytes(b"of an older model")
     (tmp_path / "m.onnx.notes.data").write_bytes(b"not of specc")
+    before = model.read_bytes()
     assert export(base, "onnx", tmp_path / "m.onnx", force=True) == (model, data)
+    assert model.read_bytes() == before
     names = {path.name for path in tmp_path.glob("m.onnx*")}
     assert names == {"m.onnx", data.name, "m.onnx.notes.data"}
 
