@@ -20,7 +20,6 @@ from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Parameter
 from specc.compiler.spec.check import load, to_diagnostics
-from specc.compiler.spec.migrate import upgraded
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.text.source import Source
@@ -201,6 +200,8 @@ def spec_of(text: str | bytes) -> Spec:
     Raises:
         pydantic.ValidationError: if the text is not a valid spec.
     """
+    from specc.compiler.spec.migrate import upgraded
+
     try:
         data = json.loads(text)
     except ValueError:  # Pydantic reports the error

@@ -151,7 +151,9 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     if isinstance(known, Problem):
         yield known
         return
-    options = {name: len(variants(chosen[name], allocate.bits, allocate.clip_stds)) for name in known}
+    schemes = {id(chosen[name]): chosen[name] for name in known}  # most parameters share the scheme of a rule
+    counts = {key: len(variants(scheme, allocate.bits, allocate.clip_stds)) for key, scheme in schemes.items()}
+    options = {name: counts[id(chosen[name])] for name in known}
     named, path = ", ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
         message = f"{left[0]}: {chosen[left[0]].label()} supports none of {named} bits{and_more(left)}"

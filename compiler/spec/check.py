@@ -10,8 +10,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from specc.compiler.errors import Diagnostic, SpecError
-from specc.compiler.spec.migrate import refuse_old, upgraded
 from specc.compiler.spec.spec import Spec
+from specc.compiler.spec.version import refuse_old
 from specc.compiler.strict import Path, Problem, StrictModel, keys_of
 from specc.compiler.text.overrides import apply_overrides
 from specc.compiler.text.source import Source, read
@@ -37,6 +37,8 @@ def load_recorded(path: FilePath, overrides: Iterable[str] = ()) -> tuple[Spec, 
 
     A spec of an old version is rewritten in memory.
     """
+    from specc.compiler.spec.migrate import upgraded
+
     source = read(path)
     data = upgraded(source.data)
     old = data is not source.data

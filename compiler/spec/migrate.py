@@ -10,34 +10,23 @@ from typing import Any
 from ruamel.yaml.comments import CommentedMap
 from ruamel.yaml.tokens import CommentToken
 
-from specc.compiler.errors import Diagnostic, SpecError
 from specc.compiler.expr import Binary, Var, parse, substitute
 from specc.compiler.expr.wiring import parse_wiring
+from specc.compiler.spec.version import VERSION, has_tf32, of_version_1
 from specc.compiler.text.round_trip import editable, edited, flow
-from specc.compiler.text.source import Source, read
+from specc.compiler.text.source import read
 
-VERSION = 2
 OLD = ("skips", "mix", "loop", "parallel", "lanes")  # keys of blocks in version 1
 Data = MutableMapping[str, Any]
 
 
 def upgraded(data: Any) -> Any:
     """Returns the data of a spec in the current version. Data of another form are returned unchanged."""
-    if not _of_version_1(data) and not _has_tf32(data):
+    if not of_version_1(data) and not has_tf32(data):
         return data
     new = _plain(data)
     migrate(new)
     return _frozen(new)
-
-
-def _of_version_1(data: Any) -> bool:
-    """Returns whether the data of a spec have version 1."""
-    return isinstance(data, Mapping) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool)
-
-
-def _has_tf32(data: Any) -> bool:
-    """Returns whether the data of a spec have the key `train.tf32`, which is now in `train.precision`."""
-    return isinstance(data, Mapping) and isinstance(train := data.get("train"), Mapping) and "tf32" in train
 
 
 def _move_tf32(train: Data) -> None:
@@ -49,17 +38,6 @@ def _move_tf32(train: Data) -> None:
     train.insert(place, "precision", flow({"tf32": train.pop("tf32")}))
     if comment is not None:
         train.ca.items["precision"] = comment
-
-
-def refuse_old(source: Source) -> None:
-    """Raises SpecError if a spec has version 1 or an old key, with the command that rewrites it."""
-    hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
-    if (old := _of_version_1(source.data)) or _has_tf32(source.data):
-        place = source.value(("spec_version",) if old else ("train", "tf32"))
-        message = "train.tf32 is now tf32 in train.precision"
-        if old:
-            message = f"the spec is of version 1; this specc reads version {VERSION}"
-        raise SpecError((Diagnostic("S108", message, hint, place.file, place.mark),), source.texts)
 
 
 def migrated_text(path: FilePath) -> str | None:
@@ -130,9 +108,9 @@ def migrate(data: Data) -> None:
 
     Unknown fields stay in the data and are reported when the spec is read.
     """
-    if _has_tf32(data):
+    if has_tf32(data):
         _move_tf32(data["train"])
-    if not _of_version_1(data):
+    if not of_version_1(data):
         return
     data["spec_version"] = VERSION
     model = data.get("model")

@@ -1,0 +1,30 @@
+"""The version of a spec. Rewriting an old spec is the work of migrate.py, which few commands import."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specc.compiler.errors import Diagnostic, SpecError
+from specc.compiler.text.source import Source
+
+VERSION = 2
+
+
+def of_version_1(data: Any) -> bool:
+    """Returns whether the data of a spec have version 1."""
+    return isinstance(data, Mapping) and data.get("spec_version") == 1 and not isinstance(data["spec_version"], bool)
+
+
+def has_tf32(data: Any) -> bool:
+    """Returns whether the data of a spec have the key `train.tf32`, which is now in `train.precision`."""
+    return isinstance(data, Mapping) and isinstance(train := data.get("train"), Mapping) and "tf32" in train
+
+
+def refuse_old(source: Source) -> None:
+    """Raises SpecError if a spec has version 1 or an old key, with the command that rewrites it."""
+    hint = f"run `specc migrate {source.file}`, which rewrites it and keeps its comments"
+    if (old := of_version_1(source.data)) or has_tf32(source.data):
+        place = source.value(("spec_version",) if old else ("train", "tf32"))
+        message = "train.tf32 is now tf32 in train.precision"
+        if old:
+            message = f"the spec is of version 1; this specc reads version {VERSION}"
+        raise SpecError((Diagnostic("S108", message, hint, place.file, place.mark),), source.texts)
