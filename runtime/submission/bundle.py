@@ -8,6 +8,7 @@ base85, would be 25 % larger.
 
 import bz2
 import dataclasses
+import json
 import lzma
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import specc.compiler
 import specc.runtime
-from specc.compiler.build import canonical, compile_loaded
+from specc.compiler.build import canonical, model_files, plan_loaded
 from specc.compiler.ops import dropout, fp8
 from specc.compiler.passes.assign_quant import reused
 from specc.compiler.pipeline import lower
@@ -26,13 +27,14 @@ from specc.compiler.spec.spec import SCHEMES, QuantSpec, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
 from specc.compiler.targets import TARGETS
-from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.codecs import Codec, compress
 from specc.runtime.artifact.deployment import Deployment
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, Tokenizer
 from specc.runtime.model.load import initial_values
 from specc.runtime.optim.optimizers import rule_of
 from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
+from specc.runtime.submission.without_cache import without_cache
 
 PACKAGE = "parts"
 ENTRY = "specc.runtime.submission.entry"
@@ -41,6 +43,7 @@ _KNOWN = "specc.runtime.submission.known"
 REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
+    ("specc.compiler.records", "dataclass"): ("dataclasses", "dataclass"),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
     ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
     ("specc.compiler.changing_values", "formula"): (_KNOWN, "formula"),
@@ -144,6 +147,8 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     data = "\0".join(part for file in files.items() for part in file).encode()
     filters = [{**LZMA, "nice_len": length} for length in MATCHES]
     choices = [("lzma", lzma.compress(data, lzma.FORMAT_ALONE, filters=[chain])) for chain in filters]
+    if codec == Codec.BROTLI:  # the program needs the package in any case
+        choices.append(("brotli", compress(data, 11)))
     module, packed = min([("bz2", bz2.compress(data)), *choices], key=lambda choice: len(choice[1]))
     return STUB.format(module=module, data=quoted(packed), package=PACKAGE, entry=_flat(ENTRY)).encode("latin-1")
 
@@ -234,8 +239,8 @@ def _plan(
     """Returns the source of the module `plan`, the generated files by path, and the storage of the model's buffers."""
     spec, quant, base = facts.spec, facts.quant, facts.base
     assert isinstance(spec.eval, BitsSpec)
-    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, spec.plain))
-    programs = {target: plan.programs for target, plan in built.plans.items()}
+    plans = plan_loaded(spec, None, tuple(targets), lock).plans
+    programs = {target: plan.programs for target, plan in plans.items()}
     params = {
         target: [dataclasses.replace(p, init=None, storage="") for p in program.params]  # type: ignore[arg-type]
         for target, program in programs.items()
@@ -263,26 +268,48 @@ def _plan(
         "BASE": base,
         "SCHEMES": used,
         "RULES": {optimizer.kind: rule_of(optimizer) for optimizer in spec.train.optimizers},
-        "SPEC": canonical(deployed),
+        "SPEC": _without_rules(deployed),
         "SPEC_DIGEST": "",
         "CODE": Deployment.of(deployed).code,
         "TOKENIZER": described,
-        "BYTES": pieces.base.tolist(),
-        "SPACES": pieces.leading_space.nonzero()[0].tolist(),
+        "PIECES": _piece_table(pieces),
         "BOUNDARIES": pieces.boundary.nonzero()[0].tolist(),
     }
     classes: set[type] = set()
     lines = [f"{name} = {spelled(value, classes)}" for name, value in values.items()]
     imports = sorted(f"from {kind.__module__} import {kind.__name__}" for kind in classes)
     generated = {
-        f"{folder}{suffix}/{file}": text
-        for build, suffix in ((built, ""), (unfused, "_plain"))
-        for name, text in build.files.items()
-        for folder, _, file in [name.rpartition("/")]
-        if folder in targets
+        f"{target}{suffix}/{file}": text
+        for target in targets
+        for each, suffix in ((spec, ""), (spec.plain, "_plain"))
+        for file, text in _files(each, target, lock, facts).items()
     }
     storages = {type.storage for program in programs.values() for _, type in program.buffers}
     return "\n".join((*imports, *lines)) + "\n", generated, storages
+
+
+def _files(spec: Spec, target: str, lock: Lock, facts: _Facts) -> Mapping[str, str]:
+    """Returns the generated files of a target, without the programs that generate text if none is generated."""
+    plan = plan_loaded(spec, None, (target,), lock).plans[target]
+    files = model_files(plan)
+    if facts.writes_text:
+        return files
+    programs = plan.programs
+    steps = {graph.name for graph in programs.programs if graph.name not in programs.whole}
+    return without_cache(files, {*steps, "new_cache"})
+
+
+def _without_rules(spec: Spec) -> str:
+    """Returns the canonical text of a spec without the rules of `quant`, which the program states itself."""
+    data = json.loads(canonical(spec))
+    data["quant"]["rules"] = []
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def _piece_table(pieces: PieceBytes) -> str:
+    """Returns one character per id: 32 + 2 x the bytes of the piece without a leading space, + 1 if it has one."""
+    marks = zip(pieces.base.tolist(), pieces.leading_space.tolist(), strict=True)
+    return "".join(chr(32 + 2 * size + space) for size, space in marks)
 
 
 def spelled(value: Any, classes: set[type]) -> str:

@@ -46,10 +46,10 @@ class TokenTable:
         return self._digest
 
     def piece_bytes(self) -> PieceBytes:
-        base = np.array(plan.BYTES, np.int64)
-        marks = np.zeros((2, len(base)), np.bool_)
-        marks[0, list(plan.SPACES)] = marks[1, list(plan.BOUNDARIES)] = True
-        return PieceBytes(base, marks[0], marks[1])
+        marks = np.array([*map(ord, plan.PIECES)], np.int64) - 32
+        boundary = np.zeros(len(marks), np.bool_)
+        boundary[list(plan.BOUNDARIES)] = True
+        return PieceBytes(marks // 2, marks % 2 == 1, boundary)
 
 
 TOKENIZER: Any = TokenTable()
@@ -140,10 +140,9 @@ def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
     schemes: dict[str, Scheme] = {}
 
     def expected(text: bytes) -> tuple[bytes, Any]:
-        data, carried = json.loads(text), json.loads(plan.SPEC)
-        rules = data["quant"]["rules"]
-        data["quant"]["rules"] = carried["quant"]["rules"] = []
-        if data != carried:
+        data = json.loads(text)
+        rules, data["quant"]["rules"] = data["quant"]["rules"], []
+        if data != json.loads(plan.SPEC):
             raise ValueError("it belongs to another model")
         for rule in rules:
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items() if k != "match"}

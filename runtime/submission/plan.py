@@ -25,12 +25,11 @@ REUSED: Sequence[str]  # the parameters whose uses calibration measures
 BASE: Mapping[str, Scheme]  # the scheme of each parameter, before promotion or allocation
 SCHEMES: Mapping[str, type[Scheme]]
 RULES: Mapping[str, type[UpdateRule[Any]]]  # by kind of optimizer
-SPEC: str  # JSON, resolved for BASE
+SPEC: str  # JSON, without the rules of `quant`
 SPEC_DIGEST: str
 CODE: bytes
-# TOKENIZER: name, number of ids, id of the separator, lossless, digest. BYTES: the number of bytes of each id without a
-# leading space. SPACES: the ids with a leading space. BOUNDARIES: the ids that are boundaries.
+# TOKENIZER: name, number of ids, id of the separator, lossless, digest. PIECES: a character per id: 32 + 2 x the number
+# of bytes without a leading space, + 1 if it has one. BOUNDARIES: the ids that are boundaries.
 TOKENIZER: tuple[str, int, int | None, bool, str]
-BYTES: Sequence[int]
-SPACES: Sequence[int]
+PIECES: str
 BOUNDARIES: Sequence[int]
