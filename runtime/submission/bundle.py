@@ -17,7 +17,7 @@ from typing import Any
 
 import specc.compiler
 import specc.runtime
-from specc.compiler.build import canonical, model_files, plan_loaded
+from specc.compiler.build import canonical, compile_loaded
 from specc.compiler.ops import dropout, fp8
 from specc.compiler.passes.assign_quant import reused
 from specc.compiler.pipeline import lower
@@ -34,7 +34,6 @@ from specc.runtime.model.load import initial_values
 from specc.runtime.optim.optimizers import rule_of
 from specc.runtime.quantize.assignment import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
-from specc.runtime.submission.without_cache import without_cache
 
 PACKAGE = "parts"
 ENTRY = "specc.runtime.submission.entry"
@@ -43,7 +42,6 @@ _KNOWN = "specc.runtime.submission.known"
 REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
-    ("specc.compiler.records", "dataclass"): ("dataclasses", "dataclass"),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
     ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
     ("specc.compiler.changing_values", "formula"): (_KNOWN, "formula"),
@@ -239,8 +237,8 @@ def _plan(
     """Returns the source of the module `plan`, the generated files by path, and the storage of the model's buffers."""
     spec, quant, base = facts.spec, facts.quant, facts.base
     assert isinstance(spec.eval, BitsSpec)
-    plans = plan_loaded(spec, None, tuple(targets), lock).plans
-    programs = {target: plan.programs for target, plan in plans.items()}
+    built, unfused = (compile_loaded(each, None, tuple(targets), lock) for each in (spec, spec.plain))
+    programs = {target: plan.programs for target, plan in built.plans.items()}
     params = {
         target: [dataclasses.replace(p, init=None, storage="") for p in program.params]  # type: ignore[arg-type]
         for target, program in programs.items()
@@ -279,24 +277,14 @@ def _plan(
     lines = [f"{name} = {spelled(value, classes)}" for name, value in values.items()]
     imports = sorted(f"from {kind.__module__} import {kind.__name__}" for kind in classes)
     generated = {
-        f"{target}{suffix}/{file}": text
-        for target in targets
-        for each, suffix in ((spec, ""), (spec.plain, "_plain"))
-        for file, text in _files(each, target, lock, facts).items()
+        f"{folder}{suffix}/{file}": text
+        for build, suffix in ((built, ""), (unfused, "_plain"))
+        for name, text in build.files.items()
+        for folder, _, file in [name.rpartition("/")]
+        if folder in targets
     }
     storages = {type.storage for program in programs.values() for _, type in program.buffers}
     return "\n".join((*imports, *lines)) + "\n", generated, storages
-
-
-def _files(spec: Spec, target: str, lock: Lock, facts: _Facts) -> Mapping[str, str]:
-    """Returns the generated files of a target, without the programs that generate text if none is generated."""
-    plan = plan_loaded(spec, None, (target,), lock).plans[target]
-    files = model_files(plan)
-    if facts.writes_text:
-        return files
-    programs = plan.programs
-    steps = {graph.name for graph in programs.programs if graph.name not in programs.whole}
-    return without_cache(files, {*steps, "new_cache"})
 
 
 def _without_rules(spec: Spec) -> str:
