@@ -165,9 +165,12 @@ def check_types(
         def run_node(self, n: fx.Node) -> Any:
             nonlocal checked
             value = super().run_node(n)
-            if isinstance(value, torch.Tensor):
-                for name in names.get(n, ()):
-                    _check_type(name, graph.by_name[name].type, value, sizes)
+            values = value if isinstance(value, tuple) else (value,)
+            for name in names.get(n, ()):
+                types = graph.by_name[name].types
+                if len(values) == len(types) and all(isinstance(each, torch.Tensor) for each in values):
+                    for type, each in zip(types, values, strict=True):
+                        _check_type(name, type, each, sizes)
                     checked += 1
             return value
 
