@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from specc.compiler.expr import Var, derive, number, reread, substitute, variables
 from specc.compiler.fusions.fusion import POINTWISE, Fusion, Rewrite, node
 from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ops.fp8_codes import Fp8Product
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.pointwise import Pointwise
@@ -18,10 +19,17 @@ LINE = 64  # columns: 128 bytes of bf16, one cache line. Rows start on a line, a
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members to fuse. `bound` is the pointwise node between the logits and the loss, e.g. a softcap, or None if
-    there is none."""
+    """The members to fuse.
+
+    Attributes:
+        product: the product that computes the logits.
+        codes: the node that rounds its weight to 8 bits. None if it reads the weight itself.
+        bound: the pointwise node between the logits and the loss, e.g. a softcap. None if there is none.
+        loss: the cross-entropy.
+    """
 
     product: Node
+    codes: Node | None
     bound: Node | None
     loss: Node
 
@@ -41,7 +49,8 @@ class Parts:
 
 
 class SoftmaxLossFusion(Fusion):
-    """Accepts a linear layer, at most one pointwise node that reads its output, and the cross-entropy of the result.
+    """Accepts a linear layer, also one with factors of 8 bits, at most one pointwise node that reads its output, and the
+    cross-entropy of the result.
 
     If the vocabulary size is not a multiple of 8, the weight is padded with rows of zeros. Every row of logits is then
     aligned in memory. A mean loss is computed together with its gradient. A loss per token is only used to score a
@@ -64,7 +73,8 @@ class SoftmaxLossFusion(Fusion):
         assert isinstance(parts, Parts) and isinstance(parts.loss.op, CrossEntropy)
         learns = parts.loss.op.reduction == "mean"
         scope, dot, _ = parts.product.name.rpartition(".")
-        logits, padding = _padded(parts.product, graph, f"{scope}{dot}padded")
+        padded = _padded(parts, graph, members, f"{scope}{dot}padded")
+        logits = padded[-1]
         names = [parts.loss.name, *([parts.bound.name] if parts.bound else [])]
         if not learns:  # a distinct name, since the plan lists both losses
             names = [f"{scope}{dot}nats", *names[1:], parts.loss.name]
@@ -73,21 +83,25 @@ class SoftmaxLossFusion(Fusion):
         title = bound.title if isinstance(bound, Pointwise) else ""
         op = SoftmaxLoss(parts.vocab, loss.reduction, parts.f, loss.per_token, loss.weights, title, loss.further)
         scored = node(names[0], op, inputs, names if len(names) > 1 else ())
-        changed: dict[Node | None, tuple[Node, ...]]
-        changed = {parts.product: (*padding, logits), parts.bound: (), parts.loss: (scored,)}
+        changed: dict[Node | None, tuple[Node, ...]] = dict.fromkeys((parts.codes, parts.bound), ())
+        changed |= {parts.product: padded, parts.loss: (scored,)}
         return Rewrite(tuple(new for old in members for new in changed.get(old, (old,))), learns)
 
 
-def _padded(product: Node, graph: Graph, name: str) -> tuple[Node, tuple[Node, ...]]:
-    """Returns the product with an aligned number of columns, and the node that pads the weight. There is no such node
-    if the number of columns is already aligned."""
-    x, weight = product.inputs
-    vocab = product.type.width
-    assert isinstance(vocab, int)
-    if vocab % VECTOR == 0:
-        return product, ()
-    wide = node(name, PadRows(-(-vocab // LINE) * LINE), [(weight, graph.types[weight])])
-    return node(product.name, product.op, [(x, graph.types[x]), (wide.name, wide.type)]), (wide,)
+def _padded(parts: Parts, graph: Graph, members: Sequence[Node], name: str) -> tuple[Node, ...]:
+    """Returns the nodes that compute logits with an aligned number of columns. If the vocabulary is not aligned, the
+    first of them pads the parameter."""
+    chain = (parts.product,) if parts.codes is None else (parts.codes, parts.product)
+    if parts.vocab % VECTOR == 0:
+        return chain
+    weight = parts.product.inputs[1] if parts.codes is None else parts.codes.inputs[0]
+    types = {**graph.types, **{member.name: member.type for member in members}}
+    nodes = [node(name, PadRows(-(-parts.vocab // LINE) * LINE), [(weight, types[weight])])]
+    for old in chain:
+        types[nodes[-1].name] = nodes[-1].type
+        refs = [name if ref == weight else ref for ref in old.inputs]
+        nodes.append(node(old.name, old.op, [(ref, types[ref]) for ref in refs]))
+    return tuple(nodes)
 
 
 def _parts(members: Sequence[Node]) -> Parts | str:
@@ -111,9 +125,9 @@ def _parts(members: Sequence[Node]) -> Parts | str:
     if producer is None:
         reason = "takes the linear layer that computes the logits"
         return f"{reason}; {reader.name} reads {reader.inputs[0]}, which is not a member"
-    if producer.op != Linear():
+    if producer.op != Linear() and not isinstance(producer.op, Fp8Product):
         return f"takes logits from a linear layer; {producer.name} is a {producer.op.name}"
-    return Parts(producer, bound, loss)
+    return Parts(producer, by_name[node_of(producer.inputs[1])] if producer.op != Linear() else None, bound, loss)
 
 
 SOFTMAX_LOSS = SoftmaxLossFusion(

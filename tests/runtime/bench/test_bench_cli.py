@@ -231,7 +231,11 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_all_of_it_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = "sm90" if torch.cuda.get_device_capability()[0] == 9 else "sm80"
     picture = tmp_path / "roofline.png"
-    small = ["--set", "train.micro_batch=64", "--set", "train.tokens_per_step=32768"]
+    small = [
+        word
+        for text in ("model.blocks.count=2", "train.micro_batch=64", "train.tokens_per_step=32768")
+        for word in ("--set", text)
+    ]
     arguments = [
         "bench",
         str(SPEC),
@@ -247,8 +251,9 @@ def test_all_of_it_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         str(picture),
         "--json",
     ]
-    assert run(arguments) == 0
-    data = json.loads(capsys.readouterr().out)
+    code, printed = run(arguments), capsys.readouterr()
+    assert code == 0, printed.err
+    data = json.loads(printed.out)
     assert data["left_out"] == {} and data["machine"]["driver"] not in ("none", "unknown")
     generated = [row for row in data["kernels"] if row["kernel"] != "library"]
     for row in (*generated, *data["groups"]):

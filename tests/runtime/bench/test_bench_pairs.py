@@ -266,8 +266,10 @@ def test_all_parts_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["train.data.lines=20000", "eval.lines=3000", "eval.batch=1024"]
     words = [word for text in sizes for word in ("--set", text)]
     parts = [word for part in ("step", "table", "decode", "int8") for word in ("--only", part)]
-    assert run(["bench", str(ROOT / "specs" / "poly_attn.yaml"), *words, *parts, "--steps", "5", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    code = run(["bench", str(ROOT / "specs" / "poly_attn.yaml"), *words, *parts, "--steps", "5", "--json"])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    data = json.loads(printed.out)
     assert data["step"]["fuse: []"]["profile"]["classes"]["recurrent"]["ms"] > 0
     assert data["table"]["rows"][0]["name"] == "baseline"
     decoded = {row["name"]: row for row in data["decode"]["rows"]}
