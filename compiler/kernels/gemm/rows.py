@@ -72,6 +72,8 @@ class TritonContext:
         stages: the largest number of its stages.
         shared_memory: the bytes of shared memory that its stages may use.
         multiprocessors: the number of multiprocessors, for which these numbers are chosen.
+        slices: the slices of features that the warps of a program of the lowest tile can sum; 1 for none.
+        slices_name: the name of their number in a launch; codes have none.
         ahead: the pieces of weights that a program of one row loads before it waits for the kernel before it.
         pdl: whether a kernel begins before the one before it ends, which needs weights that no kernel computes.
         widths: the tuple of the extents N of the parts.
@@ -107,6 +109,8 @@ class TritonContext:
     stages: int
     shared_memory: int
     multiprocessors: int
+    slices: int
+    slices_name: str
     ahead: int
     pdl: bool
     widths: str
@@ -125,8 +129,9 @@ class TritonContext:
 class RowLinearTriton(Kernel):
     """A program multiplies all rows, up to 64, with some rows of the weights, which are read once.
 
-    With one row, threads multiply and sum; with several, tensor cores do. The mean square of the norm is summed in the
-    same loop over the features, and scales the sums.
+    With one row, threads multiply and sum; with several, tensor cores do. With up to 16, each warp multiplies other
+    features if a multiprocessor has one program, which would wait for a chain of sums. The mean square of the norm is
+    summed in the same loop over the features, and scales the sums.
     """
 
     def rejects(self, site: Site) -> str | None:
@@ -192,7 +197,9 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     of_part = stored if parts.epilogue else [["w_ptr", "s_ptr"][: len(stored[0])]]  # the weights of a part
     bits = parts.bits if parts.epilogue else ("BITS",)[: len(parts.bits)]
     inner = names if parts.epilogue else [*before, *of_part[0], "y_ptr"]
-    constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PDL")
+    slices = () if parts.scales else ("slices",)
+    constants = ("K", "BLOCK_M", "BLOCK_N", "BLOCK_K", *(name.upper() for name in slices), "PDL")
+    sliced = not parts.scales and BYTES[parts.x.type.dtype] == 2 and parts.k >= 2 * rows_k  # products of 16 bits only
     products = parts.products if parts.epilogue else ("p",)
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
     op_of_node = site.node.op
@@ -217,7 +224,7 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         normed=parts.norm is not None,
         gain=gain,
         row_norm=(*squares[:1], *(f"x *= {load}.to(tl.float32)" for _ in parts.gain)),
-        rows_norm=(*squares[1:], *(f"x = (x * {load}[None, :]).to(x_ptr.dtype.element_ty)" for _ in parts.gain)),
+        rows_norm=(*squares[1:], *(f"x = (x * {load}).to(x_ptr.dtype.element_ty)" for _ in parts.gain)),
         scaled=" * ".join(("result", *["scale"] * bool(parts.scales), *_root(parts.norm))),
         row=row,
         product=f"triton/row_linear_{'codes' if parts.scales else 'floats'}.jinja",
@@ -231,6 +238,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         stages=STAGES,
         shared_memory=site.target.shared_memory,
         multiprocessors=MULTIPROCESSORS,
+        slices=ROWS_WARPS if sliced else 1,
+        slices_name=next(iter(slices), "_"),
         ahead=AHEAD,
         pdl=site.target.arch >= DEPENDENT_LAUNCH and all(ref[0] == "@" for ref in weights_read),
         widths=str(parts.widths),
@@ -245,7 +254,9 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
         kernel=listed(f"def {op.function}_kernel(", [*names, "M", *_constant(*constants, *parts.bits)], "):"),
         calls=tuple(calls),
         tensors=_arguments(*(name.removesuffix("_ptr") for name in names)),
-        sizes=_arguments("m", "K", "height", "n", "k", "PDL", *(_bits(w) for w in parts.weights if parts.scales)),
+        sizes=_arguments(
+            "m", "K", "height", "n", "k", *slices, "PDL", *map(_bits, parts.weights if parts.scales else ())
+        ),
         copied=_copied([parts.x, *(value for value in parts.operands if not value.column)]),
         wanted="\n".join(f"        {_wanted(value)}" for value in parts.inputs),
         allocated="\n".join(f"    {_allocated(value, parts.x.type)}" for value in parts.outputs),

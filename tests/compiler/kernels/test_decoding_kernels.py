@@ -60,7 +60,8 @@ def test_interpreted_products_are_the_reference(tmp_path: Path) -> None:
     for i, name in enumerate(CASES):
         site = site_of(name, out="f32" if i % 2 else "")
         module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"rows_{i}").__name__
-        for m, tile in (*((m, {}) for m in ROWS), (1, {"ROW": (4, 16, 1)})):  # the last in many pieces
+        many_pieces, slices = (1, {"ROW": (4, 16, 1)}), (5, {"SLICES": 4, "ROWS_K": 32})
+        for m, tile in (*((m, {}) for m in ROWS), many_pieces, slices):
             inputs = inputs_of(site, m)
             outputs = [torch.full((m + 1, int(t.width)), torch.nan, dtype=DTYPES[t.dtype]) for t in site.node.types]
             calls.append((str(tmp_path), module, {"PDL": False, **tile}, "launch", [*inputs, *outputs]))
@@ -89,9 +90,10 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
     site = row_site(((768, 768, 768), 768, RMS, None), target, "bf16")
     module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"compiled_{target}")
     for m in (1, 2, 32, 64):
-        height, n, stages = module.rows_tile(m) if m > 1 else (1, module.ROW[0], 1)
-        k, warps = module.ROW[1:] if m == 1 else (module.ROWS_K, module.ROWS_WARPS)
-        sizes = {"BLOCK_M": height, "BLOCK_N": n, "BLOCK_K": k, "WARPS": warps, "STAGES": stages, "M": 1}
+        height, n, k, slices, stages = module.rows_tile(m) if m > 1 else (1, *module.ROW[:2], 1, 1)
+        sizes = {"BLOCK_M": height, "BLOCK_N": n, "BLOCK_K": k, "SLICES": slices, "STAGES": stages, "M": 1}
+        sizes["WARPS"] = module.ROW[2] if m == 1 else module.ROWS_WARPS
+        assert slices == (4 if m == 2 else 1)
 
         def type_of(name: str, height: int = height) -> str:
             number = name == "M" and height > 1  # Triton compiles a number that is 1 as a constant
@@ -104,6 +106,7 @@ def test_one_row_loads_whole_vectors_and_several_use_tensor_cores(target: str, t
             assert "ld.global.v4.b32" in ptx and "mma" not in ptx
         else:
             assert "mma" in ptx and "cp.async" in ptx
+            assert ("warpsPerCTA = [4, 1, 1]" in code.asm["ttgir"]) == (slices == 4)  # a slice for each warp
         assert ptx.count("griddepcontrol.wait") == (3 if target == "sm90" else 0)  # one for each of q, k and v
 
 
@@ -125,10 +128,12 @@ def test_tiles_of_several_rows_load_little_and_keep_memory_busy(target: str, tmp
         site = row_site((widths, k, None, None), target, "bf16")
         module = imported(ROW_LINEAR_TRITON, site, tmp_path / f"tiles_{target}_{i}")
         for m, tile in zip((2, 32, 64), tiles, strict=True):
-            height, n, stages = module.rows_tile(m)
-            piece = 2 * (height + n) * module.ROWS_K
+            height, n, step, slices, stages = module.rows_tile(m)
+            piece = 2 * (height + n) * step
             assert (height, n) == tile and stages * piece <= site.target.shared_memory
-            assert (stages - 1) * piece >= 65_536 or stages in (k // module.ROWS_K + 1, 8) or target != "sm90"
+            assert (stages - 1) * piece >= 65_536 or stages in (k // step + 1, 8) or target != "sm90"
+            # the head has several programs on each multiprocessor, which hide the sums of each other
+            assert slices == (4 if m <= 16 and widths != (50257,) else 1) if m != 32 else slices in (1, 4)
 
 
 def test_nodes_that_no_kernel_computes_say_why() -> None:

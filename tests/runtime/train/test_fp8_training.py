@@ -325,7 +325,7 @@ def test_a_fused_group_writes_codes_and_not_the_activation(tmp_path: Path) -> No
 @pytest.mark.parametrize("vocab", [257, 264])
 def test_the_fused_loss_reads_logits_of_8_bit_products(tmp_path: Path, vocab: int) -> None:
     """A vocabulary that is not aligned is padded before its weight is rounded."""
-    sets = 'train.precision.fp8=[{match: head.logits, scaling: delayed}]', f"model.vocab={vocab}"
+    sets = "train.precision.fp8=[{match: head.logits, scaling: delayed}]", f"model.vocab={vocab}"
     group = "fuse=[{head: [logits, softcap, loss]}]"
     found, magnitudes = same_steps(tmp_path, (*sets, "fuse=[]"), (*sets, group))
     assert [*magnitudes] == ["embed.token_fp8"]
