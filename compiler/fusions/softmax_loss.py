@@ -49,8 +49,8 @@ class Parts:
 
 
 class SoftmaxLossFusion(Fusion):
-    """Accepts a linear layer, at most one pointwise node that reads its output, and the cross-entropy of the result. The
-    factors of the layer may have 8 bits.
+    """Accepts a linear layer, at most one pointwise node that reads its output, and the cross-entropy of the result.
+    The factors of the layer may have 8 bits.
 
     If the vocabulary size is not a multiple of 8, the weight is padded with rows of zeros. Every row of logits is then
     aligned in memory. A mean loss is computed together with its gradient. A loss per token is only used to score a

@@ -20,7 +20,7 @@ from specc.compiler.ops.fp8 import Fp8Linear
 from specc.compiler.ops.fp8_codes import Fp8Codes
 from specc.compiler.programs.programs import LoweringError
 from specc.runtime.distributed.world import World
-from specc.runtime.model.load import Loaded, import_file, instantiate
+from specc.runtime.model.load import Loaded, import_file, initialize, instantiate
 from specc.runtime.storage import checkpoint
 from specc.runtime.train.fp8_scales import Fp8Scales
 from specc.runtime.train.train import TrainOptions, train
@@ -356,3 +356,43 @@ def test_a_group_refuses_scales_that_are_known_too_late() -> None:
         sets = f'train.precision.fp8=[{{match: "blocks.*.mlp.*", {words}}}]', FUSED[1]
         with pytest.raises(LoweringError, match=reason):
             pipeline.run(small_spec(*sets), "cpu")
+
+
+DELAYED = 'train.precision.fp8=[{match: "{blocks.*.mlp.*,head.logits}", scaling: delayed}]'
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sets",
+    [FP8, (DELAYED, 'fuse=[{"blocks.*.mlp": [up, act, down]}, {head: [logits, softcap, loss]}]')],
+    ids=["rows, delayed and current", "fused"],
+)
+def test_compiled_steps_on_a_gpu_are_near_those_of_the_compute_dtype(sets: Sequence[str], tmp_path: Path) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("sm90 has tensor cores for 8-bit floats")
+    ids = torch.randint(257, (4, 65), generator=torch.Generator().manual_seed(2)).cuda()
+    results = []
+    for name, chosen in (("plain", ("fuse=[]",)), ("fp8", sets)):
+        torch.compiler.reset()
+        spec = small_spec(*chosen, "targets=[sm90]", "model.dim=64")
+        found = instantiate(spec, "sm90", tmp_path / name)
+        initialize(found, 1)
+        model = found.model.cuda()
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1 and not weight.any():  # outputs that begin at 0 would hide wrong values
+                    weight.normal_(std=0.1, generator=torch.Generator("cuda").manual_seed(3))
+        scales = Fp8Scales(model, 4 * 64, World.alone())
+        function = torch.compile(model, fullgraph=True)
+        for _ in range(2):  # the second step has scales that fit
+            model.zero_grad()
+            loss = function(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            scales.update(1.0)
+        results.append((loss.item(), {path: p.grad for path, p in model.named_parameters()}))
+    (loss, gradients), (rounded_loss, rounded_gradients) = results
+    assert abs(rounded_loss - loss) < 0.02 * loss
+    for path, want in gradients.items():
+        assert want is not None
+        error = (rounded_gradients[path] - want).norm() / want.norm()
+        assert error < 0.3, f"{path} is off by {error}"
