@@ -23,12 +23,12 @@ from specc.compiler.strict import Problem
 
 @dataclass(frozen=True)
 class Modules:
-    """The lowering of the modules of one term.
+    """Lowers the modules of one loss term.
 
     Attributes:
         term: the term.
         place: the index of the term in `train.losses`.
-        stack: the blocks of the model. Each module has the form of the last block.
+        stack: the blocks of the model. Each module has the structure of the last block.
         norm: the norm after the last block.
         head: the head, which the modules share.
     """
@@ -47,12 +47,12 @@ class Modules:
         """Adds the modules and returns the loss of the model plus their weighted mean loss, f32[].
 
         Args:
-            b: the builder of the training program.
+            b: the builder of the graph of the training program.
             x: the residual stream after the last block, [B, T, D].
             targets: the next token of each token, i64[B, T].
             context: the values that blocks can read.
             loss: the loss without the modules, f32[].
-            ignore: the id of targets that do not count.
+            ignore: the target id that the loss ignores.
         """
         losses, stream = dict[str, str](), x
         for k in range(1, self.term.modules + 1):
@@ -96,7 +96,7 @@ class Modules:
 
 
 def module_problems(block: Block, common: Collection[str], head: LogitHead, same_width: bool) -> Iterator[str]:
-    """Yields the reasons why modules cannot have the form of the last block of a model."""
+    """Yields the reasons why modules cannot have the structure of the last block of a model."""
     if block.circuit.earlier:
         yield "the last block reads earlier runs"
     if block.circuit.streams_after((STREAM,)) != (STREAM,) or isinstance(block.read, dict):

@@ -13,8 +13,8 @@ Form = Literal["text", "lines"]  # one token stream, or pairs of source and targ
 
 
 class Architecture(StrictModel):
-    """A model kind. The fields are the parts of the model. A model kind connects parts through the methods of the base
-    classes only.
+    """A model kind. The fields are the parts of the model. A model kind uses its parts only through the methods of
+    their base classes.
 
     Attributes:
         reads: the form of the training data.
@@ -27,8 +27,8 @@ class Architecture(StrictModel):
 
         Args:
             name: the name of the model.
-            halves: whether to add the two halves of the program `score`, if the model kind has them.
-            losses: the terms of the training loss. Without terms, it is the loss of the next token.
+            halves: whether to add the program `score` split into two programs, if the model kind supports it.
+            losses: the terms of the training loss. If there are none, the loss is that of the next token.
 
         Raises:
             LoweringError: if the spec does not describe a valid model.
@@ -51,8 +51,8 @@ class Architecture(StrictModel):
         raise TypeError(f"{type(self).__name__} does not state its context")
 
     def after(self, done: float) -> Self:
-        """Returns the model as it is after the share `done` of a training run. The value of each schedule at this point
-        replaces the schedule."""
+        """Returns the model after the fraction `done` of a training run. Each schedule is replaced by its value at this
+        point."""
         return settled(self, done)
 
     @property
@@ -72,7 +72,7 @@ class Architecture(StrictModel):
 
     @property
     def losses(self) -> frozenset[str]:
-        """The losses that layers can state, as LAYER.LOSS, for terms of the kind `auxiliary`."""
+        """The auxiliary losses that layers compute, as LAYER.LOSS, for terms of the kind `auxiliary`."""
         return frozenset()
 
     @property
@@ -87,7 +87,7 @@ class Architecture(StrictModel):
 
     @property
     def reads_pads(self) -> bool:
-        """Whether the encoding of a source depends on the pads after it. If so, all sources of a batch must have the
+        """Whether the encoding of a source depends on the padding after it. If so, all sources in a batch must have the
         same length."""
         return False
 

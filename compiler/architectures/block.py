@@ -20,8 +20,8 @@ from specc.compiler.strict import LearnedName, Problem, StrictModel, later, tag_
 
 
 def one_of(*roles: type[StrictModel]) -> Any:
-    """Returns the union of `roles` that are a kind, and of all block kinds that subclass the others, discriminated by
-    `kind`."""
+    """Returns a union type, discriminated by `kind`: all block kinds among `roles`, and all block kinds that subclass
+    one of the other `roles`."""
     kinds = ((role,) if tag_of(role, "kind") else models(blocks, role, "kind") for role in roles)
     members = tuple(chain(*kinds))
     return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007  (a tuple of classes, not two)
@@ -48,8 +48,8 @@ class Block(StrictModel):
         norm: the norms of the block, before each layer or in other places; null for none.
         learn: learned values, by name.
         read: the residual stream at the start of the block. If unset, it is unchanged.
-        write: the residual stream at the end of the block, an expression over the outputs of the layers, by the names
-            of the layers. If unset, each layer writes to the stream in turn.
+        write: the residual stream at the end of the block: an expression in which each layer's name stands for its
+            output. If unset, each layer writes to the stream in turn.
         layers: the layers of a block.
     """
 
@@ -73,21 +73,22 @@ class Block(StrictModel):
         return {f"{layer.title}.{key}": type for layer in self.layers for key, type in layer.state(shape).items()}
 
     def sizes(self, dim: int, name: str = "") -> Mapping[str, int]:
-        """Returns the sizes of attention, by name, that the shape of the learned value `name` may read. They are the
-        sizes of the layer that declares the value. If a block declares the value, they are the sizes of its first
-        attention layer. Empty without attention."""
+        """Returns the attention sizes, such as `heads`, that the shape of the learned value `name` may read. They are
+        those of the layer that declares the value or, if the block declares it, of the first attention layer. Without
+        attention, there are none."""
         layers = sorted(self.layers, key=lambda layer: not name.startswith(f"{layer.title}."))
         return next(filter(None, (layer.sizes(dim) for layer in layers)), {})
 
     def shape_of(self, shape: Shape, path: str = "") -> Shape:
-        """Returns the shape dims of the learned value `path` of the block, or of all blocks."""
+        """Returns the sizes that the learned value `path` may read. The value belongs to the block, or all blocks share
+        it."""
         return shape.of_attention(self.sizes(shape.dim, path))
 
     def problems_of(self, shape: Shape, streams: Streams, known: tuple[str, ...]) -> Iterator[Problem]:
         """Yields the problems of the block in a model of this shape. Paths are relative to the block.
 
         Args:
-            shape: the shape dims of the model, with the index of the block.
+            shape: the sizes of the model, and the index of the block.
             streams: the names of the streams before the block.
             known: the names of further values that expressions of the block may read.
         """

@@ -1,4 +1,4 @@
-"""The blocks of a stack: one block, and changes of it in the layers where a condition holds."""
+"""The blocks of a stack: one block, and the changes to it in the layers where a condition holds."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,12 @@ from specc.compiler.expr.wiring import INDEX, OUTPUT, VALUE, Wiring
 from specc.compiler.ir.types import TensorType
 from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem, StrictModel, later, values_in
 
-TAKEN = ("blocks", "embed", "head", "norm")  # names of other parts of a model
-VALUES = ("last", "memory", "norm", "positions", "seen", "table", "targets")  # names of other values of a program
+TAKEN = ("blocks", "embed", "head", "norm")  # names that other parts of a model use
+VALUES = ("last", "memory", "norm", "positions", "seen", "table", "targets")  # names that other values of a program use
 
 
 class Between(StrictModel):
-    """Modules that precede those runs of blocks for which the condition `where` holds.
+    """Modules between runs of blocks. A module precedes each run for which the condition `where` holds.
 
     Module `name`.0 precedes the first such run, `name`.1 the second, and so on. Each module has separate learned
     values.
@@ -57,7 +57,7 @@ class Between(StrictModel):
 
 
 class Blocks(Block):
-    """A stack of blocks: the fields of one block, and changes of them in some layers. Layers are counted from 0.
+    """A stack of blocks: the fields of one block, and the changes to them in some layers. Layers are counted from 0.
 
     Attributes:
         count: the number of blocks.
@@ -91,7 +91,7 @@ class Blocks(Block):
         return self
 
     def changes_of(self, layer: int) -> Mapping[int, Change]:
-        """Returns the changes of block `layer`, by their indices."""
+        """Returns the changes that apply to block `layer`, by their indices in `changes`."""
         values = {"layer": layer, "layers": self.count}
         try:
             return {i: change for i, change in enumerate(self.changes) if condition_holds(change.where, values)}
@@ -104,7 +104,7 @@ class Blocks(Block):
 
     @property
     def every(self) -> tuple[Block, ...]:
-        """All blocks after all changes, in order."""
+        """All blocks, in order, with all changes applied."""
         return self._blocks
 
     @property
@@ -144,7 +144,7 @@ class Blocks(Block):
                 problem.under(*path)
                 for path, schedule in values_in(block, Schedule)
                 for problem in schedule.problems()
-                if source(path) != path  # others are reported at their own place
+                if source(path) != path  # other errors are reported at the field that causes them
             ]
             problems += block.problems_of(replace(shape, layer=index), streams, ("x0", *self.common))
             streams = block.circuit.streams_after(streams)
@@ -161,7 +161,7 @@ class Blocks(Block):
             yield from self.order_problems(shape)
 
     def _common_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of the learned values that all blocks share. Paths are those of learned values."""
+        """Yields the problems of the learned values that all blocks share. Paths are relative to `common`."""
         reads = {name for block in self.every for name in block.circuit.reads}
         circuit = Circuit(self.common)
         yield from circuit.problems((), ("x0",), None, self.count, reads)
@@ -211,7 +211,7 @@ class Blocks(Block):
     def _head_value_problems(
         self, wiring: Wiring, path: Path, title: str, run: int, order: tuple[int, ...], dim: int
     ) -> Iterator[Problem]:
-        """Yields a problem for each `value(k)` if run k has no such values, or if its values have other sizes."""
+        """Yields a problem for each `value(k)` for which run k has no attention values, or values of another size."""
         layer = next((layer for layer in self.every[order[run]].layers if layer.title == title), None)
         for variable, value in wiring.earlier.items():
             if value.function != VALUE or layer is None:
@@ -254,7 +254,7 @@ class Blocks(Block):
             yield ModelValue(label, (label,), path=name, prefix=self.prefix, values=self.common, shape=wide)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        """Returns the shared computations of all blocks, without duplicates."""
+        """Returns the shared computations that any block reads, without duplicates."""
         shared = (computation for i in range(self.count) for computation in self.shared_by(i, shape))
         return tuple({computation.name: computation for computation in shared}.values())
 

@@ -17,8 +17,8 @@ def norm_name(title: str) -> str:
 
 
 class BlocksStage(Blocks, Part):
-    """Blocks as a stage of an encoder or a decoder. A final norm follows the last block, unless the stream has a norm
-    there. The final norm omits a `scale` that depends on the layer, because it belongs to no layer.
+    """Blocks as a stage of an encoder or a decoder. A final norm follows the last block, unless the blocks normalize
+    the stream after each layer. The final norm belongs to no layer, so it omits a `scale` that depends on the layer.
 
     Attributes:
         name: the name of the stage in paths of nodes and parameters; its kind if unset.

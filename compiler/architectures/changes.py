@@ -1,4 +1,4 @@
-"""Changes of the block of a stack in some layers."""
+"""Changes to the block of a stack in some layers."""
 
 import json
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class Change(StrictModel):
 
 
 def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
-    """Returns the block after changes. Each change is given with its index in the stack.
+    """Returns the block with the changes applied. `changes` maps the index of each change in the stack to the change.
 
     Raises:
         ValidationError: if the block is invalid. Errors are reported at the changes that cause them.
@@ -83,8 +83,8 @@ def changed_block(base: Block, changes: Mapping[int, Change]) -> Block:
 
 
 def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
-    """Returns the spec path of a field of a changed block. The path is in the last change that sets the field. If no
-    change sets it, the path is in the blocks."""
+    """Returns the spec path of a field of a changed block: in the last change that sets the field, or in the blocks if
+    no change sets it."""
     rest: Path = path
     fields_of = {i: change.fields for i, change in changes.items()}
     if path[:1] == ("layers",) and len(path) > 1:
@@ -98,7 +98,7 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
         rest = ("norm", *path[2:])
     for i, fields in reversed(fields_of.items()):
         inner: Any = fields
-        # the first part is a key of the block or a layer, the last may be missing in the data
+        # the first element is a key of the block or the name of a layer; the data may lack the last element
         for part in rest[: max(1, len(rest) - 1)]:
             inner = inner.get(part) if isinstance(inner, dict) else None
         if inner is not None:
@@ -107,7 +107,7 @@ def source_of(path: Path, base: Block, changes: Mapping[int, Change]) -> Path:
 
 
 def _merge_block(base: Data, fields: Data) -> Data:
-    """Returns the data of a block after a change."""
+    """Returns the data of a block with a change applied."""
     merged = dict(base)
     for key, value in fields.items():
         if key in Block.model_fields:

@@ -1,5 +1,4 @@
-"""The expressions over named values of a block, or of a side of an encoder-decoder, and the checks of these
-expressions."""
+"""The expressions of a block, or of an encoder or a decoder, over named values; and their checks."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from specc.compiler.expr import Var
 from specc.compiler.expr.wiring import VALUE, EarlierValue, Wiring, parse_wiring
 from specc.compiler.strict import Path, Problem
 
-STREAM = "x"  # the residual stream, where a block has a single one
+STREAM = "x"  # the name of the residual stream in blocks with a single stream
 Streams = tuple[str, ...]
 
 
@@ -39,8 +38,8 @@ class Circuit:
 
     @property
     def expressions(self) -> Iterator[tuple[Path, Wiring, str]]:
-        """Yields (path, expression, title) of each expression. `title` is the title of the part that has the
-        expression, or empty outside of parts."""
+        """Yields (path, expression, title) for each expression. `title` is the title of the part that contains the
+        expression; it is empty outside of parts."""
         fields = {name: value for name, value in (("read", self.read), ("write", self.write)) if value is not None}
         owners: list[tuple[Path, Mapping[str, Learned], Mapping[str, Expressions], str]]
         owners = [((), self.learn, fields, "")]
@@ -81,7 +80,7 @@ class Circuit:
     def problems(
         self, streams: Streams, further: Collection[str], layer: int | None, layers: int, also: Collection[str] = ()
     ) -> Iterator[Problem]:
-        """Yields the problems of names and numbers. Paths are relative to the circuit.
+        """Yields the problems with names and numbers in the expressions. Paths are relative to the circuit.
 
         Args:
             streams: the names of the streams before the circuit.
@@ -104,7 +103,8 @@ class Circuit:
         for path, wiring, title in self.expressions:
             at = path[1] if title else len(titles) if path[0] == "write" else 0
             assert isinstance(at, int)
-            later = () if layer is not None else tuple(f"{other}." for other in titles[at + 1 :])  # without a width yet
+            # The width of the model is not known yet, so formulas that read it are not checked
+            later = () if layer is not None else tuple(f"{other}." for other in titles[at + 1 :])
             learned_names = [name for name in self.learned if not name.startswith(later)]
             names = {*further, *learned_names, *(name.removeprefix(f"{title}.") for name in learned_names)}
             names |= {*titles[:at], *(streams if path[0] == "read" else self.streams_after(streams, at))}

@@ -60,18 +60,18 @@ def indices(text: str) -> tuple[int, ...]:
 Order = Annotated[str, Field(min_length=1, max_length=2000), accepted_by(indices)]
 WHOLE = ("train", "score")
 TOKENS = TensorType(("B", "T"), "i64")
-HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
+HALVES = ("features", "nats")  # the two programs into which `score` is split, for adaptation to a text
 
 
 class OrderSchedule(SegmentSchedule):
-    """A schedule of block orders. A parameter is not updated until an order uses it."""
+    """A schedule of block orders. The parameters of a block are not updated before an order contains the block."""
 
     at: Annotated[tuple[tuple[Unit, Order], ...], Field(min_length=1, max_length=16)]
 
 
 class DecoderBlocks(Blocks):
-    """Blocks that run in any `order`, also repeatedly: `0..5 3..5 6..10` runs blocks 3 to 5 twice. All runs of a block
-    share the same parameters.
+    """Blocks that run in any `order`. A block may run several times: `0..5 3..5 6..10` runs blocks 3 to 5 twice. All
+    runs of a block share the same parameters.
 
     Attributes:
         order: the blocks in the order in which they run, or a schedule of orders. If unset, each block runs once.
@@ -106,11 +106,11 @@ class CacheSpec(StrictModel):
     """The cache of keys, values and latents for generation.
 
     Attributes:
-        page: the number of positions of a page. A cache in pages is for texts of different lengths that join and leave
-            a batch; a table lists the pages of each text. If null, the cache has one row per text, and all texts of a
+        page: the number of positions of a page. A paged cache serves texts of different lengths that join and leave a
+            batch; a table lists the pages of each text. If null, the cache has one row per text, and all texts of a
             batch have the same length.
-        dtype: the dtype of what is cached; that of activations if unset. `e4m3`: floats of 8 bits, with one scale in
-            f32 per token and head.
+        dtype: the dtype of cached values; if unset, the dtype of activations. `e4m3`: 8-bit floats, with one f32 scale
+            per token and head.
     """
 
     page: Annotated[int, Field(ge=1, le=4096)] | None = 64
@@ -237,7 +237,8 @@ class Decoder(Architecture):
         programs += lowering.halves() if halves else ()
         phases: list[Phase] = []
         plain, runs = tuple(range(model.blocks.count)), model.blocks.runs
-        titles, methods = {model.head: ""}, {model.blocks.every: ""}  # the names of parts that differ from the last
+        # The names of parts that differ from the parts of the last phase
+        titles, methods = {model.head: ""}, {model.blocks.every: ""}
         for i, (share, until) in enumerate(pairwise((0.0, *change_shares(self)))):
             then = self.after(share)
             title = titles.setdefault(then.head, f"softcap_phase{i}")
@@ -253,7 +254,7 @@ class Decoder(Architecture):
 
 
 def _places(model: Decoder) -> Iterator[tuple[str, Path]]:
-    """Yields pairs of a prefix of node names and the spec path of the part that adds these nodes."""
+    """Yields pairs: a prefix of node names, and the spec path of the part that adds these nodes."""
     yield from ((f"embed.{step.title}", ("model", "embed", i)) for i, step in enumerate(model.embed))
     yield from ((name, ("model", name)) for name in ("head", "norm"))
     yield from ((module.name, ("model", "blocks", "between", i)) for i, module in enumerate(model.blocks.between))
@@ -281,13 +282,14 @@ class _Trunk:
 
 @dataclass(frozen=True)
 class _Lowering:
-    """The lowering of one decoder, without schedules.
+    """Lowers one decoder, in which schedules are replaced by values.
 
     Attributes:
         model: the decoder.
-        shape: the shape dims of the model.
+        shape: the sizes of the model.
         losses: the terms of the training loss.
-        title: the name of the softcap in this phase of training, if it differs from the name at the end of the run.
+        title: the name of the softcap in this phase of training, if the phase is not the last one and has another
+            softcap.
         phase: the name of the functions of blocks in this phase of training, if they differ from the functions at the
             end of the run.
     """
@@ -299,7 +301,7 @@ class _Lowering:
     phase: str = ""
 
     def scored(self, name: str, learns: bool) -> Graph:
-        """Returns the program ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one value per token.
+        """Returns the program that maps `ids` and `targets`, i64[B, T], to the cross-entropy in nats, f32.
 
         Args:
             name: the name of the program.
@@ -325,8 +327,8 @@ class _Lowering:
         """Returns `score`, split into two programs.
 
         `features` maps ids i64[B, T] to x [B, T, D], the input of the head. `nats` maps x and targets i64[B, T] to the
-        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head, so it is not
-        fused. A fused loss of one value per token would have no gradient.
+        cross-entropy of each token in nats, f32. The loss in `nats` is outside the scope of the head, so that it is not
+        fused: a fused loss that returns one value per token has no gradient.
         """
         tables, b = self.shape.tables, Builder("features")
         x = self.trunk(b, LoweringContext(b.input("ids", TOKENS))).features
@@ -342,9 +344,9 @@ class _Lowering:
         return first, tables.program(b, {"nats": nats})
 
     def step(self, page: int) -> Graph:
-        """Returns the program that extends texts in pages. Its inputs are ids i64[R, K], the number of tokens `starts`
-        i64[R] that the pages of each text hold, and the pages, `table` i64[R, N]. Its outputs are the logits f32[R, V]
-        of the last token of each text, and the new pages."""
+        """Returns the program that extends R texts whose caches are paged. Its inputs are `ids` i64[R, K]; `starts`
+        i64[R], the number of cached tokens of each text; and `table` i64[R, N], the pages of each text. Its outputs are
+        the logits f32[R, V] of each text's last token, and the new pages."""
         b, paged = Builder("step"), replace(self, shape=replace(self.shape, page=page))
         ids = b.input("ids", TOKENS.with_shape("R", "K"))
         starts, table = b.input("starts", STARTS), b.input("table", TABLE)
@@ -356,8 +358,8 @@ class _Lowering:
         return self.shape.tables.program(b, {"logits": logits, **trunk.state})
 
     def require_codes(self) -> None:
-        """Raises LoweringError if the cache holds codes and the model has a state between tokens in floats of another
-        dtype."""
+        """Raises LoweringError if the cache holds 8-bit codes, but the model has another state between tokens, which is
+        not stored as codes."""
         for name, type in self.states().items() if self.shape.coded else ():
             if type.floating and not name.endswith("_scale"):
                 message = f"a cache of e4m3 holds only keys, values and latents; {name} is another state"
@@ -373,7 +375,7 @@ class _Lowering:
                 raise LoweringError((Problem(("model", "cache"), "S290", message, hint),))
 
     def states(self) -> Mapping[str, TensorType]:
-        """Returns the types of all state between tokens, by name."""
+        """Returns the types of all state that is stored between tokens, by name."""
         blocks = self.model.blocks
         parts = {step.title: step.state(self.shape) for step in self.model.embed}
         parts |= {value.name: value.state() for value in blocks.shared(self.shape)}
@@ -392,8 +394,8 @@ class _Lowering:
         return prefill, replace(retyped(prefill, _of_one_token), name="decode")
 
     def trunk(self, b: Builder, context: LoweringContext) -> _Trunk:
-        """Adds the embedding, blocks and last norm to a program with the inputs in `context`. If the context `extends`
-        a sequence, declares the caches as inputs."""
+        """Adds the embedding, the blocks and the last norm to a program whose inputs are in `context`. If the context
+        `extends` a sequence, the caches become inputs of the program."""
         blocks, norm = self.model.blocks, self.model.norm
         shared = SharedValues({"positions": context.positions} if context.positions else {})
         if any("reads_positions" in step.traits for step in self.model.embed):

@@ -42,10 +42,10 @@ SOURCE, TARGET = (TensorType(("B", dim), "i64") for dim in ("S", "T"))
 class EncoderDecoder(Architecture):
     """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source, and a decoder writes a target.
 
-    Each side is a list of stages. Only a stage `blocks` has residual branches.
+    The encoder and the decoder are lists of stages. Only a stage `blocks` has residual branches.
 
     Attributes:
-        vocab: the characters of the lines.
+        vocab: the characters of the source and target lines.
         context: the maximum number of tokens of a source, and of a target.
         dtype: the compute dtype; if unset, the target's.
         init: the initialization of matrices.
@@ -105,7 +105,7 @@ class EncoderDecoder(Architecture):
         return self.vocab.chars
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems of the stages that depend on their position in the model."""
+        """Yields the problems that depend on the position of a stage in the model."""
         for side, stages in (("encoder", self.encoder), ("decoder", self.decoder)):
             for problem in Circuit(layers=stages).problems((STREAM,), (), None, self.layers):
                 yield problem.moved(lambda path, side=side: (side, *path[1:]))  # type: ignore[misc]
@@ -123,7 +123,7 @@ class EncoderDecoder(Architecture):
 
 
 def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
-    """Yields pairs of a prefix of node names and the spec path of the part that adds these nodes."""
+    """Yields pairs: a prefix of node names, and the spec path of the part that adds these nodes."""
     yield "head", ("model", "head")
     yield "bridge", ("model", "bridge")
     for side, stages in (("encoder", model.encoder), ("decoder", model.decoder)):
@@ -136,7 +136,7 @@ def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
 
 
 class _Lowering:
-    """The lowering of one encoder-decoder."""
+    """Lowers one encoder-decoder."""
 
     def __init__(self, model: EncoderDecoder, name: str, losses: Sequence[LossTerm]) -> None:
         self.model, self.name, self.losses = model, name, losses
@@ -155,10 +155,10 @@ class _Lowering:
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
         """Returns a program that maps a source i64[B, S] and a target i64[B, T] to the cross-entropy of the target in
-        nats, f32. Pads do not count.
+        nats, f32. Padding does not count.
 
         `train` returns the mean and applies dropout. The decoder inputs are a third program input, `inputs` i64[B, T].
-        `score` returns one value per token, 0 at pads, and uses teacher-forced decoder inputs.
+        `score` returns one value per token, 0 at padding, and uses teacher-forced decoder inputs.
         """
         b = Builder(name)
         source = b.input("source", SOURCE)
@@ -217,8 +217,8 @@ class _Lowering:
         """Adds the bridge. Returns the initial state of the first recurrent stage of the decoder, by key; an empty dict
         if the model has no bridge.
 
-        Raises LoweringError if a side has no recurrent stage, or if the output of the bridge has another width than the
-        decoder's state.
+        Raises LoweringError if a side has no recurrent stage, or if the bridge's output and the decoder's state differ
+        in width.
         """
         bridge = self.model.bridge
         first = next((stage for stage in self.model.decoder if "recurrent" in stage.traits), None)

@@ -1,4 +1,4 @@
-"""A function of the model and the call of it."""
+"""Functions of a model, and the calls to them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from specc.compiler.programs.tables import Tables
 
 @dataclass
 class Function:
-    """A function that is built, and the arguments of its call.
+    """A function under construction, and the arguments of the call to it.
 
     Attributes:
         outer: the builder of the caller.
@@ -29,7 +29,8 @@ class Function:
     args: list[str] = field(default_factory=list)
 
     def take(self, name: str, ref: str, type: TensorType | None = None) -> str:
-        """Declares the input `name`, whose argument is `ref`. The type is that of the argument, if it is not given."""
+        """Declares the input `name`, whose argument is `ref`. If no type is given, the input has the type of the
+        argument."""
         self.args.append(ref)
         return self.b.input(name, type or self.outer.types[ref])
 
@@ -71,7 +72,7 @@ def begin_parts(
 
     Args:
         b: the builder of the program.
-        parts: the parts, with the shape dims of each.
+        parts: the parts, each with its sizes.
         context: the values that the parts can read.
         names: the candidate names of the function.
         at: the path prefix of the parameters of the function.
@@ -95,5 +96,5 @@ def begin_parts(
 
 
 def below(prefix: str, values: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values whose names begin with `prefix`, without it."""
+    """Returns the values whose names begin with `prefix`. The returned names omit the prefix."""
     return {key.removeprefix(prefix): ref for key, ref in values.items() if key.startswith(prefix)}

@@ -16,7 +16,7 @@ from specc.compiler.ir.graph import output_refs
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import Split, SplitHeads
 
-BRANCH = "branch"  # the name of y in generated code, where y is the output of a function
+BRANCH = "branch"  # the name of `y` in generated code if `y` is the output of a function
 
 
 @dataclass
@@ -25,20 +25,22 @@ class Scope:
 
     Attributes:
         b: the builder.
-        shape: the shape dims of the model.
+        shape: the sizes of the model.
         streams: the residual streams, by name.
         learned: the learned values, by path.
         earlier: the inputs that hold values of earlier runs.
         common: further values, by name.
         at: the prefix of the names of nodes.
         norm: the norm of the block.
-        shape_of: returns the shape dims of the learned value with a given path.
+        shape_of: returns the sizes that the learned value with a given path may read.
         values: the values of parts, by title.
         branches: `y` and `h` of the last part.
-        inputs: the results of `read` expressions. A key is an expression with the references of its values.
+        inputs: the results of `read` expressions. A key consists of an expression and the references of the values that
+            it reads.
         head_values: the values of the heads of attention, by the title of the part.
-        shared: the positions of the program, and the computations that its parts share.
-        added: the references of learned values. A key is the path of a learned value and the value that it reads.
+        shared: the token positions of the program, and the computations that its parts share.
+        added: the references of learned values. A key consists of the path of a learned value and the value that it
+            reads.
     """
 
     b: Builder
@@ -63,8 +65,8 @@ class Scope:
         return next(iter(self.streams.values()), "")
 
     def enter(self, part: str) -> None:
-        """Sets the prefix of the names of the nodes that are added next: `at` and the title `part`, or `at` alone if
-        `part` is empty."""
+        """Sets the name prefix of the nodes that are added next: `at` and the title `part`, or only `at` if `part` is
+        empty."""
         self.b.scope = ".".join(filter(None, (self.at, part)))
 
     def input(self, part: Part) -> str:
@@ -76,7 +78,7 @@ class Scope:
         return self._add(parse_wiring(text), "read", f"{part.title}_factor", part.title, known=self.inputs)
 
     def normalized(self, place: Place, value: str) -> str:
-        """Adds the norm of the block in a place, if there is one, and returns the result."""
+        """Applies the block's norm at `place`, if the block has a norm there, and returns the result."""
         return value if self.norm is None else self.norm.lower_at(place, self.b, value, self.shape)
 
     def add(self, part: Part, h: str, context: LoweringContext, write: str | None) -> Mapping[str, str]:
@@ -121,8 +123,8 @@ class Scope:
             value: one expression, or one per stream.
             name: the name of the node, for a single expression; else nodes are named after their streams.
             prefix: the name of numbers that depend on the layer.
-            base: the expression that `value` replaces. `value` may equal `base` with an expression E in place of the
-                stream. E is then a separate node, so that blocks with and without the change share the other nodes.
+            base: the expression that `value` replaces. If `value` is `base` with an expression E in place of the
+                stream, E becomes a separate node. Blocks with and without the change then share the other nodes.
             title: the part whose learned values have short names.
             replaced: values that are read instead of those of the scope.
         """
@@ -138,7 +140,7 @@ class Scope:
         }
 
     def over_heads(self, text: str, name: str, values: Mapping[str, str], heads: int, title: str) -> str:
-        """Adds an expression over `values` [B, T, H, C] and returns its value.
+        """Adds an expression over `values` [B, T, H, C] and returns its result.
 
         Other values and learned numbers are split into heads: [B, T, H C] becomes [B, T, H, C], and [B, T, H] becomes
         [B, T, H, 1].
@@ -155,8 +157,8 @@ class Scope:
         heads: int = 0,
         known: dict[tuple[object, ...], str] | None = None,
     ) -> str:
-        """Adds an expression as the node `name`. `replaced` are values that it reads instead of those of the scope. An
-        equal expression of the same values in `known` is not added again."""
+        """Adds an expression as the node `name`. `replaced` are values that the expression reads instead of those of
+        the scope. If `known` has an equal expression of the same values, its node is used again."""
         named = {**self.values, **self.streams, **self.branches, "x0": "x0", IDS: IDS, **self.common}
         named |= replaced or {}
         values: dict[str, tuple[str, str]] = {}
@@ -179,7 +181,7 @@ class Scope:
         return known[key]
 
     def _learned(self, path: str, title: str) -> str:
-        """Returns a learned value, and adds it if it is read for the first time."""
+        """Returns the reference of a learned value. Adds the value when it is first read."""
         spec, value = self.learned[path], ""
         outer = self.b.scope
         self.enter("")
@@ -192,8 +194,8 @@ class Scope:
         return self.added[path, value]
 
     def _split(self, ref: str, label: str, heads: int, title: str) -> str:
-        """Adds the split of features into heads, [..., H C] to [..., H, C]. If there is a single number, all heads have
-        this number."""
+        """Adds the split of features into heads, [..., H C] to [..., H, C]. A value with a single feature is the same
+        for all heads."""
         type = self.b.types[ref]
         if len(type.shape) not in (1, 3) or type.shape == (1,):
             return ref

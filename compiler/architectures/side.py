@@ -1,5 +1,5 @@
-"""One side of an encoder-decoder. Its stages run in order. A stage is a part of the program, or of one step of a loop
-over time."""
+"""The encoder or the decoder of an encoder-decoder, called a side. Its stages run in order. A stage is a part of the
+program, or of one step of a loop over time."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,8 @@ from specc.compiler.strict import Path, Problem
 
 
 def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
-    """Yields the stages in order, as one entry per loop over time and one entry per stage outside of loops. An entry
-    has the name of the loop, the index of the first stage, and the stages. The name is empty outside of loops.
+    """Yields the stages in order: one entry per loop over time, and one entry per stage outside of loops. An entry
+    consists of the name of the loop (empty outside of loops), the index of the first stage, and the stages.
 
     A loop starts at a stage that attends with the state of a later stage, and contains this later stage. If a stage in
     the loop attends with the state of a stage after the loop, the loop also extends to that stage.
@@ -37,18 +37,18 @@ def groups(stages: Sequence[Part]) -> Iterator[tuple[str, int, Sequence[Part]]]:
 
 
 def owner_of(side: str, stage: Part) -> str:
-    """Returns the base name of the class of the functions of a stage."""
+    """Returns the base name of the class that contains the functions of a stage."""
     return f"{side}_{stage.title}".removesuffix("s")
 
 
 @dataclass
 class Side:
-    """One side of an encoder-decoder.
+    """The encoder or the decoder of an encoder-decoder.
 
     Attributes:
-        name: the name of the side.
+        name: `encoder` or `decoder`.
         stages: the stages, in order.
-        shape: the shape dims of the model.
+        shape: the sizes of the model.
         widths: the number of input features of each stage that was added, by title.
     """
 
@@ -58,7 +58,7 @@ class Side:
     widths: dict[str, int] = field(default_factory=dict)
 
     def shape_of_learned(self, path: str) -> Shape:
-        """Returns the shape dims of a learned value: those of the stage that declares the value."""
+        """Returns the sizes that a learned value may read: those of the stage that declares the value."""
         return self.shape_of(next(stage for stage in self.stages if path.startswith(f"{stage.title}.")))
 
     def shape_of(self, stage: Part) -> Shape:
@@ -86,8 +86,7 @@ class Side:
         return replace(context, cache=below(f"{at}.", context.cache), initial=initial, site=site)
 
     def begin(self, b: Builder, context: LoweringContext, loop: str, stages: Sequence[Part]) -> dict[str, str]:
-        """Adds the state of a stage, or of the stages of a loop, before the first token. Returns the state by side,
-        stage and key."""
+        """Adds the initial state of a stage, or of the stages of a loop. Returns the state by side, stage and key."""
         state: dict[str, str] = {}
         inner = [(stage, self.shape_of(stage)) for stage in stages if loop and "recurrent" not in stage.traits]
         for stage in stages:

@@ -1,4 +1,4 @@
-"""The lowering of a stack of blocks: each run of a block is a call, and equal blocks share a function."""
+"""Lowers a stack of blocks. Each run of a block is a call, and equal blocks share a function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ NOTHING: Mapping[Any, str] = {}
 
 @dataclass(frozen=True)
 class Stack:
-    """The lowering of blocks in one program, at the paths 0, 1, ... under the path of the site."""
+    """Lowers blocks in one program, at the paths 0, 1, ... under the path of the call site."""
 
     blocks: Blocks
     shape: Shape
@@ -50,9 +50,8 @@ class Stack:
 
     @cached_property
     def shown(self) -> Sequence[tuple[str, ...]]:
-        """For each block, the titles of the attention layers whose attention values (`v`) the block returns.
-
-        A layer is listed if an expression of some block reads its values with `value(...)`.
+        """For each block, the titles of the attention layers whose values `v` the block returns. A layer is listed if
+        an expression of any block reads its values with `value(...)`.
         """
         read = {v.layer for block in self.blocks.every for v in block.circuit.earlier if v.function == VALUE}
         return [
@@ -82,7 +81,8 @@ class Stack:
         context = replace(context, embedded=x)
         streams: Streams = (STREAM,)
         state: dict[str, str] = {}
-        outputs: list[Mapping[str, str]] = []  # of each run: its output, and the values of layers by title
+        # For each run: its output, and the attention values of its layers by title
+        outputs: list[Mapping[str, str]] = []
         for run, i in enumerate(runs):
             values = index_values(run, runs, self.blocks.count)
 
@@ -108,7 +108,7 @@ class Stack:
     ) -> str:
         """Adds the call of a module between runs, and returns the stream after the module.
 
-        The module is outside the blocks, because the same block may run with and without it.
+        The module is not part of a block, because the same block may run with and without it.
 
         Args:
             outer: the builder of the program.
@@ -212,7 +212,7 @@ class BlockCall:
         outputs = {"x": scope.joined(), **{key.replace(".", "_"): ref for key, ref in new.items()}}
         outputs |= {f"{title}_values": ref for title, ref in shown.items()}
         method = "extend" if context.extends else "forward"
-        # a function that only scores gets another name if the training function has dropout or losses
+        # the scoring function needs another name if the training function has dropout or losses
         methods = (method,) if context.extends or context.training else (method, "score")
         if phase := stack.site.phase:
             methods = (phase,) if context.training else (phase, f"{phase}_score")
@@ -276,8 +276,8 @@ class BlockCall:
     def _values(
         self, source: Mapping[EarlierValue, str], labels: Mapping[EarlierValue, str]
     ) -> Iterator[Mapping[str, str]]:
-        """Yields the values that the block reads, by input name. First are the values that all blocks read, then those
-        that only some blocks read.
+        """Yields the values that the block reads, by input name: first those that all blocks read, then those that only
+        some blocks read.
 
         Values of an encoder are included, unless the state of the blocks already holds all that the blocks need from
         the encoder.
@@ -303,8 +303,8 @@ class BlockCall:
         yield later | ({IDS: context.ids} if self.block.reads_value(IDS) else {})
 
     def _mismatch(self, error: TypeRuleError, part: Path, b: Builder) -> Problem:
-        """Returns the problem for a type error in a part of the block. It names both nodes at fault and their spec
-        paths."""
+        """Returns the problem for a type error in a part of the block. The problem names both nodes that disagree, and
+        their spec paths."""
         site, places = self.stack.site, self.stack.shape.tables.places
         origin = b.origins[STREAM]
         node = error.message.partition(" ")[0]
@@ -315,7 +315,7 @@ class BlockCall:
 
 
 def labels_of(values: Sequence[EarlierValue]) -> Mapping[EarlierValue, str]:
-    """Returns the input name of each value of an earlier run."""
+    """Returns the name of the function input for each value of an earlier run."""
     labels: dict[EarlierValue, str] = {}
     for value in values:
         name = "skip" if value.function == OUTPUT else f"{value.layer}_skip"

@@ -1,4 +1,4 @@
-"""The rules for the positions and the names of the stages in a side of an encoder-decoder."""
+"""The rules for the positions and the names of the stages of an encoder or a decoder."""
 
 import re
 from collections.abc import Iterator, Sequence

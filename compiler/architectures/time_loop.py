@@ -1,5 +1,5 @@
-"""The stages of a side over the tokens of a program. A loop over time begins with a stage that attends with the state
-of a later stage, and ends with this later stage. A function computes one step of the loop."""
+"""Lowers the stages of an encoder or a decoder over the tokens of a program. A loop over time begins with a stage that
+attends with the state of a later stage, and ends with this later stage. A function computes one step of the loop."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from specc.compiler.ops.sequence import StateWrite
 
 
 def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str, str]]:
-    """Adds the stages of a side over the tokens of the context.
+    """Adds all stages of an encoder or a decoder, over the tokens of the context.
 
     Args:
         side: the side.
@@ -53,7 +53,7 @@ def run(side: Side, b: Builder, context: LoweringContext) -> tuple[str, dict[str
 
 @dataclass(frozen=True)
 class Loop:
-    """Consecutive stages of a side that run in a loop over time.
+    """Consecutive stages that run in a loop over time.
 
     Attributes:
         side: the side.
@@ -75,7 +75,7 @@ class Loop:
         """Adds the loop over whole sequences, or one step if the context extends a sequence.
 
         Args:
-            scope: the values of the program. The values of the stages are added to them.
+            scope: the values of the program. The outputs of the stages are added to them.
             context: the values that the stages can read, with the state of the side.
 
         Returns:
@@ -121,10 +121,10 @@ class Loop:
         context: LoweringContext,
     ) -> Mapping[str, str]:
         """Adds one step to its function and returns the outputs. The state of all recurrent stages comes first in the
-        inputs and outputs. The argument of a state is its name.
+        inputs and outputs. In the call, a state's argument has the same name as the state.
 
-        No title of a stage can make two input names equal. Fixed names have no `_`. The name of a stage's output is the
-        title, `_` and a suffix without `_`. Only names of state have a key as the suffix.
+        Input names are distinct for all stage titles: fixed names contain no `_`; an output of a stage is named by the
+        title, `_` and a suffix without `_`; and only names of state end in a key.
 
         Args:
             step: the function.

@@ -22,8 +22,8 @@ class AdditiveStage(Stage):
 
     Attributes:
         query: the name of the recurrent stage that gives the query h.
-        form: the form of the score.
-        width: the features of the score with `form: tanh`.
+        form: the formula of the score.
+        width: with `form: tanh`, the number of features of the argument of tanh.
     """
 
     kind: Literal["additive"]

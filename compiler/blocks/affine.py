@@ -27,7 +27,7 @@ def affine(
         name: the name of the parameter W and of the product's node. The bias is the parameter `name`_bias [N], which
             starts at 0. The node of the sum is `name`.biased.
         size: the dims [N, K] of W.
-        shape: the shape dims of the model.
+        shape: the sizes of the model.
         bias: whether to add a bias, or the names of the matrices that have a bias.
         init: the initialization of W; that of the model's matrices if unset.
     """

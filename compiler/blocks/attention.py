@@ -27,13 +27,14 @@ from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel,
 
 
 class QkNorm(StrictModel):
-    """The norms of q and k, each with its parameters.
+    """The norms of q and k. Each has its own parameters.
 
     Attributes:
         kind: RMSNorm or LayerNorm.
         weight: a learned factor of each feature, as in the norms of blocks.
         bias: whether to add a learned number per feature, which starts at 0.
-        over: the features that one norm covers. `head`: one head; all heads share the weights. `all`: all heads.
+        over: the features that are normalized together. `head`: those of one head; all heads share the weights. `all`:
+            those of all heads.
         after_rope: whether the norm follows the rotary positions. If false, the norm precedes them.
         gain: the initial value of one learned factor per head, which scales q; no factor if unset.
         eps: the epsilon added to the mean square or variance.
@@ -78,7 +79,8 @@ class Attention(ScoreAndMask):
             projection. `value(k)` stands for the values of the layer of the same name in run k, after its expression
             `v` (value residual, Zhou et al. 2024, arXiv 2410.17897).
         exclude: exclusive self-attention.
-        pool: keys and values of whole blocks of earlier tokens, beside those of the tokens that the mask lets through.
+        pool: pooled keys and values of blocks of earlier tokens. They are attended to in addition to the tokens that
+            the mask lets through.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("q", "k", "v", "y")
@@ -211,8 +213,8 @@ class Attention(ScoreAndMask):
             b: the builder of the function.
             pool: the pooling.
             q: the queries, [B, T, H, C].
-            rows: the keys `k` and values `v` of the queries, [B, T, G, C].
-            shape: the shape dims of the model.
+            rows: the keys `k` and values `v` of the input tokens, [B, T, G, C].
+            shape: the sizes of the model.
             context: the other values that the layer can read.
         """
         fields = self.score_fields(shape)
@@ -231,7 +233,8 @@ class Attention(ScoreAndMask):
         return b.add("y", pool.cached_op(fields, mask, ring), inputs), {**written, **pooled}
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
-        """Adds k and v of `x`. If `q` is given, adds the norm and rotary positions of q. Returns the values by name."""
+        """Adds k and v, projected from `x`. If `q` is given, also adds its norm and rotary positions. Returns the
+        values by name."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
         v = self.wired("v", lambda: self._heads(b, x, "v", groups, shape), groups, context)

@@ -24,11 +24,11 @@ class Bigram(Embed):
     The bucket is a hash of the token and the previous token. The first token has the last bucket.
 
     Attributes:
-        buckets: the rows of E.
-        dim: the columns of E.
+        buckets: the number of rows of E.
+        dim: the number of columns of E.
         scale: the initial value of the learned number.
         init: the initialization of E.
-        bos: the id that starts a document. Each token with that id counts as a first token.
+        bos: the id that starts a document. A token with this id is treated as a first token.
     """
 
     kind: Literal["bigram"]

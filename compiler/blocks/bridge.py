@@ -1,4 +1,4 @@
-"""Bridges: compute the decoder's initial state from the encoder's last state."""
+"""Bridges, which compute the decoder's initial state from the encoder's last state."""
 
 from collections.abc import Mapping
 from typing import Literal

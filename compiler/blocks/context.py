@@ -1,4 +1,4 @@
-"""The lowering context of a block: shape dims, shared values, state, and the functions of the model."""
+"""What a block can read when it is lowered: the model's sizes, shared values, state, and the functions of the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,23 +13,23 @@ from specc.compiler.strict import Path
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The properties of the model that a part can read when it is checked and when it lowers.
+    """The properties of the model that the checks and the lowering of a part can read.
 
     Attributes:
         dim: the number of features.
-        tables: the tables of the model's programs.
-        context: the number of tokens of context.
+        tables: the functions and parameters of the model's programs.
+        context: the context length, in tokens.
         vocab: the number of token ids.
         matrix_init: the initialization of matrices.
         output_init: the initialization of the matrices that write to the residual stream.
         cache_length: the number of positions that a cache stores.
         source: the number of features of the encoder's output; 0 without an encoder.
-        layer: the index of the block that is lowered, from 0.
-        attention: the sizes of attention that formulas of the block may read, by name.
+        layer: the index of the block being lowered, from 0.
+        attention: the attention sizes, such as `heads`, that formulas of the block may read, by name.
         prefix: the number of tokens at the start of a sequence that may attend to each other.
-        page: the number of positions of a page of the cache; 0 if the cache has one row per text.
-        coded: whether the cache holds codes of 8 bits.
-        causal: whether a token attends only to itself and earlier tokens, apart from tokens of the prefix.
+        page: the number of positions per cache page; 0 if the cache has one row per text.
+        coded: whether the cache holds 8-bit codes.
+        causal: whether tokens attend only to themselves and earlier tokens. Tokens of the prefix are exempt.
     """
 
     dim: int
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def size(self) -> Callable[..., int]:
-        """Returns a size as a dim with a name in generated code; see `Tables.size`."""
+        """Returns a size as a dim that has a name in generated code; see `Tables.size`."""
         return self.tables.size
 
     @property
@@ -68,7 +68,7 @@ class Shape:
         return replace(self, dim=width)
 
     def of_attention(self, sizes: Mapping[str, int]) -> "Shape":
-        """Returns this shape with the sizes of attention that formulas may read."""
+        """Returns this shape with the attention sizes that formulas may read."""
         return replace(self, attention=tuple(sizes.items()))
 
     def activation(self, *dims: int | str) -> TensorType:
@@ -100,8 +100,8 @@ class CallSite:
         at: the prefix of the paths at which the functions run.
         owner: the base name of the functions' class.
         place: the path of the part in the spec.
-        phase: the name of the functions in this phase of training, if its parts differ from the parts at the end of the
-            run.
+        phase: the name of the functions in this phase of training, if the phase is not the last one and has other
+            parts.
     """
 
     at: str
@@ -131,9 +131,9 @@ class LoweringContext:
         training: whether to apply dropout.
         extends: whether the input continues a sequence whose state is in `cache`.
         site: the call site of a part that calls functions.
-        weights: in training, the weights of the losses that layers state, f32[], by LAYER.LOSS.
-        wire: adds an expression over heads, in a block. The arguments are the expression, the name of the node, values
-            by name, and the number of heads.
+        weights: in training, the weights of the layers' auxiliary losses, f32[], by LAYER.LOSS.
+        wire: in a block, a function that adds an expression over heads. Its arguments are the expression, the name of
+            the node, values by name, and the number of heads.
     """
 
     ids: str = ""

@@ -1,4 +1,4 @@
-"""The token embedding of one side of an encoder-decoder."""
+"""The token embedding of an encoder or a decoder."""
 
 from typing import Annotated, Literal
 
@@ -16,11 +16,11 @@ from specc.compiler.strict import Positive
 
 
 class EmbedStage(Stage):
-    """The first stage of a side: looks up a learned row of features for each id in a table [V, D].
+    """The first stage of an encoder or a decoder: looks up a learned row of features for each id in a table [V, D].
 
     Attributes:
-        dim: the features D.
-        positions: position features to add: from a learned table [context, D], or sinusoidal.
+        dim: the number of features D.
+        positions: the position features that are added: rows of a learned table [context, D], or sinusoids.
         dropout: the probability that a feature is dropped in training.
         init: the initialization of the table; if unset, the model's `init`.
     """

@@ -12,8 +12,8 @@ from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import Init, constant, reading
 from specc.compiler.strict import ExprText, StrictModel, Unit
 
-# A larger cap is useless, as no logit comes near it, and inexact: tanh of arguments that small loses precision
-# to cancellation in some kernels.
+# A larger cap has no effect, because no logit comes near it. It is also inexact: some kernels compute tanh of such
+# small arguments with cancellation.
 Cap = Annotated[float, Field(gt=0, le=1e4)]
 
 
@@ -48,9 +48,10 @@ class LogitHead(StrictModel):
         Args:
             b: the builder of the program.
             x: the last block's output, [..., D].
-            shape: the shape dims of the model.
+            shape: the sizes of the model.
             embedding: the reference of the token table's parameter, [V, D].
-            title: the name of the softcap in kernel names, if it differs from the name of the function.
+            title: the part of kernel names that states the softcap, if it differs from the name of the softcap's
+                function.
         """
         weight = embedding
         if not self.tied:

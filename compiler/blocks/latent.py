@@ -41,9 +41,9 @@ class Latent(ScoreAndMask):
     """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434).
 
     The latent c of a token is a normalized product of its input, [B, T, kv_rank]. Keys and values of all heads are
-    products of c. Positions are in further channels: each head has a rotated part of q, and all heads share one rotated
-    part of k, [B, T, rope_dim]. A cache stores c and the rotated part of k. Programs over a cache multiply q by the key
-    matrix, and the attended latents by the value matrix, so that they never compute keys and values of cached tokens.
+    products of c. Separate channels carry the positions: each head has a rotated part of q, and all heads share one
+    rotated part of k, [B, T, rope_dim]. A cache stores c and the rotated part of k. Programs with a cache never compute
+    keys and values of cached tokens: they multiply q by the key matrix, and the attended latents by the value matrix.
 
     Attributes:
         kv_rank: the number of features of the latent of keys and values.
@@ -53,8 +53,8 @@ class Latent(ScoreAndMask):
         v_dim: the channels of v per head; `head_dim` if unset.
         rope: the rotary positions.
         norm: the norm of the latents; none if null.
-        bias: the list of the matrices that have a bias, or whether all of them have one. The key and value matrices of
-            the latent have none.
+        bias: whether all matrices have a bias, or the list of the matrices that have one. The matrices that map the
+            latent to keys and values have none.
     """
 
     inner: ClassVar[tuple[str, ...]] = ("y",)
@@ -150,7 +150,7 @@ class Latent(ScoreAndMask):
         (_, key), (_, value) = self._up(b, shape)
         latent = b.add("latent", Concat(), (b.add("c.heads", SplitHeads(1), (c,)), k_rope))
         wide = b.add("q.whole", Concat(), (b.add("q.absorbed", HeadLinear(), (q[0], key)), q[1]))
-        # attention divides by the root of the channels of q, which are more than those of the naive form
+        # attention divides by the square root of q's channels, and q has more channels here than in `_naive`
         fields = self.score_fields(shape)
         wide = self.scaled(b, wide, shape)
         factor = fields.scale or self.size(shape.dim) ** -0.5

@@ -15,7 +15,7 @@ from specc.compiler.ops.sequence import AsStep, Repeat, Reversed, Zeros
 from specc.compiler.programs.init import Init, constant
 from specc.compiler.strict import Positive
 
-SPREAD = Init(uniform="2/sqrt(fan_out)")  # 1 / sqrt(hidden), as the rows are four times the hidden size
+SPREAD = Init(uniform="2/sqrt(fan_out)")  # equals 1 / sqrt(hidden), because the matrix has 4 * hidden rows
 
 
 class LstmStage(Stage):
@@ -23,7 +23,8 @@ class LstmStage(Stage):
 
     Attributes:
         hidden: the number of features H in each direction.
-        directions: the directions in which tokens are read. With both directions, the features are concatenated.
+        directions: the directions in which tokens are read. With both, the features of the two directions are
+            concatenated.
         biases: the number of bias vectors in each direction: 1, or 2 as in most libraries.
         gates: the order of the input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
         dropout: the probability that a feature of the output is dropped in training.

@@ -14,7 +14,7 @@ from specc.compiler.ops.pointwise import pointwise
 from specc.compiler.programs.init import reading
 from specc.compiler.strict import ExprText, Name, Positive, PositiveFloat, Problem, StrictModel, later
 
-SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, and the products that they are
+SOURCES = {"x": "up", "gate": "gate"}  # the operands of an activation, each with the matrix product that computes it
 _RATIO = ("the ratio", ("ratio",))
 
 
@@ -26,7 +26,7 @@ class NamedActivation(StrictModel):
 
     Attributes:
         expr: the expression, in `x` and `gate`.
-        name: the name in the files and symbols of the kernels.
+        name: the name in the file names and symbols of the kernels.
     """
 
     expr: Expression
@@ -72,11 +72,12 @@ class FeedForward(Layer):
             yield Problem((key,), "S215", message, f"choose a smaller {key}")
 
     def activated(self, b: Builder, product: Callable[[str], str]) -> str:
-        """Adds the activation of the products that it reads, and returns it.
+        """Adds the activation and the matrix products that it reads. Returns the result of the activation.
 
         Args:
             b: the builder of the function.
-            product: adds the product `up` or `gate` of the layer's input, [..., E], and returns it.
+            product: a function that adds the matrix product `up` or `gate` of the layer's input, and returns the
+                product [..., E].
         """
         read, label = variables(parse(self.expression)), "" if isinstance(self.act, str) else self.act.name
         values = {operand: product(source) for operand, source in SOURCES.items() if operand in read}

@@ -10,7 +10,7 @@ from specc.compiler.ir.builder import Builder
 
 @dataclass(frozen=True, slots=True)
 class ModelValue(Shared):
-    """The learned value `path` of `values`, and the other `values` that it depends on."""
+    """The learned value `path`, which may depend on other learned values in `values`."""
 
     path: str = ""
     prefix: str = ""
@@ -22,7 +22,7 @@ class ModelValue(Shared):
         return (self._added(b, self.path, context, replace(self.shape, layer=0)),)
 
     def _added(self, b: Builder, name: str, context: LoweringContext, shape: Shape) -> str:
-        """Returns the value `name`, and adds it if it is read for the first time."""
+        """Returns the value `name`. Adds it when it is first read."""
         path = f"{self.prefix}{name}"
         if b.path(path) in b.types:
             return b.path(path)

@@ -1,4 +1,4 @@
-"""A mixture of experts: feed-forward networks of which a router chooses a few for each token."""
+"""A mixture of experts: a router chooses a few feed-forward networks for each token."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
@@ -22,8 +22,9 @@ from specc.compiler.programs.init import constant
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
 SCORES: Mapping[str, Op] = {"softmax": Softmax(), "sigmoid": Pointwise(("sigmoid(x)",), ("x",))}
-MULTIPLE = 8  # widths are multiples of this: grouped products on a GPU need rows of 16 bytes
-BALANCE = ("balance", "sequence_balance")  # the losses of the load
+# Widths must be multiples of this, because grouped matrix products on a GPU need rows of a multiple of 16 bytes
+MULTIPLE = 8
+BALANCE = ("balance", "sequence_balance")  # the losses that balance the load
 SINGLE_EXPERT = "with one expert per token, its normalized weight is always 1, so the router would not learn"
 
 Biases = Annotated[tuple[Literal["router", "up", "gate", "down"], ...], Field(min_length=1, max_length=4)]
@@ -33,16 +34,16 @@ class Router(StrictModel):
     """The choice of experts. Logits and scores are computed in f32.
 
     Attributes:
-        score: the scores of experts: the softmax of the logits, or the sigmoid of each.
+        score: how scores are computed from logits: the softmax over the experts, or the sigmoid of each logit.
         bias: whether a bias per expert is added to the scores when experts are chosen, but not to the weights. The
-            gradient of the bias is the load of the expert less the mean load, so that the optimizer `sign` balances the
-            load without a loss (Wang et al. 2024, arXiv 2408.15664).
+            gradient of an expert's bias is the load of the expert minus the mean load. The optimizer `sign` can
+            therefore balance the load without a loss (Wang et al. 2024, arXiv 2408.15664).
         normalize: whether the weights of a token's experts are divided by their sum. The weights are the scores.
         scale: the factor of the weights.
-        groups: the number of groups of experts, of equal sizes. A token has experts of `top_groups` groups only
+        groups: the number of groups of experts, of equal sizes. The experts of a token are all from `top_groups` groups
             (DeepSeek-V3, arXiv 2412.19437).
-        top_groups: the number of groups of a token; all if unset.
-        group_best: how many of the largest scores of a group are summed for the choice of groups.
+        top_groups: the number of groups from which a token's experts are chosen; all if unset.
+        group_best: groups are ranked by the sum of their `group_best` largest scores.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -58,16 +59,17 @@ class Moe(FeedForward):
     """The weighted sum of the `top_k` experts that a router chooses for each token. Each expert is an MLP. No token is
     dropped, and no choice depends on another token.
 
-    Losses of the layer, by `auxiliary` terms: `balance` (Fedus et al. 2022, 1 for equal loads), `sequence_balance` (the
-    same within each sequence), and `z`, the mean of log(sum(exp(logits))) ** 2 (Zoph et al. 2022).
+    An `auxiliary` loss term can name these losses of the layer: `balance` (Fedus et al. 2022), which is 1 for equal
+    loads; `sequence_balance`, the same within each sequence; and `z`, the mean of log(sum(exp(logits))) ** 2 (Zoph et
+    al. 2022).
 
     Attributes:
         experts: the number of experts.
-        top_k: the experts of a token. With 1 the layer is that of Switch Transformers.
+        top_k: the number of experts per token. With 1, the layer is that of Switch Transformers.
         shared_experts: the number of additional experts that every token uses, with weight 1. They are computed as one
-            MLP with `shared_experts` times the hidden features.
+            MLP whose hidden width is `shared_experts` times that of an expert.
         router: the choice of experts.
-        router_input: the value that the router reads, an expression. If unset, the input of the layer. `x0` is the
+        router_input: an expression for the value that the router reads; if unset, the input of the layer. `x0` is the
             embedding of the token.
         bias: whether the matrices of each expert and of the router have a bias, or the list of the matrices that have a
             bias. Shared experts have none.
@@ -210,7 +212,7 @@ class Moe(FeedForward):
         if context.training and (balanced or self.router.bias):
             load = b.add("load", ExpertLoad(count), (experts,))
         if balanced:
-            # the sigmoids of a token have no fixed sum
+            # the sigmoid scores of a token do not add up to 1
             shares = scores if self.router.score == "softmax" else b.add("scores.share", ShareOfSum(), (scores,))
             losses |= {name: b.add(name, BalanceLoss(name != "balance"), (shares, load)) for name in balanced}
         if "z" in stated:

@@ -22,7 +22,7 @@ from specc.compiler.strict import ExprText, LearnedName, PartName, Path, Problem
 # The name of the node of a norm in each place, and the prefix of the names of its parameters.
 PLACES = {"before": ("h", "norm"), "after": ("normed", "after"), "stream": ("x.norm", "stream")}
 Place = Literal["before", "after", "stream"]
-WEIGHTLESS = "none"  # the weight of a norm without one
+WEIGHTLESS = "none"  # the `weight` of a norm that has no weight
 
 
 def _starts(text: str) -> float:
@@ -42,7 +42,7 @@ class Norm(StrictModel):
 
     Attributes:
         weight: a learned factor of each feature: an expression of a parameter `w`, such as `w` or `1 + w`; `none` for
-            no weight. `w` starts at the value, 0 or 1, that makes the factor 1.
+            no weight. `w` is initialized to 0 or 1, whichever makes the factor 1.
         bias: whether to add a learned number per feature, which starts at 0.
         scale: a factor of the result. It may depend on `layer`, which is counted from 0.
         places: where the norms of a block are: `before` each layer, `after` it, or on the `stream`. A norm after a
@@ -70,7 +70,7 @@ class Norm(StrictModel):
             b: the builder of the function.
             x: the input, [..., D].
             name: the name of the node. The scaled result is `name`.scaled.
-            shape: the shape dims of the model.
+            shape: the sizes of the model.
             learned: the prefix of the parameter names.
         """
         normed = normalized(b, x, name, self.op, self.weight, self.bias, learned)
@@ -80,13 +80,13 @@ class Norm(StrictModel):
         return pointwise(b, f"{name}.scaled", f"x * {text}", x=normed, **numbers)
 
     def lower_at(self, place: Place, b: Builder, x: str, shape: Shape) -> str:
-        """Adds the norm of `x` in a place of a block, if there is one, and returns the result."""
+        """Applies the norm to `x` if the block has a norm at `place`, and returns the result."""
         name, learned = PLACES[place]
         return self.lower(b, x, name, shape, learned) if place in self.places else x
 
     @property
     def of_no_layer(self) -> Self:
-        """This norm for use outside of blocks. If `scale` depends on the layer, the returned norm has no `scale`."""
+        """Returns this norm for use outside of blocks, without a `scale` that depends on the layer."""
         return self.model_copy(update={"scale": None}) if _by_layer(self.scale) else self
 
 
@@ -121,10 +121,10 @@ def _by_layer(value: float | str | None) -> bool:
 
 Trait = Literal[
     "starts",  # reads only tokens or the encoder, and no earlier value
-    "recurrent",  # stores h and c between tokens, and can start from those of another part
+    "recurrent",  # stores h and c between tokens, and can start from the h and c of another part
     "reads_final",  # reads the last h of a recurrent encoder
     "reads_source",  # reads the output of an encoder
-    "reads_seen",  # needs, in an encoder, the mask of the positions that hold tokens
+    "reads_seen",  # in an encoder, needs the mask of the positions that hold tokens
     "reads_positions",  # `lower` reads the positions of tokens; shared computations and cache writes do not count
     "reads_future",  # the output at a token depends on later tokens, which a decoder does not allow
     "in_place",  # writes its state in place, at the positions of the input tokens
@@ -136,7 +136,7 @@ Trait = Literal[
 class Part(StrictModel):
     """One computation on a value [B, T, D]."""
 
-    # The fields that are expressions over values of heads, and may read those of earlier blocks.
+    # The fields that are expressions over attention values, and may read those of earlier blocks.
     over_values: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -161,16 +161,17 @@ class Part(StrictModel):
 
     @property
     def further_modules(self) -> Mapping[str, str]:
-        """The modules that the part adds beside its module in generated code: a description of each, by name."""
+        """The modules that the part adds to generated code in addition to its main module: a description of each, by
+        name."""
         return {}
 
     @property
     def places(self) -> Iterator[tuple[str, Path]]:
-        """Yields the parts inside this part: the name among its nodes, and the spec path."""
+        """Yields the parts inside this part, each as its node name prefix and its spec path."""
         yield from ()
 
     def sizes(self, dim: int) -> Mapping[str, int]:
-        """Returns the sizes of attention in a model of `dim` features, by name; empty without attention."""
+        """Returns the attention sizes, such as `heads`, in a model of `dim` features; empty without attention."""
         return {}
 
     def head_values(self, dim: int) -> tuple[int, int] | None:
@@ -207,7 +208,7 @@ class Part(StrictModel):
         return {}
 
     def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
-        """Adds the state before the first token, in a model with an encoder. Returns the state by key. Any other state
+        """Adds the initial state, in a model with an encoder. Returns the state by key. State that is not returned
         starts at 0."""
         return {}
 
@@ -243,7 +244,7 @@ class Part(StrictModel):
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The losses that the part can state."""
+        """The names of the auxiliary losses that the part can compute."""
         return ()
 
     def with_losses(self, b: Builder, lowered: Lowered, context: LoweringContext) -> str:
@@ -283,7 +284,7 @@ class Wired(Part):
             `y` elsewhere.
     """
 
-    # The fields that are expressions over values of the part itself, which have the name of the field.
+    # The fields that are expressions over a value inside the part. The value has the same name as the field.
     inner: ClassVar[tuple[str, ...]] = ()
 
     name: PartName | None = None
@@ -308,8 +309,8 @@ class Stage(Wired):
 class Layer(Wired):
     """One residual branch of a block.
 
-    The branch computes an output `y` from a normalized value of the block. Expressions read the same values as those of
-    the block.
+    The branch computes an output `y` from a normalized value of the block. Its expressions can read the same values as
+    the expressions of the block.
 
     Attributes:
         dropout: the probability with which each element of `y` is dropped in training.
@@ -319,7 +320,8 @@ class Layer(Wired):
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The losses that the layer can state. `activation` is the mean square of its output."""
+        """The names of the auxiliary losses that the layer can compute. `activation` is the mean square of its
+        output."""
         return ("activation",)
 
 
@@ -334,7 +336,7 @@ class Bridge(StrictModel):
             h: the last h of the encoder, [B, D].
             c: the last c of the encoder, [B, D].
             width: the number of features of the decoder's state.
-            shape: the shape dims of the decoder.
+            shape: the sizes of the decoder.
 
         Raises:
             TypeRuleError: if the bridge cannot return `width` features.

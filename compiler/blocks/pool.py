@@ -1,4 +1,4 @@
-"""Pooled keys and values: attention to whole blocks of earlier tokens by a few keys per block."""
+"""Pooled keys and values: each block of earlier tokens is attended to as a whole, through a few keys."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -19,19 +19,20 @@ MaskText = Annotated[ExprText, accepted_by(lambda text: parse(text, BLOCKS.whole
 
 
 class Pool(StrictModel):
-    """Keys and values of blocks of tokens, beside those of the single tokens that the mask of attention lets through.
+    """Pooled keys and values of blocks of tokens. They are attended to in addition to the single tokens that the
+    attention mask lets through.
 
     Attributes:
         block: the number of tokens of a block.
-        by: how the keys of a block become one key, and the values one value. `mean`, or `max` by channel; `reservoir`:
-            those of random tokens of the block; `latent`: means with the weights of learned latent tokens, which attend
-            to the keys of the block.
+        by: how the keys and the values of a block are pooled. `mean` or `max`: over the block, for each channel.
+            `reservoir`: the keys and values of random tokens of the block. `latent`: weighted means, whose weights are
+            the attention of learned latent tokens to the keys of the block.
         tokens: the number of random or latent tokens per block.
-        seed: the seed of random tokens.
+        seed: the seed that selects the random tokens.
         mask: the condition under which a query attends to a block, over the position `i` of the query, the first
             position `j` of the block, the head `h` and the number of tokens `block`. If unset, a query attends to each
-            complete block whose first token the mask of attention hides. In a mask that reads documents, all tokens of
-            the block must be in the document of the query.
+            complete block whose first token is hidden by the attention mask. In a mask that reads documents, all tokens
+            of the block must be in the document of the query.
     """
 
     block: Annotated[int, Field(ge=2, le=4096)] = 64
@@ -41,8 +42,8 @@ class Pool(StrictModel):
     mask: MaskText | None = None
 
     def problems_in(self, context: int, masks: tuple[str, ...]) -> Iterator[Problem]:
-        """Yields the problems in a model of `context` tokens. Problems of causality are not among them, because they
-        need a proof. `masks` are the masks of attention. Paths are relative to `pool`."""
+        """Yields the problems in a model of `context` tokens. Causality is not checked here, because it needs a proof.
+        `masks` are the attention masks. Paths are relative to `pool`."""
         if self.mask is not None and "document" in self.mask and not all("document" in mask for mask in masks):
             message = "the mask of blocks reads documents, but the mask of attention does not"
             yield Problem(
@@ -69,8 +70,8 @@ class Pool(StrictModel):
             )
 
     def bound(self, mask: str, heads: int, shape: Shape) -> str:
-        """Returns the canonical text of the mask of blocks, for the `mask` of single tokens. Raises the errors of
-        `bound_blocks`."""
+        """Returns the canonical text of the mask of blocks, given the `mask` of single tokens. Raises the same errors
+        as `bound_blocks`."""
         return bound_blocks(self.mask, mask, self.block, heads, shape.context, shape.prefix)
 
     def rows(self, context: int) -> int:
@@ -78,18 +79,20 @@ class Pool(StrictModel):
         return -(-context // self.block) * self.tokens
 
     def latents(self, b: Builder, groups: int, channels: int, shape: Shape) -> tuple[str, ...]:
-        """If the pooling reads latent tokens, declares them and returns them as inputs of its ops."""
+        """Declares the latent tokens, if the pooling uses them, and returns them as further inputs of the pooling's
+        ops."""
         if "latents" not in POOLINGS[self.by].reads:
             return ()
         return (b.param("latents", shape.activation(self.tokens, groups * channels), shape.matrix_init),)
 
     def op(self, fields: ScoreFields, pooled: str) -> SdpaPooled:
-        """Returns attention over a whole sequence, for the mask `pooled` of blocks. The inputs of the op are q, k, v,
-        the additional ones of `fields`, and the latents."""
+        """Returns the attention op for a whole sequence. `pooled` is the mask of blocks. The inputs of the op are q, k,
+        v, the further inputs that `fields` needs, and the latents."""
         return SdpaPooled(*fields.of_scores, *self._settings, pooled)
 
     def cached_op(self, fields: ScoreFields, pooled: str, ring: tuple[int, int] | None) -> SdpaPooledCached:
-        """Returns attention over a cache. The positions and the state follow v; see `op`."""
+        """Returns the attention op for a cache. Its inputs are those of `op`, with the positions and the state after
+        v."""
         return SdpaPooledCached(*fields.of_scores, *self._settings, pooled, ring)
 
     def write(

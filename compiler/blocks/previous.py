@@ -23,7 +23,7 @@ def previous(
         title: the prefix of the names of the nodes.
         context: the token inputs. If the program extends a sequence, `context.cache["previous"]` is the last row of x.
         bos: the id that starts a document; None if documents are not separated.
-        fill: the value at a first token, and at each `bos`.
+        fill: the value for tokens without a previous token: the first token, and each `bos`.
 
     Returns:
         The rows of the previous tokens, [B, T, ...], and the new state `previous` if the program extends a sequence.

@@ -17,18 +17,18 @@ from specc.compiler.ops.positions import Rope, RopeAngles, RotaryAngles, RotaryF
 from specc.compiler.programs.init import formula, reading, value_of
 from specc.compiler.strict import ExprText, Positive, PositiveFloat, Problem, StrictModel, later
 
-MOST_DIMS = 65_536  # the check of the frequencies of a larger head would take minutes
+MOST_DIMS = 65_536  # checking the frequencies of a larger head would take minutes
 
 Frequency = Annotated[ExprText, reading("f", "a scaled frequency must read f", "pair")]
 
 
 class Scaling(StrictModel):
-    """Frequency scaling: slow pairs rotate `factor` times slower, and fast pairs are unchanged. Pairs in between are a
-    linear blend of both.
+    """Frequency scaling. Slow pairs of channels rotate `factor` times slower, and fast pairs are unchanged. Frequencies
+    in between are a linear blend of both.
 
     Attributes:
         factor: the divisor of slow frequencies.
-        trained: the context length before the scaling.
+        trained: the context length that the model was trained with before the scaling.
         low: a pair is slow if it makes at most this many turns over `trained` tokens.
         high: a pair is fast if it makes at least this many turns over `trained` tokens.
     """
@@ -44,11 +44,12 @@ class Scaling(StrictModel):
         return 1.0
 
     def settings(self) -> str:
-        """Returns a text. Two scalings with equal angles have the same text."""
+        """Returns a text that is equal for two scalings if and only if their angles are equal."""
         return self.model_dump_json()
 
     def share(self, dims: int, base: float) -> str:
-        """Returns the share of each frequency that the scaling leaves unchanged, as an expression of `f` and `pair`."""
+        """Returns the fraction of each frequency that the scaling leaves unchanged, as an expression of `f` and
+        `pair`."""
         raise TypeError(f"{type(self).__name__} must override `share`")
 
     def problems(self) -> Iterator[Problem]:
@@ -112,7 +113,7 @@ class RopeSpec(StrictModel):
 
     Attributes:
         dims: how many of the first channels of each head are rotated; all if unset.
-        base: the base of the wavelengths.
+        base: the base of the powers in the formula above.
         trained: the number of tokens that `base` was trained on.
         pairs: the channels of pair i. `halves`: i and R + i. `neighbors`: 2 i and 2 i + 1.
         turn: the direction. `forward`: a pair (a, b) at angle t becomes (a cos t - b sin t, b cos t + a sin t), as in

@@ -41,7 +41,7 @@ class MaskSchedule(SegmentSchedule):
     at: Annotated[tuple[tuple[Unit, MaskText], ...], Field(min_length=1, max_length=16)]
 
 
-# The names of other values in a score, or in the functions that are generated for attention.
+# Names that a score, or the functions generated for attention, use for other values.
 TAKEN = {"s", *POSITIONS, *NUMBERS, "q", "k", "v", "y", "dy", "lse", "positions", "start", "starts", "sinks"}
 
 
@@ -65,7 +65,7 @@ class ScoreAndMask(Layer):
         bos: the id that starts a document, for `document` in the mask.
     """
 
-    # The fields that only attention to earlier tokens may set.
+    # The fields that may be set only if the layer attends to earlier tokens.
     of_tokens: ClassVar[tuple[str, ...]] = ("score", "mask", "scale", "sinks")
 
     heads: Positive
@@ -105,11 +105,11 @@ class ScoreAndMask(Layer):
         return bound_score(self.score, tables, visible, *settings)
 
     def _sizes(self, shape: Shape) -> Mapping[str, int]:
-        """Returns the sizes that the score, the mask and the shapes of tables may read."""
+        """Returns the sizes that the score, the mask and the table shapes may read."""
         return shape.of_attention(self.sizes(shape.dim)).sizes
 
     def visible(self, mask: str, shape: Shape) -> str:
-        """Returns the condition under which the score of a query and a key is read, for a canonical mask."""
+        """Returns the condition under which attention reads the score of a query and a key, for a canonical mask."""
         return mask
 
     def queries(self, shape: Shape) -> int:
@@ -171,7 +171,7 @@ class ScoreAndMask(Layer):
             yield from failure(partial(self.bound_mask, mask, shape), path, "S276", "write a simpler mask")
 
     def visible_problems(self, shape: Shape) -> Iterator[Problem]:
-        """Yields the problems of `visible` in a model in which the masks are valid."""
+        """Yields the problems of the condition that `visible` returns, if the masks are valid."""
         yield from ()
 
     def _score_problems(self, shape: Shape) -> Iterator[Problem]:
@@ -206,7 +206,7 @@ class ScoreAndMask(Layer):
 
     @property
     def _layered(self) -> bool:
-        """Whether the scale depends on the layer. If so, q is multiplied by the scale before attention, so that the
+        """Whether the scale depends on the layer. If it does, q is multiplied by the scale before attention, so that
         layers can share one function."""
         return isinstance(self.scale, str) and "layer" in variables(parse(self.scale))
 
@@ -216,8 +216,8 @@ class ScoreAndMask(Layer):
         return None if self.scale is None else value_of(self.scale, **{name: float(n) for name, n in values.items()})
 
     def ring(self, shape: Shape) -> tuple[int, int] | None:
-        """Returns two numbers: the cache stores this many of the first positions, and this many of the last ones. None
-        if the cache stores all positions."""
+        """Returns the number of first positions, and of last positions, that the cache stores. None if it stores all
+        positions."""
         if self.reads_source or shape.page or not isinstance(shape.cache_length, str):
             return None
         fields = self.score_fields(shape)
@@ -273,19 +273,19 @@ class ScoreAndMask(Layer):
         fields: ScoreFields,
         values: int | None = None,
     ) -> tuple[str, Mapping[str, str]]:
-        """Adds the attention op of a program: without a cache, with a cache, or with a cache of pages. A cache is
-        extended by the rows of the queries: before the op, or after it if the cache is a ring, where they replace
-        others.
+        """Adds the attention op of a program: without a cache, with a cache, or with a paged cache. The rows of the
+        input tokens are written to the cache before the op. In a ring they are written after it, because they replace
+        older rows.
 
         Args:
             b: The graph, to which the op is added.
             q: The queries [B, T, H, C].
-            rows: The keys [B, T, G, C] and values [B, T, G, D] of the queries, or rows that are both, by key of the
-                cache.
-            shape: The shape of the model.
+            rows: The keys [B, T, G, C] and values [B, T, G, D] of the input tokens, or rows that serve as both, by the
+                name of the cache.
+            shape: The sizes of the model.
             context: The cache and the positions of the program.
             fields: The score, the mask and the tables of the layer.
-            values: The number of the first features of a cached key that are its value; None if values are rows.
+            values: The value is the first `values` features of a cached key; None if values are cached separately.
 
         Returns:
             The name of the result [B, T, H, D], and the new state of the cache.
@@ -326,8 +326,8 @@ class ScoreAndMask(Layer):
         return pointwise(b, "q.scaled", f"q * {text}", q=q, **numbers)
 
     def wired(self, name: str, plain: Callable[[], str], heads: int, context: LoweringContext) -> str:
-        """Returns the value of the field `name` as [B, T, H, C]. `plain` adds the value that the expression reads. If
-        the field has no expression, this value is returned."""
+        """Returns the result of the expression in the field `name`, as [B, T, H, C]. `plain` adds the value that the
+        expression reads. Without an expression, this value is the result."""
         text: str | None = getattr(self, name)
         if text is None or context.wire is None:
             return plain()

@@ -1,4 +1,4 @@
-"""Wiring: how a block reads the residual stream and writes to it, as pointwise expressions over named values."""
+"""Wiring: pointwise expressions over named values, by which a block reads the residual stream and writes to it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated
@@ -19,11 +19,11 @@ from specc.compiler.ops.shape import Embedding, FirstFeatures
 from specc.compiler.programs.init import Init, LayerFormula, constant, stated, value_of
 from specc.compiler.strict import ExprText, Name, Path, Positive, Problem, StrictModel, accepted_by, later
 
-SHARED = "_shared"  # the prefix of the variable of a part that occurs in an expression more than once
+SHARED = "_shared"  # the prefix of variables for common subexpressions
 IDS = "ids"  # the tokens of the program, i64[B, T]
 
 
-# A number, or a formula of whole numbers over the sizes of the model and of the attention of the block.
+# A whole number, or a formula over the sizes of the model and of the block's attention.
 Formula = Annotated[ExprText, accepted_by(names_in)]
 Count = Annotated[int, Field(gt=0, le=2**24)] | Formula
 Counts = Annotated[tuple[Count, ...], Field(min_length=1, max_length=4)]
@@ -33,7 +33,7 @@ Expressions = WiringText | dict[Name, WiringText]  # the residual stream, or sev
 
 
 def texts_of(value: Expressions) -> Mapping[str, str]:
-    """Returns the expression of each stream, by name. A single expression, of no named stream, has the name ""."""
+    """Returns the expression of each stream, by name. A single expression has the name ""."""
     return value if isinstance(value, dict) else {"": value}
 
 
@@ -46,7 +46,7 @@ class Learned(StrictModel):
         shape: the number of learned numbers; if unset, the features of the model. A list such as `[heads, 32]`: the
             dims of a table that a score reads. A formula may read `dim`, `context`, `prefix` and the sizes of attention
             in the layer or block: `heads`, `kv_heads`, `head_dim` and `values`, the total width of the value heads.
-        of: an expression, whose value is multiplied by a learned matrix [shape, features]. `ids`: looks up a row of a
+        of: an expression. Its value is multiplied by a learned matrix [shape, features]. `ids`: looks up a row of a
             learned table [vocabulary, shape] for each token.
         features: how many of the first features of the value of `of` are read; all if unset.
     """
@@ -98,7 +98,7 @@ class Learned(StrictModel):
         Args:
             b: the builder of the function.
             name: the path of the parameter and of the nodes.
-            shape: the shape dims of the model.
+            shape: the sizes of the model.
             value: the value of the expression `of`: ids i64[B, T], or [B, T, D].
         """
         outer, b.scope = b.scope, ".".join(filter(None, (b.scope, name.rpartition(".")[0])))
@@ -136,7 +136,7 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
         expr: the expression.
         values: the value of each variable, and its name in generated code.
         prefix: the name of scalars that depend on the layer, such as `attention_residual`.
-        shape: the shape dims of the model.
+        shape: the sizes of the model.
     """
     if isinstance(expr, Var):
         return values[expr.name][0]
@@ -169,8 +169,8 @@ def add(b: Builder, name: str, expr: Expr, values: Mapping[str, tuple[str, str]]
 
 
 def number(b: Builder, formula: float | str, name: str, shape: Shape) -> tuple[str, Mapping[str, str]]:
-    """Returns the text of a number or formula of the spec, for use in an expression. Also returns the operands that the
-    text reads, by name.
+    """Returns a number or formula of the spec as text for use in an expression, and the operands that this text reads,
+    by name.
 
     A formula that reads `layer` becomes a scalar input called `name`. Any other formula is evaluated.
     """
@@ -219,7 +219,7 @@ def failure(compute: Callable[[], object], path: Path, code: str, hint: str, whe
     """Yields a problem if `compute` raises ExprError.
 
     Args:
-        compute: computes the value of an expression.
+        compute: a function that evaluates an expression.
         path: the spec path of the expression.
         code: the code of the error.
         hint: what to do, if the error does not state it.

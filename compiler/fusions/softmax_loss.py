@@ -13,17 +13,18 @@ from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import PadRows
 
-VECTOR = 8  # columns: 16 bytes of bf16, one vector load. cuBLAS is six times slower with rows of other lengths
+# Columns: 16 bytes of bf16, one vector load. With row lengths that are no multiple, cuBLAS is six times slower
+VECTOR = 8
 LINE = 64  # columns: 128 bytes of bf16, one cache line. Rows start on a line, and no GEMM tile is narrower
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members to fuse.
+    """The members of a fusion point that are fused.
 
     Attributes:
-        product: the product that computes the logits.
-        codes: the node that rounds its weight to 8 bits. None if it reads the weight itself.
+        product: the matrix product that computes the logits.
+        codes: the node that rounds its weight to 8 bits. None if the product reads the weight itself.
         bound: the pointwise node between the logits and the loss, e.g. a softcap. None if there is none.
         loss: the cross-entropy.
     """
@@ -90,7 +91,7 @@ class SoftmaxLossFusion(Fusion):
 
 def _padded(parts: Parts, graph: Graph, members: Sequence[Node], name: str) -> tuple[Node, ...]:
     """Returns the nodes that compute logits with an aligned number of columns. If the vocabulary is not aligned, the
-    first of them pads the parameter."""
+    first node pads the parameter."""
     chain = (parts.product,) if parts.codes is None else (parts.codes, parts.product)
     if parts.vocab % VECTOR == 0:
         return chain

@@ -1,4 +1,4 @@
-"""Linear layers whose products multiply floats of 8 bits."""
+"""Linear layers whose products multiply 8-bit floats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Replaces linear layers of training programs by layers whose products multiply floats of 8 bits."""
+"""Replaces linear layers of training programs by layers whose products multiply 8-bit floats."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -85,7 +85,7 @@ def _unable(target: Target) -> Iterator[Problem]:
     if "gpu" in target.features and "fp8_mma" not in target.features:
         message = f"{target.name} ({target.title}) has no products of 8-bit floats"
         yield Problem(
-            _path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later multiply floats of 8 bits"
+            _path(0, "match"), "S401", message, "remove fp8, or the target; sm89 and later multiply 8-bit floats"
         )
 
 

@@ -36,7 +36,7 @@ class LossScaleSpec(StrictModel):
 
 
 class Fp8Spec(StrictModel):
-    """Linear layers that multiply floats of 8 bits in training: e4m3 for inputs and weights, e5m2 for gradients.
+    """Linear layers that multiply 8-bit floats in training: e4m3 for inputs and weights, e5m2 for gradients.
 
     Each factor of a product is divided by a scale that maps the largest magnitude to the largest value of the format. A
     GPU has such products from sm89 on; a CPU emulates them. In a fusion point, the scales must be delayed.
@@ -84,7 +84,7 @@ class PrecisionSpec(StrictModel):
             number, or a mapping for a factor that changes. If unset, it changes with `compute: f16`, else it is 1.
         tf32: whether f32 matrix products of a training step on a GPU round their inputs to TF32, which has 10 bits of
             mantissa. Strict f32 does not use tensor cores. Evaluation stays in strict f32.
-        fp8: the linear layers that multiply floats of 8 bits in training steps. The first rule that matches a layer
+        fp8: the linear layers that multiply 8-bit floats in training steps. The first rule that matches a layer
             applies. Evaluation and artifacts keep the compute dtype.
     """
 

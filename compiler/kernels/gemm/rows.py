@@ -1,4 +1,5 @@
-"""Linear layers of few rows: a Triton kernel that reads weights once at the speed of memory, and plain Torch."""
+"""Linear layers with few input rows: a Triton kernel that reads the weights once, at the memory bandwidth, and plain
+Torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,25 +21,26 @@ from specc.compiler.ops.decoding.packed_codes import ALIGNMENT, CODES
 from specc.compiler.ops.decoding.row_linear import RowLinear
 from specc.compiler.ops.norm import RmsNorm
 
-MULTIPROCESSORS = 132  # programs for one row of x are at least so many if the weights have enough rows
-LOADED = 4096  # elements of a weight that a program of one row loads at once
-EACH = 16  # of them, those that each thread loads: two vectors of 16 bytes
-LANES = 2048  # lanes of packed codes that a program of one row loads at once
-EACH_LANES = 4  # of them, those that each thread loads: a vector of 16 bytes with codes of 4 bits
+MULTIPROCESSORS = 132  # the fewest programs for one row of x, if the weights have enough rows
+LOADED = 4096  # elements of a weight that a program instance for one row of x loads at once
+EACH = 16  # of these, the elements that each thread loads: two vectors of 16 bytes
+LANES = 2048  # lanes of packed codes that a program instance for one row of x loads at once
+EACH_LANES = 4  # of these, the lanes that each thread loads: with 4-bit codes, a vector of 16 bytes
 DEPENDENT_LAUNCH = 90  # the first architecture with programmatic dependent launch
-MOST_ROWS = 64  # rows of x up to which these kernels are used
-LINE = 256  # bytes of a row that a program of several rows loads at once
-AHEAD = 4  # pieces of weights of one row in flight; each takes 8 registers of a thread
-IN_FLIGHT = 65_536  # bytes that a multiprocessor must have requested, as in attention over a cache
-STAGES = 8  # at most, of such loads
-HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)  # rows of x, and of the weights, of a program of several rows
+MOST_ROWS = 64  # the most rows of x for which these kernels are used
+LINE = 256  # bytes of a row that a program instance for several rows of x loads at once
+AHEAD = 4  # with one row of x, pieces of the weights in flight; each takes 8 registers per thread
+IN_FLIGHT = 65_536  # bytes that each multiprocessor must have in flight, as in attention over a cache
+STAGES = 8  # the most stages of such loads
+# Rows of x, and rows of the weights, per program instance for several rows of x
+HEIGHTS, WIDTHS = (64, 32, 16), (64, 32, 16)
 ROWS_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The pieces of a kernel for one row: `n` rows of weights per program, `k` features or lanes of packed codes at a
-    time."""
+    """The tile of a kernel for one row of x: `n` rows of weights per program instance, and `k` features or lanes of
+    packed codes at a time."""
 
     n: int
     k: int
@@ -62,29 +64,31 @@ class TritonContext:
         scaled: the result, as text, after the norm.
         row: the tile for one row.
         product: the template of the function that multiplies: by floats or by packed codes.
-        lanes: the lanes of a row of packed codes.
-        rows_k: the features, or lanes of packed codes, that a program of several rows loads at once.
-        rows_extent: their number in a row.
-        rows_warps: the warps of such a program.
-        tiles: the possible numbers of rows of x, and of the weights, of such a program.
-        pieces: the bytes that it loads at once of a row of x, and of a row of the weights.
-        in_flight: the bytes of its loads in flight.
-        stages: the largest number of its stages.
+        lanes: the number of lanes in a row of packed codes.
+        rows_k: the features, or lanes of packed codes, that a program instance of several rows loads at once.
+        rows_extent: the number of features or lanes in a row.
+        rows_warps: the number of warps of such a program instance.
+        tiles: the possible numbers of rows of x, and of rows of the weights, that such a program instance handles.
+        pieces: the bytes of a row of x, and of a row of the weights, that such a program instance loads at once.
+        in_flight: the bytes that such a program instance has in flight.
+        stages: the largest number of stages of its loads.
         shared_memory: the bytes of shared memory that its stages may use.
         multiprocessors: the number of multiprocessors, for which these numbers are chosen.
-        slices: the slices of features that the warps of a program of the lowest tile can sum; 1 for none.
-        slices_name: the name of their number in a launch; codes have none.
-        ahead: the pieces of weights that a program of one row loads before it waits for the kernel before it.
-        pdl: whether a kernel begins before the one before it ends, which needs weights that no kernel computes.
-        widths: the tuple of the extents N of the parts.
+        slices: the largest number of slices into which the warps of a program instance can divide the features, for the
+            lowest tile; 1 if they are not divided.
+        slices_name: the argument of the launch that contains the number of slices; `_` for codes, which have none.
+        ahead: the pieces of weights that a program instance for one row loads before it waits for the preceding kernel.
+        pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch). This
+            requires that no kernel computes the weights.
+        widths: the extents N of the parts, as the text of a tuple.
         part: the signature of a part.
         lines: the lines that compute its products, then its epilogue.
         kernel: the signature of the kernel.
         calls: the lines of the kernel that run its parts.
         tensors: the arguments of the launch that are tensors.
         sizes: its other arguments.
-        copied: the line that copies inputs with gaps between rows.
-        wanted: rows of the table of input checks.
+        copied: the line that copies inputs whose rows are not adjacent.
+        wanted: rows for the table of input checks.
         allocated: lines that allocate the outputs.
         result: the returned expression.
     """
@@ -127,11 +131,12 @@ class TritonContext:
 
 
 class RowLinearTriton(Kernel):
-    """A program multiplies all rows, up to 64, with some rows of the weights, which are read once.
+    """A program instance multiplies all rows of x, at most 64, with some rows of the weights. Each weight is read once.
 
-    With one row, threads multiply and sum; with several, tensor cores do. With up to 16, each warp multiplies other
-    features if a multiprocessor has one program, which would wait for a chain of sums. The mean square of the norm is
-    summed in the same loop over the features, and scales the sums.
+    With one row, threads multiply and sum; with several, tensor cores do. With up to 16 rows, each warp multiplies
+    different features if a multiprocessor runs a single program instance, which would otherwise wait for a chain of
+    sums. The mean square for the norm is summed in the same loop over the features, and its root divides the sums at
+    the end.
     """
 
     def rejects(self, site: Site) -> str | None:
@@ -171,19 +176,19 @@ def row_tile(parts: Parts) -> RowTile:
         (LANES, EACH_LANES, parts.lanes, 2 * ALIGNMENT) if parts.scales else (LOADED, EACH, parts.k, 128)
     )
     products = len(parts.products) if parts.epilogue else 1
-    most = loaded // n >> (products - 1).bit_length()  # a power of two, as the extents of all tiles
-    exact = extent & -extent  # the largest power of two that divides the extent needs no mask
+    most = loaded // n >> (products - 1).bit_length()  # a power of two, like the extents of all tiles
+    exact = extent & -extent  # with the largest power of two that divides the extent, loads need no mask
     k = min(most, exact if exact >= least else 1 << (extent - 1).bit_length())
     return RowTile(n, k, min(8, max(1, n * k // (32 * each))))
 
 
 def rows_piece(parts: Parts) -> tuple[int, tuple[int, int]]:
-    """Returns the features, or lanes of packed codes, that a program of several rows loads at once, and the bytes of
-    such a piece of a row of x and of a row of the weights."""
+    """Returns the number of features, or lanes of packed codes, that a program instance for several rows loads at once,
+    and the bytes of such a piece in a row of x and in a row of the weights."""
     size = BYTES[parts.x.type.dtype]
-    if parts.scales:  # lanes with all their features of x, so few that several loads are in flight
+    if parts.scales:  # lanes, with all of their features of x: so few that several loads are in flight
         k = min(2 * ALIGNMENT, parts.lanes & -parts.lanes)
-        return k, (k * CODES * size, k * CODES)  # codes of at most 8 bits
+        return k, (k * CODES * size, k * CODES)  # codes have at most 8 bits
     k = min(LINE // size, max(16, 1 << (parts.k - 1).bit_length()))
     return k, (k * size, k * size)
 
@@ -194,7 +199,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     names = [f"{value.name}_ptr" for value in (*parts.inputs, *parts.outputs)]
     before = names[: 1 + len(parts.gain)]
     stored = [[f"{value.name}_ptr" for value in each] for each in parts.stored]
-    of_part = stored if parts.epilogue else [["w_ptr", "s_ptr"][: len(stored[0])]]  # the weights of a part
+    # The weights that each part of the kernel reads
+    of_part = stored if parts.epilogue else [["w_ptr", "s_ptr"][: len(stored[0])]]
     bits = parts.bits if parts.epilogue else ("BITS",)[: len(parts.bits)]
     inner = names if parts.epilogue else [*before, *of_part[0], "y_ptr"]
     slices = () if parts.scales else ("slices",)
@@ -204,7 +210,8 @@ def _context(site: Site, op: GeneratedFunction, parts: Parts, row: RowTile) -> T
     results = parts.results if parts.epilogue else (Result(Value("y", parts.outputs[0].type), Var("p")),)
     op_of_node = site.node.op
     assert isinstance(op_of_node, RowLinear)
-    weights_read = site.node.inputs[op_of_node.first : op_of_node.arity]  # computed ones are not known before
+    # Computed weights are not known before the preceding kernel ends
+    weights_read = site.node.inputs[op_of_node.first : op_of_node.arity]
     both = ("squares += x * x", "squares += x.to(tl.float32) * x.to(tl.float32)")
     squares = both if parts.norm is not None else ()
     load = "tl.load(gain_ptr + ks, mask=ks < K, other=0.0)"

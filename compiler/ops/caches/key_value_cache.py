@@ -1,4 +1,4 @@
-"""Key-value caches: codes of 8 bits, writing tokens to a cache or a ring, and the positions that a ring holds."""
+"""Key-value caches: 8-bit codes, writing tokens to a cache or a ring, and the positions that a ring holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class ToCodes(Op):
-    """Rounds x [..., C] to e4m3, floats of 8 bits. The outputs are codes u8 [..., C] and scales f32 [..., 1].
+    """Rounds x [..., C] to e4m3, 8-bit floats. The outputs are codes u8 [..., C] and scales f32 [..., 1].
 
     A scale maps the largest magnitude of a row to 448, the largest number of e4m3. It is a product with 1/448 and not
     a quotient, because Torch divides by a number in another way on a GPU than on a CPU. It is rounded to bf16, so that
