@@ -1,4 +1,4 @@
-"""The changes of a spec that stop its old checkpoints and artifacts from loading."""
+"""The changes to a spec after which its old checkpoints and artifacts no longer load."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,8 +26,8 @@ class Interface:
     Attributes:
         source: the text of the spec.
         programs: the lowered programs, which hold the parameters.
-        storage: parameter -> name of its form in an artifact.
-        tokens: field -> value, for all fields that determine the ids of tokens.
+        storage: for each parameter, the name of the form in which an artifact stores it.
+        tokens: the value of each field that determines the token ids.
     """
 
     source: Source
@@ -41,11 +41,11 @@ class Interface:
 
 
 def interface_of(origin: FilePath | str, name: str) -> Interface:
-    """Returns the interface of a spec, also of an old version.
+    """Returns the interface of a spec. Specs of old versions are accepted.
 
     Args:
-        origin: the file, or the text.
-        name: the name of a text in messages.
+        origin: the spec file, or the text of a spec.
+        name: the name that messages use for a text.
 
     Raises:
         SpecError: if the spec is invalid.
@@ -74,8 +74,8 @@ def _tokens(spec: Spec) -> dict[str, object]:
 def breaking_changes(old: Interface, new: Interface) -> tuple[Diagnostic, ...]:
     """Returns one finding per kind of change, each at the line of the new spec that causes it.
 
-    Parameters whose names differ only in numbers, as those of layers do, are one finding. A change of anything else,
-    such as an activation or a learning rate, is not breaking.
+    Parameters whose names differ only in numbers, such as those of different layers, share one finding. Any other
+    change, such as a new activation or learning rate, is not breaking.
     """
     findings: dict[tuple[str, str], list[tuple[str, Path]]] = {}
     for name, path, change in _changes(old, new):
@@ -99,8 +99,8 @@ def _finding(source: Source, subject: str, change: str, places: list[tuple[str, 
 
 
 def _changes(old: Interface, new: Interface) -> Iterator[tuple[str, Path, str]]:
-    """Yields each breaking change as (subject, path in the new spec, change): the subject is the name of a
-    parameter or of a field."""
+    """Yields each breaking change as (subject, path in the new spec, change). The subject is the name of a parameter or
+    a field."""
     before, after = old.parameters, new.parameters
     for name in sorted(before.keys() - after.keys()):
         yield name, old.programs.place(name), "is removed"

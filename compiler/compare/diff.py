@@ -18,7 +18,7 @@ from specc.compiler.spec.check import load
 PLAN = "PLAN.md"
 SHOWN = 10  # tensors, tiles or files that one line of the summary names
 WIDTH = 120
-CONTEXT = 0  # context lines of a diff of generated code: reviewers read the kernels next to the diff
+CONTEXT = 0  # context lines in diffs of generated code; none, because reviewers have the kernels next to the diff
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Comparison:
     def of(cls, before: Path, after: Path) -> "Comparison":
         """Builds both specs.
 
-        If one spec has no lock, it uses the lock of the other spec, so that a copied spec selects the same measured
-        tiles. Raises SpecError if either spec does not build.
+        A spec without a lock uses the lock of the other spec, so that a copied spec selects the same measured tiles.
+        Raises SpecError if either spec does not build.
         """
         paths = (before, after)
         specs = [load(path) for path in paths]
@@ -89,7 +89,8 @@ class Comparison:
         yield f"backward     {self._saved()}"
 
     def _saved(self) -> str:
-        """Describes the values that fused groups save for the backward: total MB per micro-batch, and changed names."""
+        """Describes the values that fused groups save for the backward pass: the total size in MB per micro-batch, and
+        the values that changed."""
         sizes = [f"{sum(summary.step.memory.groups.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB per micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
@@ -134,7 +135,7 @@ class Comparison:
 
     @cached_property
     def _pairs(self) -> Mapping[str, str]:
-        """Maps each old file to the new file that computes the same node."""
+        """Maps each old file to the new file that computes the same node of the graph."""
         return dict(_pairs(self.old, self.new))
 
     def _unpaired(self) -> Iterator[tuple[str, list[str]]]:
@@ -147,7 +148,7 @@ class Comparison:
             yield word, sorted(name for name in names if not self._quiet(name))
 
     def _quiet(self, name: str) -> bool:
-        """Returns True if `name` belongs to the CPU target while another target of either spec is a GPU.
+        """Returns True if `name` belongs to the CPU target and one of the two specs also has a GPU target.
 
         Such files are plain Torch, and their diffs are not shown.
         """
@@ -159,7 +160,7 @@ class Comparison:
     def details(self) -> tuple[str, ...]:
         """Returns unified diffs of the spec, model.py and the kernels, which are paired by node.
 
-        Unpaired files are listed by name. CPU files are only counted if there is a GPU target.
+        Unpaired files are listed by name. If there is a GPU target, CPU files are only counted.
         """
         lines = [*self.spec_diff]
         left, right = (_code(built) for built in (self.old, self.new))

@@ -1,4 +1,4 @@
-"""Diagnostics with their code, location and hint, their text for a terminal, and the exit codes of the command line."""
+"""Diagnostics: their code, location and hint, their text for a terminal, and the exit codes of the command line."""
 
 import errno
 import re
@@ -14,7 +14,7 @@ EXIT_BUG = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # error codes of a full disk or an exhausted quota
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the values of errno for a full disk and an exhausted quota
 
 SNIPPET_WIDTH = 100
 MESSAGE_WIDTH = 600
@@ -117,7 +117,7 @@ class Bug(Exception):
 
 
 class SpecError(SpeccError):
-    """All problems of a spec, sorted by location. `texts` maps each file that a diagnostic names to its text."""
+    """All problems of a spec, sorted by location. `texts` maps each file in a diagnostic to the text of the file."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
         self.diagnostics = tuple(sorted(set(diagnostics), key=lambda d: (d.file, d.mark, d.code, d.message)))

@@ -4,8 +4,8 @@ A code keeps its meaning. The letters are S for specs, F for findings, G for gen
 environment, R for runs, I for integrity, P for signals and B for bugs.
 
 The examples of a code are cases of tests/errors/*.md: a change of a valid spec, or a command, and the exact message.
-docs/generate.py copies the shortest one of each code into docs/reference/errors.md, from which compiler/report/
-error_pages.py prints `specc explain CODE`.
+docs/generate.py copies the shortest example of each code into docs/reference/errors.md. compiler/report/error_pages.py
+prints this page's entry for `specc explain CODE`.
 """
 
 from collections.abc import Mapping
@@ -79,39 +79,39 @@ CODES: Mapping[str, str] = {
     "S247": "a learned value that nothing reads, or two writes of one stream",
     "S248": "documents in a model of pairs of lines",
     "S249": "a document mark that is not an id of the vocabulary",
-    "S250": "a schedule whose points do not start at 0 and increase, or leave the run",
+    "S250": "a schedule whose points do not start at 0, do not increase, or lie outside of the run",
     "S251": "a row length that does not divide the context, or rows that a model of lines does not have",
-    "S254": "a change of a layer that does not exist, or a block without layers",
+    "S254": "a change to a layer that does not exist, or a block without layers",
     "S253": "a decoder that does not read its encoder",
     "S259": "settings of an adaptation that contradict each other or the windows",
-    "S260": "a setting of `source: self` with another calibration source",
+    "S260": "a setting that only `source: self` has, with another calibration source",
     "S261": "`source: self` for a model that does not generate text",
     "S262": "calibration windows longer than the context",
-    "S263": "a shape of the learning rate that rises",
-    "S264": "a loss without the next token, or with a term twice",
-    "S265": "a term of the loss that no layer states",
-    "S266": "a loss to stop at without validations",
+    "S263": "a learning-rate shape that increases",
+    "S264": "a loss without its next-token term, or with a term twice",
+    "S265": "a term of the loss that no layer computes",
+    "S266": "a loss at which to stop, in a run without validations that measure it",
     "S267": "a schedule in a model of pairs of lines",
     "S268": "an allocation with a single option",
-    "S269": "a start after the end of the run, or at a rate that its schedule does not reach",
+    "S269": "a setting that takes effect after the end of the run, or at a rate that the schedule never reaches",
     "S270": "rotary frequencies without a value",
     "S271": "a score that is not an expression of s, or that reads outside of a table",
     "S272": "a mask of documents without `bos`, the id that starts a document, or `bos` without a mask of documents",
-    "S273": "`inputs` of `train.qat` with budget_seconds and warmdown_steps",
+    "S273": "`inputs` of `train.qat` together with budget_seconds and warmdown_steps",
     "S274": "`inputs` of `train.qat` for a loop over time that is not a single LSTM",
     "S275": "a score or a mask of attention that is not causal",
     "S276": "a mask that lets a query attend to a later key",
     "S277": "TF32 for a model that does not compute in f32",
-    "S278": "too few steps for the method of Muon",
+    "S278": "too few iterations for the method of Muon",
     "S279": "a prefix that nothing reads, or settings that a prefix excludes",
     "S285": "a norm in an invalid place",
     "S286": "experts that no token can choose, experts of an unsupported width, or a router that cannot learn",
     "S287": "coefficients of Muon that no iteration reads, or that diverge",
     "S288": "an optimizer that never updates, or a cautious decay of 0",
     "S289": "pooled keys of a block that the model does not have, or settings that the pooling excludes",
-    "S290": "a cache in pages or in 8 bits in a model with a state other than keys and values",
+    "S290": "a paged or 8-bit cache in a model that has a state other than keys and values",
     "S293": "settings of precision that contradict each other or the model",
-    "S294": "a rule for 8-bit products that matches no product",
+    "S294": "a rule for 8-bit matrix products that matches none",
     "S295": "a part to recompute that no block has, or that cannot run twice",
     "S301": "two parts of the model with different widths",
     "S302": "a fusion point, or a pattern of `merge` or `fold`, that matches nothing",

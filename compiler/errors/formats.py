@@ -17,7 +17,7 @@ def json_text(diagnostics: Sequence[Diagnostic]) -> str:
 
 
 def github_text(diagnostics: Sequence[Diagnostic]) -> str:
-    """Returns one annotation of GitHub Actions per diagnostic, each on a line."""
+    """Returns one GitHub Actions annotation per diagnostic, each on its own line."""
     return "\n".join(map(_annotation, diagnostics))
 
 

@@ -2,9 +2,9 @@
 
 A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
-Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float stands for the decimal number that
-it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the input. Expressions
-with equal `key` differ only in the order of terms and factors.
+Rational arithmetic does not round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float is treated as the decimal number
+that it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the input.
+Expressions with equal `key` differ only in the order of terms and factors.
 
 A quotient by a sum (`is_quotient`) is one factor, and no rule splits it. For example, a / b * c is not rewritten as a *
 c / b, because a * c may overflow although a / b * c does not. Likewise, a / b / b is not rewritten as a / b ** 2.
@@ -20,7 +20,7 @@ from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Logic, 
 
 Factor = tuple[
     Expr, Fraction
-]  # base, exponent; the base is no product or number, and a quotient only if its divisor is a sum
+]  # base, exponent; the base is neither a product nor a number, and is a quotient only if its divisor is a sum
 Factors = tuple[Factor, ...]
 Term = tuple[Fraction, Factors]
 
@@ -146,7 +146,8 @@ def key(expr: Expr) -> Hashable:
             return expr
         case Call("sqrt", _) | Neg() | Binary():
             coefficient, factors = split(expr)
-            if factors == ((expr, Fraction(1)),):  # a power of a number that is not yet simplified, or // or %
+            # A power of a number that is not simplified yet, or an operation with // or %
+            if factors == ((expr, Fraction(1)),):
                 return getattr(expr, "op", "power"), *(key(part) for part in children(expr))
             return "product", coefficient, monomial_key(factors)
         case Call(function, args):
@@ -172,8 +173,8 @@ def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
 def rank(factor: Factor) -> int:
     """Returns the sort key of a factor in a product: variables, quotients, functions, sums.
 
-    Factors of equal rank stay in order of first appearance. A quotient precedes factors that may be as large as the
-    divisor, so that intermediate products stay small.
+    Factors of equal rank stay in order of first appearance. A quotient comes before factors that may be as large as its
+    divisor, so that intermediate results stay small.
     """
     base, _ = factor
     return 0 if isinstance(base, Var) else 1 if is_quotient(base) else 3 if is_sum(base) else 2

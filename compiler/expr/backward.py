@@ -2,16 +2,16 @@
 
 Strategies, in order of preference:
 
-linear      The derivative reads only constants and operands. Nothing is saved.
-output      The derivative is a function g(y) of the output, which is in memory anyway. f must be a chain of
+linear      The derivative depends only on constants and operands. Nothing is saved. output      The derivative is a
+function g(y) of the output, which is in memory anyway. f must be a chain of
             invertible maps (times a constant, or to a power if the base is >= 0) around one function whose
-            derivative is a function of its own value. Because y may be rounded to bf16, g must be homogeneous of
-            a degree of at most 2: a relative error of y is multiplied by the degree in the gradient, and rounding
-            does not change the sign of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope
-            qualify. sigmoid and tanh do not: y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1.
-derivative  The derivatives are saved as extra outputs, so that the backward is one multiplication without a
-            branch. A function homogeneous of degree k is computed as slope * x / k if that is cheaper.
-inputs      As derivative, but the saved values are the inputs themselves (x * gate).
+            derivative is a function of its own value. Because y may be rounded to bf16, g must be homogeneous of degree
+            at most 2: the gradient then has at most twice the relative error of y, and rounding does not change the
+            sign of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope qualify. sigmoid and tanh do not:
+            y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1.
+derivative  The derivatives are saved as extra outputs, so that the backward pass is one multiplication without a
+branch. A function homogeneous of degree k is computed as slope * x / k if that is cheaper. inputs      Like derivative,
+but the saved values are the inputs themselves, as for x * gate.
 
 A caller may request a fifth strategy instead of derivative:
 
@@ -50,7 +50,7 @@ STEEPEST = 2.0  # largest factor by which the relative error of y may grow in th
 
 Named = tuple[tuple[str, Expr], ...]
 Keep = Literal["derivative", "input"]
-KEEPS: tuple[Keep, ...] = get_args(Keep)  # values that a forward may save for its backward; the default is first
+KEEPS: tuple[Keep, ...] = get_args(Keep)  # what a forward pass may save for its backward pass; the first is the default
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,15 @@ class Backward:
     strategy: str
 
 
-@lru_cache(maxsize=1024)  # cached, because the programs of all targets have the same expressions
+@lru_cache(maxsize=1024)  # cached, because the programs of all targets contain the same expressions
 def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -> Backward:
     """Plans the backward of `expr` for the variables `wrt`.
 
     Args:
         expr: the expression of y.
-        wrt: the variables to differentiate with respect to, which are accumulators. All other variables are in memory.
-        keep: the kind of values to save, if any are saved. They are the derivatives, or those variables of `wrt` that
+        wrt: the variables to differentiate with respect to. They are the results of matrix products, held in registers;
+            all other variables are in memory.
+        keep: what is saved if the backward pass needs saved values: the derivatives, or those variables of `wrt` that
             the derivatives read.
 
     Raises:
@@ -155,7 +156,8 @@ def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
 
 
 def _rate(atom: Call, u: Var) -> Expr | None:
-    """Returns the derivative of a one-argument function in terms of its value u, or None if u does not determine it."""
+    """Returns the derivative of a one-argument function as an expression of the function's value u, or None if u does
+    not determine it."""
     if not all(isinstance(arg, Const) for arg in atom.args[1:]):
         return None
     t = Var("t")

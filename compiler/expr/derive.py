@@ -1,4 +1,4 @@
-"""Derivatives, comparison of expressions by case distinction, and degrees of homogeneity."""
+"""Derivatives of expressions, their comparison by case distinction, and their degrees of homogeneity."""
 
 from collections.abc import Hashable
 from fractions import Fraction
@@ -27,15 +27,16 @@ from .values import (
 )
 
 CASES = 64  # maximum number of case distinctions
-SAMPLES = (-71.0, -3.3, -0.83, -0.0197, 0.0231, 0.71, 4.1, 67.0)  # no common function has a kink at these
+# Sample points; no common function has a kink at one of them
+SAMPLES = (-71.0, -3.3, -0.83, -0.0197, 0.0231, 0.71, 4.1, 67.0)
 TERMS = 64  # maximum number of terms of an expanded product
 
 
 @lru_cache(maxsize=1 << 14)
 def derive(expr: Expr, var: str) -> Expr:
-    """Returns the simplified derivative by `var`.
+    """Returns the simplified derivative with respect to `var`.
 
-    At ties, min and max give each argument half of the gradient. where has the gradient of the selected arm.
+    At ties, min and max give each argument half of the gradient. The gradient of `where` is that of the selected arm.
     """
     return simplify(_derive(expr, var))
 
@@ -91,7 +92,7 @@ def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) ->
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
     """Returns the degree k of homogeneity, for which x f'(x) == k f(x) for all x (Euler). Returns None if there is no
-    such k, or if the case distinction has too many cases.
+    such k, or if there are too many cases to distinguish.
 
     f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so that f(x) = f'(x) x / 2. The zero function has degree 0.
     """

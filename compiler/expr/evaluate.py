@@ -64,11 +64,11 @@ def number(expr: Expr, /, **values: float) -> float:
 
 
 def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
-    """Evaluates with Torch operations. Differentiable, with Torch's subgradients.
+    """Evaluates an expression with Torch operations. The result is differentiable, with Torch's subgradients.
 
-    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`. Without one,
-    they have those of the first tensor. Without tensors, they are float64 on the CPU. With float64 values the result is
-    thus a float64 reference, even if integer tensors are among the values.
+    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`. Without a
+    floating-point tensor, they have those of the first tensor. Without tensors, they are float64 on the CPU. With
+    float64 values, the result is therefore a float64 reference, even if some values are integer tensors.
     """
     import torch
     from torch.nn import functional as F

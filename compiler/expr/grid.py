@@ -11,16 +11,17 @@ from .values import Compare, Expr, children, variables
 if TYPE_CHECKING:
     from torch import Tensor
 
-DECADES, STEPS = range(-4, 4), 16  # decades from 1e-4 to 1e4, points per decade
+DECADES, STEPS = range(-4, 4), 16  # the number of decades, from 1e-4 to 1e4, and of points per decade
 GRID = (0.0, *(sign * 10 ** (d + step / STEPS) for d in DECADES for step in range(STEPS + 1) for sign in (1.0, -1.0)))
 SHIFTS = (0, 1, 37, 101)  # offsets in the grid between consecutive variables
-HEADROOM = 2.0**-8  # fraction of float32's range; above it, overflow depends on the order of the factors
+# Fraction of float32's maximum; for larger values, the order of the factors decides whether a product overflows
+HEADROOM = 2.0**-8
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A point at which a planned value or gradient differs from the result of Torch in float32 and float64."""
+    """A point at which a planned value or gradient differs from Torch's results in float32 and in float64."""
 
     title: str
     at: tuple[tuple[str, float], ...]
@@ -40,7 +41,7 @@ def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
 
     Args:
         expr: the expression, differentiable by Torch.
-        wrt: the variables that the backward is planned for.
+        wrt: the variables for which the backward pass computes gradients.
     """
     import torch
 
@@ -71,7 +72,7 @@ def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
 
 
 def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: object) -> "dict[str, Tensor]":
-    """Returns the value `y` and its gradient by each of `wrt`, by Torch autograd in `dtype`."""
+    """Returns the value `y` and its gradient with respect to each of `wrt`, computed by Torch autograd in `dtype`."""
     import torch
 
     leaves = {name: column.to(dtype).requires_grad_() for name, column in at.items()}  # type: ignore[call-overload]

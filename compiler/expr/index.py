@@ -1,6 +1,6 @@
 """Formulas and conditions over whole numbers, such as the index of a layer: `9 - layer`, `layer % 6 == 5`.
 
-A text is parsed with Python's grammar and an allowlist of node types. Python evaluates nothing.
+A text is parsed with Python's grammar and an allowlist of node types. It is never evaluated as Python.
 """
 
 import ast
@@ -92,7 +92,7 @@ def _number(node: ast.expr, values: Mapping[str, int]) -> int:
 def _truth(node: ast.expr, values: Mapping[str, int]) -> bool:
     match node:
         case ast.BoolOp(op=op, values=parts):
-            truths = [_truth(part, values) for part in parts]  # all are evaluated, so that each is checked
+            truths = [_truth(part, values) for part in parts]  # all operands are evaluated, so that each is checked
             return all(truths) if isinstance(op, ast.And) else any(truths)
         case ast.UnaryOp(op=ast.Not(), operand=inner):
             return not _truth(inner, values)

@@ -1,9 +1,9 @@
 """Interval analysis of whole-number expressions and conditions over boxes of positions.
 
 A box is a set of pairs of a query at position i and a key at position j with i0 <= i <= i1, j0 <= j <= j1 and d0 <= i -
-j <= d1, for the heads h0 <= h <= h1. The documents of the queries start between start0 and start1. The analysis is
-symbolic: bounds are expressions over these variables. Kernels use the compiled expressions to classify tiles. A search
-over boxes uses them to prove that a condition never holds, or to give a pair for which it holds.
+j <= d1, for the heads h0 <= h <= h1. The documents of the queries start at positions from start0 to start1. The
+analysis is symbolic: bounds are expressions over these variables. Kernels use the compiled expressions to classify
+tiles. A search over boxes uses them to prove that a condition never holds, or to give a pair for which it holds.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from .values import (
 )
 
 WORK = 50_000  # maximum number of boxes that a proof visits
-FAR = float(1 << 30)  # all positions are smaller than this
+FAR = float(1 << 30)  # all positions are below this
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 Interval = tuple[Expr, Expr]
 
@@ -48,7 +48,7 @@ class Undecided(ExprError):
 def bounds(expr: Expr) -> Interval:
     """Returns expressions for a lower and an upper bound of a whole-number expression over a box.
 
-    A linear expression has exact bounds unless it depends on i + j in a box that limits i - j.
+    The bounds of a linear expression are exact, unless it depends on i + j and the box limits i - j.
     """
     low, high = _bounds(simplify(expr))
     return simplify(low), simplify(high)
@@ -82,7 +82,7 @@ def _mod_as_division(expr: Expr) -> Expr:
 def _sum_bounds(expr: Expr) -> Interval:
     """Returns bounds of a simplified sum.
 
-    min, max and abs are taken out of the sum, so that their arguments cancel with other terms.
+    min, max and abs are moved out of the sum, so that terms in their arguments can cancel other terms.
     """
     terms = addends(expr)
     for place, (coefficient, factors) in enumerate(terms):
@@ -137,14 +137,15 @@ def _atom_bounds(expr: Expr) -> Interval:
             return expr, expr
         case Var("i" | "j" | "h" | "start" as name):
             return Var(f"{name}0"), Var(f"{name}1")
-        case Var():  # a bound of a tile
+        case Var():  # a variable that is itself a bound of a tile
             return ZERO, Const(FAR)
         case Binary("//", a, Const(n)):
             low, high = _bounds(a)
             return _floor(low, n), _floor(high, n)
         case Binary("%", a, Const(n) as divisor):
             low, high = _bounds(a)
-            same = Compare("==", _floor(low, n), _floor(high, n))  # the remainder does not wrap
+            # Both bounds have the same quotient, so the remainder does not wrap around
+            same = Compare("==", _floor(low, n), _floor(high, n))
             wrapped = (ZERO, Const(n - 1))
             parts = (
                 Call("where", (same, Binary("%", end, divisor), w)) for end, w in zip((low, high), wrapped, strict=True)
@@ -185,8 +186,8 @@ def _smallest(*values: Expr) -> Expr:
 
 
 def truth(condition: Expr) -> tuple[Expr, Expr]:
-    """Returns two conditions over a box: that `condition` may hold for some element, and that it holds for all
-    elements.
+    """Returns two conditions over a box. The first states that `condition` may hold for some element, and the second
+    that it holds for all elements.
 
     The analysis is sound, but not exact. If the first condition is false, `condition` holds nowhere. If the second is
     true, it holds everywhere.
@@ -315,8 +316,8 @@ class Box:
         return Box(i0, i1, j0, j1, d0, d1, self.h0, self.h1)
 
     def halves(self, sides: Collection[str]) -> "tuple[Box, Box]":
-        """Splits the longest of the given sides. Splits i - j at 0 if it has both signs. The half with smaller numbers
-        is first."""
+        """Splits the box along the longest of the given sides. The side i - j is split at 0 if it has both signs. The
+        half with the smaller numbers comes first."""
         signs = "d" in sides and self.d0 < 0 <= self.d1
         side = "d" if signs else max(sides, key=lambda name: (self.length(name), name))
         low, high = f"{side}0", f"{side}1"
@@ -331,8 +332,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A compiled comparison: whether it may hold in a box, whether it holds in the whole box, and the sides of the box
-    that it depends on."""
+    """A compiled comparison. It states whether the comparison may hold in a box, whether it holds in the whole box, and
+    the sides of the box on which it depends."""
 
     some: Callable[..., int]
     every: Callable[..., int]
@@ -362,8 +363,8 @@ class Search:
         return Search(some, every, tuple(map(Question.of, comparisons)))
 
     def parts(self, box: Box) -> tuple[Box, ...]:
-        """Splits a box into tight boxes, and returns those in which the condition may hold. A box in which the
-        condition holds everywhere is not split."""
+        """Splits a box, and returns the tight parts in which the condition may hold. A box in which the condition holds
+        everywhere is not split."""
         values = box.values
         if self.every(*values):
             return (box,)

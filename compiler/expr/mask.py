@@ -1,6 +1,6 @@
 """Mask expressions of attention: conditions over positions that state whether a query attends to a key.
 
-compiler/blocks/document_mask.py has the mask that keeps attention within documents.
+compiler/blocks/document_mask.py contains the mask that restricts attention to documents.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ from .values import (
 )
 
 CAUSAL = "j <= i"
-FARTHEST = 1 << 20  # positions below this are covered by proofs
-NEAREST = 4096  # fewest positions that proofs cover
+FARTHEST = 1 << 20  # a proof first tries to cover all positions below this
+NEAREST = 4096  # if that fails, a proof covers the context, or this many positions if the context is shorter
 SIZES = ("dim", "kv_heads", "head_dim", "values")
 NUMBERS = ("heads", "context", "prefix", *SIZES)  # numbers of the model and the layer that an expression may read
 Sizes = tuple[tuple[str, int], ...]
@@ -51,8 +51,8 @@ def parse_mask(text: str) -> Expr:
 
 @lru_cache(maxsize=256)
 def bound_mask(text: str, heads: int, context: int, prefix: int = 0, sizes: Sizes = ()) -> str:
-    """Returns the canonical text of a mask, with the numbers of the model substituted. A mask that equals the causal
-    mask becomes `j <= i`.
+    """Returns the canonical text of a mask, with the model's numbers substituted. A mask that is equivalent to the
+    causal mask becomes `j <= i`.
 
     Args:
         text: the mask.
@@ -92,8 +92,8 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
 
     Args:
         text: the mask, over the position `i` of the query, the first position `j` of the block, the head `h` and the
-            number of tokens `block`. If None, a block is visible if it is complete and the mask of single tokens hides
-            its first token.
+            number of tokens `block`. If None, a block is visible if it contains no token after the query, and if the
+            mask of single tokens hides its first token.
         mask: the mask of single tokens.
         block: the number of tokens of a block.
         heads: the number of query heads.
@@ -102,7 +102,7 @@ def bound_blocks(text: str | None, mask: str, block: int, heads: int, context: i
 
     Raises:
         ExprError: if the text is not a mask, if the mask lets a query attend to a block with a later token, or to no
-            block, or if that cannot be proved. The message states the query and the token.
+            block, or if it cannot be proved that the mask does neither. The message states the query and the token.
     """
     whole = Compare("<=", Var("j") + (block - 1), Var("i"))
     condition: Expr = NEVER
@@ -155,13 +155,13 @@ def _refuse_later_keys(text: str, condition: Expr, numbers: Mapping[str, Const],
 
     Args:
         text: the mask as written.
-        condition: the mask with the numbers of the model.
-        numbers: these numbers.
+        condition: the mask, with the model's numbers substituted.
         heads: the number of query heads.
         context: the number of tokens of a sequence.
 
     Raises:
-        ExprError: with a pair of positions, and the column of the alternative of an `or` that holds for it.
+        ExprError: with a pair of positions. If the mask is an `or`, the column is that of the operand that holds for
+            the pair.
     """
     prefix = numbers["prefix"]
     pair = find_pair(Logic("and", (condition, LATER, Compare(">=", Var("j"), prefix))), heads, context)
@@ -221,8 +221,8 @@ def with_documents(condition: Expr, same: Expr) -> Expr:
 
 
 def in_some_documents(condition: Expr) -> Expr:
-    """Returns the condition that a mask holds for two positions in at least one of two cases: they are in the same
-    document, or in different documents."""
+    """Returns the condition that a mask holds for two positions, either if they are in the same document or if they are
+    in different documents."""
     cases = tuple(dict.fromkeys(with_documents(condition, same) for same in (ALWAYS, NEVER)))
     return cases[0] if len(cases) == 1 else Logic("or", cases)
 
@@ -252,7 +252,7 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """Whether each query attends to all keys up to its position."""
+        """Whether the mask is the causal mask: each query attends to all keys up to its position."""
         return self.text == CAUSAL
 
     @property
@@ -261,7 +261,7 @@ class Mask:
 
     @property
     def any(self) -> Expr:
-        """The condition that a tile may have a pair that is not masked.
+        """The condition under which a tile may contain a pair that is not masked.
 
         The inclusive bounds of a tile are i0 and i1, j0 and j1. The documents of i0 and i1 start at start0 and start1.
         """
@@ -269,7 +269,7 @@ class Mask:
 
     @property
     def all(self) -> Expr:
-        """The condition that no pair of a tile is masked, over the variables of `any`."""
+        """The condition under which no pair of a tile is masked, over the variables of `any`."""
         return self._over_tile(1)
 
     def _over_tile(self, which: int) -> Expr:

@@ -10,7 +10,7 @@ POWERS = {2.0: "square", 3.0: "cube", 0.5: "sqrt"}
 
 
 def name_of(expr: Expr) -> str:
-    """Joins the functions and operators of `expr` in reading order by `_`. The identity has the name "".
+    """Joins the functions and operators of `expr`, in reading order, with `_`. The identity has the name "".
 
     A small integer power of a function is a digit (relu2). Other powers are words: square, cube, pow4, pow1p5, powm1.
     Operands, signs, constant factors and constant divisors are omitted: 30 * tanh(x / 30) is tanh, acc * slope is mul,
@@ -39,7 +39,7 @@ def _words(expr: Expr) -> list[str]:
 
 
 def _digits(exponent: float) -> str:
-    """Formats an exponent as part of a word, in four digits: 1 / 3 is 0p3333."""
+    """Formats an exponent as part of a word, with four digits: 1 / 3 becomes 0p3333."""
     return plain(float(f"{exponent:.4g}")).replace(".", "p").replace("-", "m")
 
 

@@ -1,6 +1,5 @@
-"""Parses text to an expression with Python's grammar (`ast`) and an allowlist of node types.
-
-Python evaluates nothing.
+"""Parses text to an expression with Python's grammar (`ast`) and an allowlist of node types. The text is never
+evaluated as Python.
 """
 
 import ast
@@ -41,10 +40,9 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The additional forms of an expression over token positions.
+    """The additional syntax that expressions over token positions may use.
 
-    Such an expression may contain arithmetic of whole numbers (// and %), functions of positional.py, and elements of
-    tables.
+    Such expressions may contain whole-number arithmetic (// and %), functions of positional.py, and elements of tables.
 
     Attributes:
         whole: the variables that are whole numbers.
@@ -129,7 +127,7 @@ def column_of(text: str, part: Expr) -> int:
 
 
 def _tree(text: str, longest: int, deepest: int) -> ast.expr:
-    """Returns Python's tree of a text. Columns are one higher than in the text."""
+    """Returns Python's syntax tree of a text. Columns in the tree are one higher than in the text."""
     if len(text) > longest:
         raise ExprError(
             f"the expression has {len(text)} characters; it may have at most {longest}", longest, "split it"
@@ -365,7 +363,7 @@ def _document_of(node: ast.expr) -> str | None:
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:
-    """Evaluates an operation on constants in floats. Python integers are avoided, because their size is unbounded."""
+    """Evaluates an operation on constants, in floats: Python integers could become arbitrarily large."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None

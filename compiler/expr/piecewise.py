@@ -12,7 +12,8 @@ ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": 
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """Returns the truth of `question` if `known` has the value `truth`; None if this does not determine it."""
+    """Returns whether `question` is true, given that `known` has the value `truth`; None if that does not determine
+    it."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):
         return None

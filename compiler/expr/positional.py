@@ -1,12 +1,12 @@
-"""The functions of attention masks and scores: of positions and of heads. Each is one entry of POSITIONAL.
+"""The functions of positions and of heads that attention masks and scores can call. Each is one entry of POSITIONAL.
 
-A new function that returns whole numbers is a `WholeFunction`, and a new function of heads is a `HeadFunction`. Neither
-needs another change.
+To add a function, add an entry: a `WholeFunction` if it returns whole numbers, a `HeadFunction` if it depends on the
+number of heads. No other change is needed.
 
-Two functions have no complete entry. `slope` depends on the number of heads. It therefore has no entries for value,
-bounds and text. A formula replaces it once the number of heads is known. `document` has only a name here, because the
-number of a document is never computed. A mask may only compare two such numbers for equality; parse.py and mask.py
-treat this comparison as one condition.
+The entries of two functions are incomplete. `slope` depends on the number of heads. It therefore has no value, bounds
+or text; a formula replaces it once the number of heads is known. `document` has only a name, because no document number
+is ever computed: a mask may only compare two of them for equality, and parse.py and mask.py treat this comparison as
+one condition.
 """
 
 from bisect import bisect_right
@@ -71,7 +71,8 @@ class HeadFunction(Positional):
 
 @lru_cache(maxsize=256)
 def bucket_bounds(buckets: int, distance: int) -> tuple[int, ...]:
-    """Returns the smallest distance of each bucket of `bucket` after the first, in exact arithmetic.
+    """Returns the smallest distance in each bucket except the first, for the function `bucket`. The arithmetic is
+    exact.
 
     Each bucket of the first half holds one distance. In the second half, bucket `exact + k` starts at the smallest d
     with log(d / exact) / log(distance / exact) * (buckets - exact) >= k (T5, Raffel et al., 2020).
@@ -122,10 +123,11 @@ FLAG = {"torch": "{}.long()", "triton": "{}.to(tl.int32)", "cute": "{}.to(cutlas
 
 
 def _bucket_text(printer: Printer, language: str, d: Expr, *limits: Const) -> str:
-    """Prints the bucket of a distance: the distance itself below `exact`, and otherwise the floor of a logarithm.
+    """Prints the bucket of a distance. Below `exact` it is the distance itself; otherwise it is the floor of a
+    logarithm.
 
-    The offset of the logarithm is chosen such that rounding in fp32 changes no bucket. If there is no such offset, the
-    bucket is a sum of comparisons.
+    The offset of the logarithm is chosen so that rounding in fp32 never changes the bucket. If there is no such offset,
+    the bucket is printed as a sum of comparisons.
     """
     count, distance = (int(limit.value) for limit in limits)
     exact, ends = count // 2, bucket_bounds(count, distance)

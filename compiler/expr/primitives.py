@@ -1,4 +1,4 @@
-"""The functions of the pointwise language. Each is one entry of PRIMITIVES. A new function needs no other change.
+"""The functions of the pointwise language. Each is one entry of PRIMITIVES, and a new function needs only a new entry.
 
 The functions of positions and heads, which only masks and scores of attention may call, are in positional.py.
 """
@@ -37,17 +37,17 @@ class Primitive(Function):
     Attributes:
         cost: the approximate number of instructions per element.
         value: the function on floats. It raises ArithmeticError or ValueError where it is undefined.
-        derivative: the derivative by `x`, with Torch's subgradient at a kink. Empty for min, max and where, which
-            `derive` differentiates by each argument.
+        derivative: the derivative with respect to `x`, with Torch's subgradient at a kink. Empty for min, max and
+            where, for which `derive` has its own rules.
         torch: the Torch function, of the module `torch` or `F` (torch.nn.functional).
         torch_keywords: the keyword arguments of the Torch function.
         sign: the sign of the values, ">= 0" or "> 0" (except for underflow); empty if it varies.
         definition: an equivalent expression of other functions, for languages that lack the function.
         triton: the source text of a call on fp32 tensors, with {} for each argument, or an expression. The default is
-            `definition`. NaN stays NaN.
+            `definition`. The call must preserve NaN.
         cuda: the same as `triton`, for CUDA C++ on floats.
         cute: the same as `triton`, for the CuTe DSL on fp32 vectors.
-        cuda_helpers: the source text of the device functions that `cuda` calls, by name. Each function comes after the
+        cuda_helpers: the source text of the device functions that `cuda` calls, by name. A function is listed after the
             functions that it calls.
     """
 
@@ -133,7 +133,8 @@ PRIMITIVES = {
         ),
         Primitive(
             "max(a, b)", 1, max, "", "torch.maximum", cuda="larger({}, {})", cute="larger({}, {})",
-            triton="tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",  # the default drops a NaN operand
+            # By default, tl.minimum and tl.maximum drop a NaN operand
+            triton="tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
             cuda_helpers={"larger": """\
 // The larger of two numbers, NaN where one is; fmaxf would drop it.
 __device__ inline float larger(float a, float b) { return a < b || b != b ? b : a; }"""},
@@ -145,7 +146,7 @@ __device__ inline float larger(float a, float b) { return a < b || b != b ? b : 
 // The smaller of two numbers, NaN where one is.
 __device__ inline float smaller(float a, float b) { return a > b || b != b ? b : a; }"""},
         ),
-        # In CUDA C++, where is an operator, which the printer parenthesizes.
+        # In CUDA C++, `where` becomes the operator ?:, which the printer parenthesizes.
         Primitive(
             "where(x > 0, a, b)", 1, lambda condition, a, b: a if condition else b, "", "torch.where",
             triton="tl.where({}, {}, {})", cute="cute.where({}, {}, {})",

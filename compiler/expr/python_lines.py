@@ -7,7 +7,8 @@ BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def operand(text: str) -> str:
-    """Returns the text of a value, in parentheses if an attribute access or operator could not follow it directly."""
+    """Returns the text of a value. The text is in parentheses if an attribute access or an operator could not follow it
+    directly."""
     tree = ast.parse(text, mode="eval").body
     return text if isinstance(tree, ast.Name | ast.Attribute | ast.Call | ast.Subscript) else f"({text})"
 
@@ -37,7 +38,7 @@ def _tuple(value: str, room: int) -> list[str]:
 
 
 def _broken(value: str, room: int, before: int) -> list[str] | None:
-    """Breaks a long value at its last brackets or, if these are too far right, at its longest brackets.
+    """Breaks a long value at its last pair of brackets or, if this pair is too far right, at its longest pair.
 
     `before` is the number of columns before the value. Returns None if the value is not a call, attribute, subscript,
     dict, list or tuple with brackets.
@@ -86,7 +87,8 @@ def _operators(value: str, room: int) -> list[str]:
         while isinstance(part, ast.BinOp) and (type(part.op) in (ast.Add, ast.Sub)) == level:
             end = part.left.end_col_offset or 0
             cuts.insert(0, end + value[end:].index(" ") if value[end] == ")" else end)
-            part = part.left if value[end] != ")" else ast.Constant(None)  # an operand in parentheses is whole
+            # An operand in parentheses is not split further
+            part = part.left if value[end] != ")" else ast.Constant(None)
     else:
         return [value]
     texts = [value[i:j].strip() for i, j in zip((0, *cuts), (*cuts, len(value)), strict=True)]
@@ -104,7 +106,7 @@ def _value(statement: str) -> tuple[str, str]:
     """Splits a statement into the text before its assigned or returned value, and the value."""
     node = ast.parse(f"def f():\n {statement}").body[0].body[0]  # type: ignore[attr-defined]
     start = node.value.col_offset - 1
-    if isinstance(node.value, ast.Tuple):  # the position of a tuple without parentheses is that of its first item
+    if isinstance(node.value, ast.Tuple):  # a tuple without parentheses has the position of its first item
         start = statement.index(" = ") + 3 if " = " in statement and isinstance(node, ast.Assign) else len("return ")
     return statement[:start], statement[start:]
 

@@ -1,4 +1,4 @@
-"""Scores of attention: expressions of the scaled product of a query and a key, of positions and of learned tables."""
+"""Attention scores: expressions over the scaled product of a query and a key, their positions, and learned tables."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,8 +34,7 @@ PLAIN = "s"
 
 
 def language(tables: Mapping[str, int]) -> Positions:
-    """Returns the forms that a score may contain. `tables` maps each table to the number of dims; 0 allows any
-    number."""
+    """Returns the syntax that a score may use. `tables` maps each table to its number of dims; 0 allows any number."""
     return Positions((*POSITIONS, *NUMBERS), tuple(tables.items()))
 
 
@@ -84,8 +83,8 @@ class Score:
     Attributes:
         value: the score.
         reads: the table elements that the score reads.
-        slope: the derivative of the score by s.
-        slopes: the derivative of the score by each element.
+        slope: the derivative of the score with respect to s.
+        slopes: the derivative of the score with respect to each element.
     """
 
     value: Expr
@@ -115,7 +114,7 @@ class Score:
     def elements(self) -> Mapping[str, str]:
         """Returns the Torch text of each element, by variable.
 
-        Indices are clamped, because they may be out of range where the mask does not hold.
+        Indices are clamped, because they may be out of range for masked pairs.
         """
         return {read.variable: f"{read.table}[{', '.join(read.index_texts())}]" for read in self.reads}
 
@@ -134,8 +133,8 @@ def _separated(expr: Expr) -> tuple[Expr, tuple[TableRead, ...]]:
 
 
 def _expanded(expr: Expr, heads: int, known: bool = False) -> Expr:
-    """Replaces the functions of heads by their formulas. If `known`, replaces a function only if its head is a
-    number."""
+    """Replaces the functions of heads with their formulas. If `known` is true, only functions whose head is a constant
+    are replaced."""
     expr = rebuild(expr, lambda part: _expanded(part, heads, known))
     match expr:
         case Call(name, (first, *constants)) if isinstance(function := POSITIONAL.get(name), HeadFunction):
@@ -190,17 +189,17 @@ def bound_score(
     return str(_defined(value, in_some_documents(condition), heads, context, text))
 
 
-PARTIAL = ("sqrt", "log", "exp", "exp2")  # functions that are undefined or infinite for some numbers
-UNDEFINED = {"sqrt": "<", "log": "<="}  # for these numbers, compared with 0
+PARTIAL = ("sqrt", "log", "exp", "exp2")  # functions that are undefined or infinite for some arguments
+UNDEFINED = {"sqrt": "<", "log": "<="}  # those arguments, as a comparison with 0
 
 
 def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Expr:
-    """Makes a score finite for pairs that the mask hides, and leaves it unchanged for other pairs.
+    """Makes a score finite for pairs that the mask hides. The score of other pairs does not change.
 
     A hidden pair adds 0 times the derivative of its score to gradients. If the derivative is infinite, this product is
-    NaN. Arguments of PARTIAL functions, denominators and powers that are expressions of positions are therefore limited
-    to at least 1 or 0, provided that all pairs that are not hidden satisfy this bound. With the mask `j <= i`, for
-    example, log(i - j + 1) becomes log(max(i - j + 1, 1)).
+    NaN. Therefore, if the argument of a PARTIAL function, a denominator or the base of a power is an expression of
+    positions, it is bounded below by 1 or 0. The bound must hold for all pairs that are not hidden. With the mask `j <=
+    i`, for example, log(i - j + 1) becomes log(max(i - j + 1, 1)).
 
     Args:
         score: the score, or a part of it.
@@ -210,8 +209,8 @@ def _defined(score: Expr, mask: Expr, heads: int, context: int, text: str) -> Ex
         text: the score as written, for the column of an error.
 
     Raises:
-        ExprError: if the logarithm or the root of positions, or the quotient by them, is undefined for a pair that is
-            not hidden.
+        ExprError: if a logarithm or root of an expression of positions, or a quotient by one, is undefined for a pair
+            that is not hidden.
     """
 
     def never(condition: Expr) -> bool:

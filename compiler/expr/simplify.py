@@ -47,7 +47,7 @@ from .values import (
     variables,
 )
 
-PASSES = 20  # known expressions need a few passes; the bound stops rules that would alternate
+PASSES = 20  # known expressions need a few passes; the limit stops rules that undo each other
 
 
 def simplify(expr: Expr) -> Expr:
@@ -214,7 +214,7 @@ def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
     """Moves factors into the arms of a where, if the outcome of its condition simplifies them. Returns None if there
     are no such factors.
 
-    If an arm is 0, all factors are moved, so that no value is computed and then multiplied by 0.
+    If an arm is 0, all factors are moved, so that nothing is computed only to be multiplied by 0.
     """
     for base, exponent in factors:
         match base:
@@ -239,7 +239,7 @@ def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
 
 
 def call(name: str, args: tuple[Expr, ...]) -> Expr:
-    """Builds a call of any function but where, with simplified arguments."""
+    """Builds a call of any function except `where`, with simplified arguments."""
     if all(map(is_number, args)):
         return _constant(name, *map(number, args))
     first = args[0]
@@ -285,7 +285,7 @@ def compare(op: str, a: Expr, b: Expr) -> Compare:
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
-    """Builds a where of simplified parts.
+    """Builds a `where` from simplified parts.
 
     Resolves constant conditions and equal arms, and recognizes relu and leaky_relu.
     """

@@ -61,10 +61,10 @@ def score_text(expr: Expr, names: Mapping[str, str]) -> str:
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None, whole: bool = False) -> str:
     """Returns Triton source over `tl`. Variables are fp32 tensors; i, j, h and start, in attention, are int32.
 
-    The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN stays
-    NaN, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`, parts of the
-    expression may be whole numbers. The values of these parts are correct for j <= i. Raises ExprError if the text is
-    too long, because a definition may repeat its argument.
+    The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN is
+    preserved, as in Torch. With `whole`, the expression is a condition or a whole number. Without `whole`, parts of it
+    may be whole numbers; these parts are correct for j <= i. Raises ExprError if the text is too long, because a
+    definition may repeat its argument.
     """
     return _Triton(names or {}, whole).text(decided(expr))
 
@@ -81,7 +81,7 @@ def cute_text(expr: Expr, whole: bool = False, floats: Mapping[str, str] | None 
     """Returns Python source of the CuTe DSL over `cute` and `cutlass`.
 
     Variables are fp32 vectors (`cute.TensorSSA`); i, j, h and start, in attention, are int32. The text calls `smaller`
-    and `larger` for min and max, which drop a NaN of their second argument.
+    and `larger` for min and max, which ignore a NaN in their second argument.
 
     Args:
         expr: the expression.
@@ -113,10 +113,9 @@ def is_primary(text: str) -> bool:
 
 
 class _Target(Printer):
-    """Common base of the printers of the three target languages. Floats print with a decimal point or exponent.
-
-    With `whole`, all numbers are whole and print without a decimal point. Otherwise, `inner` prints the subexpressions
-    that are whole numbers.
+    """Common base of the printers of the three target languages. Floats are printed with a decimal point or exponent.
+    With `whole`, all numbers are whole and are printed without a decimal point. Otherwise, `inner` prints the
+    whole-number subexpressions.
     """
 
     language: ClassVar[str]
@@ -166,7 +165,7 @@ class _Torch(_Target):
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         texts = [self.text(arg) for arg in args]
-        # torch.maximum does not accept a number (and torch.clamp has another gradient at ties). torch.where of two
+        # torch.maximum does not accept numbers, and torch.clamp has a different gradient at ties. torch.where of two
         # numbers returns a tensor of the default dtype.
         match function, args:
             case (("min" | "max"), (a, b)) if not variables(b):
@@ -179,7 +178,7 @@ class _Torch(_Target):
         return f"{PRIMITIVES[function].torch}({', '.join(texts)})", ATOM
 
     def full(self, like: Expr, value: Expr) -> str:
-        """Returns the text of a tensor that holds one number, in the dtype of the first variable of `like`."""
+        """Returns the text of a tensor that holds the number `value`, in the dtype of the first variable of `like`."""
         return f"torch.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)})"
 
 
@@ -252,7 +251,7 @@ class _Triton(_Kernel):
     def write(self, expr: Expr) -> tuple[str, int]:
         match expr:
             case Binary("//" | "%" as op, a, b) if self.whole and not self.nonnegative(a):
-                divisor = self.text(b)  # tl rounds towards 0
+                divisor = self.text(b)  # integer division in tl rounds towards 0
                 rest = f"{self.text(a, PRODUCT)} % {divisor}"
                 if op == "%":
                     return f"({rest} + {divisor}) % {divisor}", PRODUCT
@@ -309,7 +308,8 @@ class _Cute(_Triton):
         return super().call(function, args)
 
     def full(self, like: Expr, value: Expr) -> str:
-        """Returns a number as a vector as long as the first variable of `like`."""
+        """Returns the text of a vector that is filled with a number and has the length of the first variable of
+        `like`."""
         dtype = "cutlass.Int32" if self.whole else "cutlass.Float32"
         return f"cute.full_like({self.variable(variables(like)[0])[0]}, {self.text(value)}, {dtype})"
 

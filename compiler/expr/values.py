@@ -3,8 +3,8 @@
 Expressions are frozen, hashable trees. Arithmetic on them (`Var("x") * 2 + 1`) builds trees and never simplifies; `==`
 compares structure. `str(e)` is canonical: `parse(str(e)) == e` for every expression that `parse` accepts.
 
-A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a subexpression, so nested applications grow
-exponentially. The limit bounds the work of every function in this package.
+A tree has at most LARGEST_TREE nodes. Rules such as derivatives may repeat a subexpression, so repeated application may
+grow a tree exponentially. The limit bounds the work of every function in this package.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ class ExprError(ValueError):
         self.message, self.column, self.hint = message, column, hint
 
 
-LARGEST_TREE = 8_000  # in nodes; the longest text that is printed has fewer
+LARGEST_TREE = 8_000  # in nodes; no text that is printed comes from a larger tree
 
 
 class Expr:
@@ -145,7 +145,7 @@ class Neg(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Compare(Expr):
-    """`a op b`, where op is one of < <= > >= == !=. Only valid as the condition of `where`, or in a `Logic`."""
+    """`a op b`, where op is one of < <= > >= == !=. It is valid only as the condition of `where`, or in a `Logic`."""
 
     __hash__ = Expr.__hash__
     op: str
@@ -234,7 +234,8 @@ def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
 
 # Binding strengths of text. A part that binds less strongly than its context requires is parenthesized.
 CHOICE, OR, AND, NOT, COMPARE, SUM, PRODUCT, UNARY, POWER, ATOM = range(10)
-LONGEST = 20_000  # in characters; targets without `silu` or `**` repeat arguments, which multiplies under nesting
+# In characters; languages without `silu` or `**` repeat arguments, so that nested calls grow exponentially
+LONGEST = 20_000
 
 
 class Printer:

@@ -10,9 +10,9 @@ from .index import names_in
 from .parse import column_of, parse
 from .values import Const, Expr, ExprError, Var, children, rebuild, variables
 
-OUTPUT, VALUE = "output", "value"  # output(k) is the stream after run k, value(k) the attention values of run k
+OUTPUT, VALUE = "output", "value"  # `output(k)` is the stream after run k; `value(k)` is the attention values of run k
 NUMBERS = ("layer", "layers")  # the names of numbers that every expression may read
-INDEX = ("layer", "layers", "run", "runs")  # the names that the k of a run may read
+INDEX = ("layer", "layers", "run", "runs")  # the names that the formula k may read
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class EarlierValue:
     Attributes:
         function: `output` or `value`.
         index: the formula k of the run.
-        layer: the title of the layer whose value it is; empty for the output of the run.
+        layer: the title of the layer that computes the value; empty for the output of the run.
     """
 
     function: str
@@ -30,8 +30,8 @@ class EarlierValue:
     layer: str = ""
 
     def read_by(self, layer: str) -> "EarlierValue":
-        """Returns the value as it is read in an expression of the layer `layer`. In such an expression, `value(k)` is
-        the value of the layer of the same title in run k."""
+        """Returns the value that an expression of the layer `layer` reads. In such an expression, `value(k)` means the
+        value of the layer with the same title in run k."""
         return self if self.function == OUTPUT else replace(self, layer=layer)
 
     def __str__(self) -> str:
@@ -45,8 +45,8 @@ class Wiring:
     Attributes:
         expr: the expression. Its variables are identifiers, which stand for dotted names and for values of earlier
             runs.
-        names: variable -> the name in the spec that it stands for.
-        earlier: variable -> the value of an earlier run that it stands for.
+        names: for each variable, the name in the spec that it stands for.
+        earlier: for each variable, the value of an earlier run that it stands for.
         text: the text of the spec with its names replaced by variables. Columns are those of the spec's text.
     """
 
@@ -65,7 +65,7 @@ def parse_wiring(text: str) -> Wiring:
     """Parses an expression over named values.
 
     The language is the pointwise language with dotted names, `output(k)` and `value(k)`: the residual stream after run
-    k, and the values of the heads of attention in run k. k is a formula of whole numbers.
+    k, and the attention values of run k. k is a formula of whole numbers.
 
     Raises:
         ExprError: if the text is not a valid expression.
@@ -117,7 +117,7 @@ def _is_dotted(node: ast.expr) -> bool:
 
 
 def wrapped(base: Expr, expr: Expr, name: str) -> Expr | None:
-    """Returns an expression E. If E replaces the variable `name` in `base`, the result equals `expr`. Returns None if
+    """Returns the expression that must replace the variable `name` in `base` for the result to equal `expr`. None if
     there is no such expression."""
     if base == Var(name):
         return expr

@@ -1,4 +1,4 @@
-"""Replaces attention by two ops: a forward that saves the log-sum-exp, and a gradient that reads the log-sum-exp. The
+"""Replaces attention with two ops: a forward that saves the log-sum-exp, and a gradient that reads the log-sum-exp. The
 plan chooses the kernel of each."""
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ class AttentionFusion(Fusion):
     """Accepts a single attention node over whole sequences.
 
     The node is `Sdpa`, causal attention with any score and mask, or `SdpaSeen`, attention to the keys that the mask
-    `seen` marks. The keys of `SdpaSeen` may be those of another sequence. Outside a group, Torch chooses the attention
-    kernel. In a group, the plan chooses the kernels of the forward and of the gradient independently.
+    `seen` marks. The keys of `SdpaSeen` may come from another sequence. Outside a group, Torch chooses the attention
+    kernel. In a group, the plan chooses a kernel for the forward and one for the gradient, independently.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:

@@ -1,5 +1,5 @@
-"""Splits linear layers of 8-bit floats into the rounding of their factors and their products, so that other nodes of a
-group can compute codes."""
+"""Splits a linear layer in 8-bit floats into the rounding of its factors and the matrix product, so that other nodes of
+a group can compute the codes."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from specc.compiler.ops.fp8_codes import Fp8Codes, Fp8Product
 
 
 class Fp8ProductsFusion(Fusion):
-    """Accepts linear layers of 8-bit floats with delayed scales, next to any other members."""
+    """Accepts linear layers in 8-bit floats with delayed scales. The group may have any other members."""
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
         for member in members:

@@ -37,9 +37,9 @@ class Fusion:
     field of a member has a value other than the default, the fusion refuses the member. A fusion therefore never drops
     a setting that it does not know, such as a field of a subclass or a field that was added later.
 
-    Members are in the order of `graph`. Only members read the members before the last one. A node that an earlier
-    fusion has created is in `members`, but not in `graph`. Every op of the result must be linear or pointwise, or have
-    a derivative rule.
+    Members are in the order of `graph`. Only members of the group read the output of a member other than the last one.
+    A node that an earlier fusion has created is in `members`, but not in `graph`. Every op of the result must be linear
+    or pointwise, or have a derivative rule.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Fusion:
     reads: Mapping[type[Op], frozenset[str]] = field(default_factory=dict)
 
     def refusal(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the reason why the fusion does not apply, or None if it applies. The reason is the rest of a sentence
-        that begins with the name of the fusion."""
+        """Returns the reason why the fusion does not apply, or None if it applies. The reason completes a sentence that
+        begins with the name of the fusion."""
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Returns the same as `refusal`. `refusal` calls this method only if `reads` covers the fields of all members.
+        """Returns the reason for `refusal`, which calls this method only if `reads` covers the fields of all members.
         Subclasses must override it."""
         raise TypeError(f"{type(self).__name__} must override `refuses`")
 

@@ -1,5 +1,5 @@
-"""Fuses three operations on attention heads, so that the heads are read once: an RMSNorm, the rotary embedding, and a
-gain after both."""
+"""Fuses three operations on attention heads: an RMSNorm, the rotary embedding, and a gain after both. The heads are
+then read once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Parts:
         norm: the norm before or after the rope.
         rope: the rope.
         gain: the product of the heads and their gain, after norm and rope.
-        scale: the ref of the value of the gain, or empty if there is no gain.
+        scale: the ref of the gain; empty if there is none.
         weight: the node that computes the weight of the norm from a parameter.
     """
 
@@ -117,8 +117,7 @@ def _of_parameter(weight: Node) -> bool:
 
 
 def _factor(value: Node, gain: Node) -> str:
-    """Returns the ref of the factor if a node multiplies a value by one factor, or "" if the node computes anything
-    else."""
+    """Returns the ref of the factor if the node multiplies `value` by a single factor, and "" otherwise."""
     if not isinstance(gain.op, Pointwise) or len(gain.op.outputs) > 1 or gain.types != value.types:
         return ""
     operands: dict[Expr, str] = {Var(name): ref for name, ref in zip(gain.op.variables, gain.inputs, strict=True)}

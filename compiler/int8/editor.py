@@ -1,4 +1,4 @@
-"""A graph whose products are being replaced by int8 products, and the products of a model."""
+"""A graph whose matrix products are being replaced with int8 products, and the products of a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,8 @@ STORAGE = "int8"
 class Unfit(Exception):
     """Raised if a product cannot be computed in int8.
 
-    `names` are the full names of its parameters. If `at_once` is true, all of them must have the same scheme.
+    `names` are the full names of its parameters. If `at_once` is true, the reason is that they do not all have the same
+    scheme.
     """
 
     def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
@@ -30,7 +31,8 @@ class Unfit(Exception):
         """Returns the problem to report, at the path in the spec that requests int8."""
         pattern = covering(self.names)
         if self.at_once:
-            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # prefers a rule to the default
+            # A rule takes precedence over the default
+            path = max((stated(quant, schemes[name]) for name in self.names), key=len)
             hint = f'give them the same scheme by a single rule {{match: "{pattern}", ...}} or by the default'
             return Problem(path, "S312", self.message, hint)
         scheme = next(schemes[name] for name in self.names if schemes[name].integer)
@@ -49,7 +51,7 @@ def covering(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One product of the model. Names are full names in the model.
+    """A matrix product of the model. Names are full names in the model.
 
     Attributes:
         node: The node that contains the product.
@@ -58,8 +60,8 @@ class Source:
         read: Indices of the node inputs that are multiplied with the weight.
         outputs: Indices of the node's outputs that are multiplied with the weight.
         maker: The node or input that produces the first of the inputs.
-        leader: The first weight, in table order, of all products that share this input scale.
-        part: Index of the slice of the features by which the weight is multiplied.
+        leader: The first weight, in table order, among all products that share the input scale.
+        part: Index of the slice of the features that is multiplied with the weight.
         parts: Number of such slices, which have equal sizes.
     """
 
@@ -76,10 +78,10 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A product inside a node.
+    """A matrix product inside a node.
 
-    The weight is multiplied with node inputs and, in a recurrence, with the node's own outputs. The features of each
-    such value are `parts` equal slices, and the weight is multiplied with slice `part`.
+    The weight is multiplied with node inputs and, in a recurrence, with the node's own outputs. Each such value is
+    divided into `parts` equal slices of features, and the weight is multiplied with slice `part`.
 
     Attributes:
         weight: Ref of the weight [N, K].
@@ -100,7 +102,7 @@ class Factor:
 
 @dataclass
 class Editor:
-    """A graph whose products are being replaced.
+    """A graph whose matrix products are being replaced with int8 products.
 
     Names and refs are those of the original graph, except where an attribute states that it holds new nodes.
 
@@ -115,7 +117,7 @@ class Editor:
         new: New nodes, by the name of the original node before which they are inserted.
         gone: Names of the removed nodes.
         names: Maps the ref of each removed value to the ref that replaces it.
-        shared: The refs of the codes of a value, by the ref of the value and the leader of its input scale.
+        shared: The refs of the codes of each value, by the ref of the value and the leader of its input scale.
     """
 
     graph: Graph
@@ -177,8 +179,8 @@ class Editor:
         return f"@{name}"
 
     def inverse(self, weight: str) -> str:
-        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. The input is multiplied by
-        this constant and then rounded to codes."""
+        """Returns the ref of the inverse input scale, f32 [K], of the product with `weight`. To compute codes, the
+        input is multiplied by this constant and rounded."""
         leader, width = self.leader(weight), self.types[weight].width
         for at in self.places:
             names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
@@ -255,7 +257,7 @@ class Editor:
         return graph.name
 
     def replace(self, old: Node, *refs: str) -> None:
-        """Removes an original node and redirects the readers of its outputs to `refs`. There are no `refs` if another
-        new node already computes what the removed node computed."""
+        """Removes an original node and redirects the readers of its outputs to `refs`. `refs` is empty if another new
+        node already computes the removed node's outputs."""
         self.gone.add(old.name)
         self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}

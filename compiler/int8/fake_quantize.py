@@ -24,9 +24,9 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
     """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests it.
 
     For each phase in which `train.qat` applies, the training program is copied. The copy rounds each input of an int8
-    product to values that int8 codes of the deployed model represent. Recurrent states are rounded at every step. If
-    the decoder is not always teacher-forced, the programs that compute the decoder inputs are copied too. The scales of
-    the inputs are `programs.buffers`. The caller rounds the weights.
+    product to a value that the deployed model's int8 codes can represent. Recurrent states are rounded at every step.
+    If the decoder is not always teacher-forced, the programs that compute its inputs are copied too. The scales of the
+    inputs are `programs.buffers`. The caller rounds the weights.
 
     Args:
         programs: The programs, before any pass that rewrites graphs.
@@ -38,7 +38,7 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
 
     Raises:
         LoweringError: If no scheme rounds, if a time loop other than an LSTM contains int8 products, if a product
-            cannot be computed in int8, or if the share of the run at which rounding begins is undefined.
+            cannot be computed in int8, or if the fraction of the run at which rounding begins is unknown.
     """
     if quant is None or train.qat is None:
         return programs
@@ -88,7 +88,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """Returns the share of the run at which the learning rate falls below the limit that `qat` states."""
+    """Returns the fraction of the run at which the learning rate falls below the limit in `qat`."""
     assert train.qat is not None
     schedule = train.schedule
     left = schedule.below(train.qat.below)
@@ -102,7 +102,7 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """Yields the phases of a run, with rounding after the share `begins` of the run."""
+    """Yields the phases of a run, in which rounding begins after the fraction `begins` of the run."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):

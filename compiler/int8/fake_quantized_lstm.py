@@ -23,18 +23,18 @@ SUM = Pointwise(("h + x",), ("h", "x"))
 def fake_quantized_gates(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds one product for the gates of all steps of one direction of an LSTM, with the biases.
+    """Adds one matrix product for the gates of all steps of one LSTM direction, and adds the biases.
 
     Args:
         edit: The graph.
         node: The original LSTM node, whose position new nodes take.
         name: Prefix of the names of new nodes.
         x: Ref of the input.
-        factors: The products of the direction, with x and with h.
+        factors: The matrix products of the direction, with x and with h.
         backward: Whether the direction runs backward in time.
 
     Returns:
-        The ref of the gates, in order of the steps, and the step, which rounds h.
+        The ref of the gates, in order of the steps, and the function of one step, which rounds h.
     """
     into, hidden = factors
     gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)

@@ -11,14 +11,14 @@ from specc.compiler.ops.shape import RowByRow
 
 
 def finished(graph: Graph) -> Graph:
-    """Returns the graph, in which no product reads a view, and in which an int8 product writes codes if its only reader
+    """Returns the graph with two changes: no product reads a view, and an int8 product writes codes if its only reader
     quantizes the result."""
     return _row_by_row(_requantized(graph))
 
 
 def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """Returns the graphs with different titles for different epilogues of int8 products. Without this pass, titles may
-    be equal, because a title contains neither scale factors nor operands."""
+    """Returns the graphs, in which different epilogues of int8 products have different titles. Without this pass,
+    titles could collide, because a title contains neither scale factors nor operands."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
     def titled(graph: Graph, node: Node) -> Node:
@@ -37,9 +37,9 @@ def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
 
 
 def _row_by_row(graph: Graph) -> Graph:
-    """Copies operands that have the shape of a product to contiguous rows, which the kernel requires. Such an operand
-    may be a view, e.g. of features that are repeated in time. Results of int8 products are contiguous already. Returns
-    the graph."""
+    """Returns the graph, in which operands with the shape of a product are copied to contiguous rows, which the kernel
+    requires. Such an operand may be a view, for example of features that are repeated over time. Results of int8
+    products are already contiguous."""
     nodes: list[Node] = []
     laid: dict[str, str] = {}
     for node in graph.nodes:
@@ -62,7 +62,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """Returns the graph in which an int8 product writes codes directly if a quantization is its only reader."""
+    """Returns the graph, in which an int8 product writes codes directly if its only reader is a quantization."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue

@@ -23,16 +23,16 @@ class Int8Form:
     takes: ClassVar[type[Op]]
 
     def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
-        """Returns the products of a node. Empty if the node cannot be computed in int8."""
+        """Returns the matrix products of a node. Empty if the node cannot be computed in int8."""
         raise TypeError(f"{type(self).__name__} must override `factors`")
 
     def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces a node whose weights are all int8."""
+        """Replaces a node whose weights are all int8 with nodes that compute it in int8."""
         raise TypeError(f"{type(self).__name__} must override `rewrite`")
 
     def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces a node of a training program by float ops that round at the same places as the result of `rewrite`.
-        In a training program, `edit.codes` returns a single value: the float value that the codes represent."""
+        """Replaces a node of a training program with float ops that round wherever the nodes of `rewrite` round. In a
+        training program, `edit.codes` returns a single value: the float value that the codes represent."""
         raise TypeError(f"{type(self).__name__} must override `fake_quantize`")
 
 
@@ -52,9 +52,10 @@ def sums_of(edit: Editor, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editor, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """Returns the first part of an epilogue: the expression of the sums `p` over all codes of an input.
+    """Returns the first part of an epilogue: an expression of `p`, the integer sums of the product.
 
-    If an input has second codes, a second product f32 [..., N] is added to the graph, and the epilogue adds it.
+    A 16-bit input has second codes. Their product, f32 [..., N], is then added to the graph as a node, and the
+    expression adds its result.
 
     Args:
         edit: The graph.
@@ -65,7 +66,7 @@ def weighed(
         at: The original node whose position new nodes take.
 
     Returns:
-        The expression, and a dict from the ref to the variable of each operand other than `p` and `scale`.
+        The expression, and a dict that maps the ref of each operand other than `p` and `scale` to its variable.
     """
     first, *second = codes
     if not second:
@@ -81,7 +82,7 @@ def weighed(
 
 
 def title_of(expr: Expr, type: TensorType) -> str:
-    """Returns the part of a kernel's name after `int8_linear`: `i16` if second codes are added, the functions applied
+    """Returns the part of a kernel's name after `int8_linear`: `i16` if the input has 16 bits, the functions applied
     after scaling, and the output dtype."""
     words = name_of(substitute(expr, {"scale": reread("1"), "second": reread("0")}))
     wide = "i16" if "second" in variables(expr) else ""

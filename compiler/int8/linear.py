@@ -100,7 +100,7 @@ def _tail(edit: Editor, last: Node, operands: Mapping[str, str]) -> Node | None:
     if graph.uses(last.name) != 1 or not readers or not isinstance(readers[0].op, Pointwise):
         return None
     (epilogue,) = readers
-    if epilogue.name in edit.gone:  # it reads two products, and has joined the other
+    if epilogue.name in edit.gone:  # the node reads two products, and has already joined the epilogue of the other
         return None
     if len(epilogue.types) != 1 or epilogue.type.shape != last.type.shape or epilogue.epilogue is not None:
         return None
@@ -116,8 +116,8 @@ def _operands(epilogue: Node, last: Node) -> list[str]:
 
 
 def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """Applies another epilogue to the expression. Returns the new expression, and a dict from the ref to the variable
-    of each operand. Returns None if no kernel can print the new expression."""
+    """Applies another epilogue to the expression. Returns the new expression, and a dict that maps the ref of each
+    operand to its variable. Returns None if no kernel can print the new expression."""
     assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}
@@ -125,7 +125,7 @@ def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str])
         if ref == last.name:
             swap[variable] = expr
             continue
-        name = variable  # named by role, so that nodes that differ only in which bias they read share a kernel
+        name = variable  # named by role, so that nodes that differ only in the bias that they read share a kernel
         while name in WORDS or any(name == taken and other != ref for other, taken in named.items()):
             name += "_"
         swap[variable] = Var(named.setdefault(ref, name))

@@ -1,5 +1,5 @@
-"""The int8 form of an LSTM: one product with x for the gates of all steps, and one op per step that multiplies h and
-computes the next state."""
+"""The int8 form of an LSTM. One matrix product with x computes its part of the gates of all steps. One op per step
+multiplies h and computes the next state."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -19,12 +19,14 @@ from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import Last, Part, TimeMajor
 
-# Adds the gates: (graph, original node, name, x, factors, whether it runs backward in time) -> (gates, step).
+# A function that adds the gates: (graph, original node, name, x, factors, whether the direction runs backward in time)
+# -> (gates, step).
 Direction = Callable[[Editor, Node, str, str, Sequence[Factor], bool], tuple[str, Step]]
 
 
 def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
-    """Returns the two products of each direction. A single bias is assigned to the product with h."""
+    """Returns the two matrix products of each direction. If there is a single bias, it belongs to the product with
+    h."""
     factors: list[Factor] = []
     for d in range(directions):
         into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
@@ -81,7 +83,7 @@ class Int8CellForm(Int8Form):
 
 
 class Int8LstmForm(Int8Form):
-    """The int8 form of an LSTM over a whole sequence: a loop over the steps of h."""
+    """The int8 form of an LSTM over a whole sequence: a loop over time steps."""
 
     takes: ClassVar[type[Op]] = Lstm
 
@@ -123,7 +125,7 @@ class Int8LstmForm(Int8Form):
 def _gates_of_steps(
     edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
 ) -> tuple[str, Step]:
-    """Adds the gates of one direction, laid out time-major, so that the gates of a step are contiguous."""
+    """Adds the gates of one direction. They are stored time-major, so that the gates of a step are contiguous."""
     into, hidden = factors
     codes = edit.codes(x, into.weight, node)
     major = [

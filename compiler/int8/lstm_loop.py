@@ -37,7 +37,8 @@ def add_loop(
         edit: The graph.
         node: The original LSTM node, whose position new nodes take.
         name: Prefix of the names of new nodes.
-        inputs: Refs of x, of the initial h and c, and of the gates that x contributes, in order of the steps.
+        inputs: Refs of x, of the initial h and c, and of the part of the gates that x contributes, in order of the
+            steps.
         step: The step.
         backward: Whether the direction runs backward in time.
 
@@ -58,7 +59,7 @@ def add_loop(
 
 
 def _function(edit: Editor, read: Sequence[str], step: Step) -> Graph:
-    """Returns the function of one step. It reads the values `read` of the loop, and one step of the gates."""
+    """Returns the function of one step. The function reads the values `read` of the loop, and the gates of one step."""
     b = Builder(f"lstm_{edit.types[read[0]].width}{step.suffix}.step")
     for name, ref in zip(("h", "c", "x", *step.constants), read, strict=True):
         type = edit.types[ref]

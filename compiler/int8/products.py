@@ -19,8 +19,8 @@ from specc.compiler.strict import Path, Problem
 
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
-    """Returns the products that the deployed model computes in int8, in order of the parameter table. Calibration must
-    measure the inputs of all of these. `programs` are the programs before any pass that rewrites graphs."""
+    """Returns the matrix products that the deployed model computes in int8, in order of the parameter table.
+    Calibration must measure the input of each. `programs` are the programs before any pass that rewrites graphs."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
@@ -37,7 +37,7 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
                     at + node.name, weight, bias, factor.read, factor.outputs, maker, weight, factor.part, factor.parts
                 )
                 by_weight.setdefault(weight, source)
-                # The output of a recurrence that is fed back into it is not shared with other products.
+                # An output that a recurrence reads again is not shared with other products.
                 leaders.join(weight if factor.outputs else by_value.setdefault(first, weight), weight)
     order = {param.name: i for i, param in enumerate(programs.params)}
     sources = sorted(by_weight.values(), key=lambda source: order[source.weight])
@@ -92,7 +92,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def _deployed(programs: Programs) -> Programs:
-    """Returns the programs other than those of training, with the functions that they call."""
+    """Returns the programs other than training programs, with the functions that they call."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
     remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}
@@ -103,7 +103,7 @@ def _deployed(programs: Programs) -> Programs:
 
 
 def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Yields each pair of a graph and a path prefix at which the graph runs."""
+    """Yields (graph, path prefix) for each place at which a graph runs."""
     seen: set[tuple[str, str]] = set()
 
     def visit(graph: Graph, at: str) -> Iterator[tuple[Graph, str]]:
@@ -173,8 +173,8 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Yields a problem for each spec path that states an integer scheme, if a node still reads one of its parameters as
-    floats."""
+    """Yields a problem for each spec path that requests an integer scheme, if a node still reads one of its parameters
+    as floats."""
     reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:

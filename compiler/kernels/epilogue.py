@@ -1,4 +1,4 @@
-"""The epilogue of a product in generated code: unique names of tensors, and expressions over these names."""
+"""The epilogue of a matrix product in generated code: unique names of tensors, and expressions over these names."""
 
 import keyword
 from collections.abc import Collection, Mapping
@@ -14,7 +14,7 @@ from specc.compiler.ops.fp8 import STORAGE as STATE
 from specc.compiler.ops.fp8_codes import FORMATS, CodesLinear
 from specc.compiler.ops.linear import Product
 
-VECTOR = 16  # bytes: row sizes must be multiples of it for vector loads, TMA and CUTLASS
+VECTOR = 16  # in bytes; row sizes must be multiples of this for vector loads, TMA and CUTLASS
 FLOATS = ("bf16", "f16", "f32")
 
 # Identifiers of the generated code, and C++ keywords. Python's keywords come from `keyword`.
@@ -68,7 +68,7 @@ class Value:
 class Rounding:
     """The rounding of an output to 8 bits.
 
-    `state` is the name of the state with the scale in column `factor`, and `dtype` that of the value before.
+    The scale is in column `factor` of the state called `state`. `dtype` is the dtype of the value before rounding.
     """
 
     state: str
@@ -83,8 +83,8 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An output and the expression that computes it, over the names of the generated code. `rounding` is that of an
-    output of 8 bits."""
+    """An output and the expression that computes it, over the names of the generated code. `rounding` is set for 8-bit
+    outputs."""
 
     value: Value
     expr: Expr
@@ -93,13 +93,14 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """All inputs and outputs of a product kernel: `x` [rows, K], one weight per accumulator, operands and results.
+    """All inputs and outputs of a matrix product kernel: `x` [rows, K], one weight per accumulator, operands and
+    results.
 
     `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N]. `results`
     are in the order of the node's outputs. `steps` are in the order of computation. The first result is computed last,
-    because its expression may read the other results. `draws` maps the name of a mask of dropout, whose operand is a
-    buffer, to its probability of 0. `scales` maps the name of a product of two scales, whose operand is a state, to
-    their columns.
+    because its expression may read the other results. `draws` maps the name of each dropout mask, whose operand is a
+    buffer, to the probability of 0. `scales` maps the name of each product of two scales, whose operand is a state, to
+    the columns of the scales.
     """
 
     x: Value
@@ -172,7 +173,7 @@ def epilogue_of(site: Site) -> Epilogue:
     labels = (*epilogue.labels, *[""] * len(epilogue.outputs))[: len(epilogue.outputs)]
     outputs = [pick(label or (f"{y}{i}" if i else y)) for i, label in enumerate(labels)]
 
-    # A variable shadows a label of the same name.
+    # If a variable and a label have the same name, the variable gets the name.
     renamed = {label: Var(name) for label, name in zip(labels, outputs, strict=True) if label}
     renamed |= {head: Var(name) for head, name in zip(heads, accumulators, strict=True)}
     renamed |= {variable: Var(name) for variable, name in named.items()}
@@ -195,7 +196,8 @@ def epilogue_of(site: Site) -> Epilogue:
 
 
 def refusal(site: Site) -> str | None:
-    """Returns the reason why no kernel of a product with an epilogue accepts this node; None if one may accept it."""
+    """Returns the reason why no kernel for a matrix product with an epilogue accepts this node; None if one may accept
+    it."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
         return f"computes products of rows and weights; {site.node.op.name} is not such a product"
@@ -208,7 +210,8 @@ def refusal(site: Site) -> str | None:
     if odd := next((weight for weight in weights if weight.dtype != x.dtype and not coded), None):
         return f"multiplies two operands of the same dtype; the input is {x.dtype} and the weight {odd.dtype}"
     n, k = op.extent(weights[0])
-    narrow = min((*site.node.types, x), key=lambda type: BYTES[type.dtype]).dtype  # an output may have 8 bits
+    # An output in 8-bit floats is also accepted
+    narrow = min((*site.node.types, x), key=lambda type: BYTES[type.dtype]).dtype
     for dim, extent, dtype in (("K", k, x.dtype), ("N", n, narrow)):
         size = extent * BYTES[dtype]
         if size % VECTOR:

@@ -9,7 +9,7 @@ from specc.compiler.kernels.lines import WIDTH, flowed, listed, unbroken
 
 TRITON_DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 TRITON_DTYPES |= {"e4m3": "tl.float8e4nv", "e5m2": "tl.float8e5"}
-Tensors = Mapping[str, TensorType]  # the inputs or outputs of a function, in order, by name
+Tensors = Mapping[str, TensorType]  # the types of a function's inputs or outputs, in order, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class GeneratedFunction:
         signature: The first line of the function.
         fake_signature: The first line of the fake implementation, which has the same parameters.
         launch_signature: The first line of the function that launches the kernel on inputs and outputs.
-        launch: The call of the launch function.
-        promise: The first sentence of the docstring of the function, with opening quotes.
+        launch: The call to the launch function.
+        promise: The first sentence of the function's docstring, with opening quotes.
     """
 
     header: str
@@ -92,7 +92,7 @@ def generated_function(
     for values in (inputs, outputs):
         types.append(", ".join(unbroken(f"{name} {type}") for name, type in values.items() if name not in omitted))
         shaped.append(", ".join(f"{name} {shapes[name]} {type.dtype}" for name, type in values.items()))
-    quotes = 3 if not site.target.arch else 0  # plain Torch closes the docstring on the same line
+    quotes = 3 if not site.target.arch else 0  # templates in plain Torch close the docstring on the same line
     return GeneratedFunction(
         header=flowed(f"{unbroken(f'{label or site.label}    ')}{' -> '.join(types)}", "# ", "    ", 88),
         summary=flowed(f'"""{summary}'),
@@ -122,7 +122,7 @@ def constants(values: Mapping[str, int]) -> str:
 
 
 def python_file(op: GeneratedFunction, template: str, context: object, tile: str = "") -> Rendered:
-    """Returns a kernel of one Python file.
+    """Returns a kernel that consists of one Python file.
 
     Args:
         op: The function that the file defines.
@@ -137,12 +137,12 @@ def python_file(op: GeneratedFunction, template: str, context: object, tile: str
 
 
 def cuda_files(op: GeneratedFunction, source: tuple[str, object], launcher: tuple[str, object], tile: str) -> Rendered:
-    """Returns a kernel of a CUDA C++ file and of the Python file that launches it.
+    """Returns a kernel that consists of a CUDA C++ file and the Python file that launches it.
 
     Args:
         op: The function that the Python file defines.
-        source: Template and context of the CUDA C++ file.
-        launcher: Template and context of the Python file.
+        source: The template and the context of the CUDA C++ file.
+        launcher: The template and the context of the Python file.
         tile: The tile, as text for the plan page.
 
     Returns:

@@ -41,7 +41,7 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The node as text, without its path in the model. The lock has measured times and tiles under this key.
+        """The node as text, without its path in the model. The lock stores measured times and tiles under this key.
 
         The key has the syntax of printed graphs, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d,
         slope) -> d * slope : bf16[B,T,1792]`. It contains no class names, so that renaming a class in the compiler does
@@ -53,8 +53,8 @@ class Site:
 
     @property
     def epilogue(self) -> Pointwise | None:
-        """The epilogue of the node, or None. The first variables of the epilogue are the accumulators, one per product.
-        The other inputs of the node follow."""
+        """The epilogue of the node, or None. Its first variables are the accumulators, one per matrix product. The
+        variables of the other inputs follow."""
         epilogue = self.node.epilogue
         return epilogue if isinstance(epilogue, Pointwise) else None
 
@@ -69,7 +69,8 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The files of one kernel before templates are rendered: file name -> (template, typed template context).
+    """The files of one kernel before templates are rendered. `files` maps a file name to (template, typed template
+    context).
 
     `module` is the name, without extension, of the Python file that defines `function`. `tile` describes the tile on
     the plan page.
@@ -107,7 +108,7 @@ class Kernel(ABC):
 
     def rank(self, site: Site) -> int:
         """Returns the rank of this kernel at the site; by default, `RANK`. The accepting kernel with the lowest rank is
-        chosen. By convention, 0 is for a kernel written for exactly this case."""
+        chosen. By convention, a kernel that is written for exactly this case has rank 0."""
         return self.RANK
 
     @property
@@ -126,8 +127,8 @@ class Kernel(ABC):
         return ()
 
     def padding(self, site: Site, rows: int) -> float:
-        """Returns the number of operations that the kernel computes on whole tiles, divided by the number of necessary
-        operations, for `rows` rows."""
+        """Returns the number of operations that the kernel performs for `rows` rows, divided by the number of necessary
+        operations. The kernel computes whole tiles, so the quotient is at least 1."""
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
@@ -150,7 +151,8 @@ def unless_cpu(site: Site, reason: str) -> str | None:
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
-    """Returns a reason that lists the features that the kernel needs and the target lacks; None if there are none."""
+    """Returns a reason that lists the features that the kernel needs and the target lacks; None if the target has them
+    all."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)

@@ -1,4 +1,4 @@
-"""The tile of a product that each program computes, and the rule for the default tile."""
+"""The tile of a matrix product that each program computes, and the rule for the default tile."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from specc.compiler.kernels.epilogue import Epilogue
 from specc.compiler.targets import Target
 
 ROWS = 128
-WIDTHS = (256, 128, 64, 32)  # columns summed over all accumulators
+WIDTHS = (256, 128, 64, 32)  # the widths to try, in columns summed over all accumulators
 WIDEST_IN_REGISTERS = 128  # without wgmma, which reads shared memory, x and the weights also occupy registers
 NARROWEST = 32
 DEPTHS = (64, 32)
 SHALLOWEST = 16
 FEWEST_STAGES, MOST_STAGES = 3, 4
-ACCUMULATORS = 2  # with more, each has too few columns to amortize reading x
+ACCUMULATORS = 2  # with more accumulators, each has too few columns to amortize the reads of x
 BARRIERS = 1024  # bytes
-LARGEST_SIDE = 256  # of a block that TMA loads
-MOST_WARPS = 32  # per program; also the limit of programs per multiprocessor
+LARGEST_SIDE = 256  # the most rows or columns of a block that TMA loads
+MOST_WARPS = 32  # the most warps per program, and the most programs per multiprocessor
 DEEPEST = 16  # stages
 
 
@@ -59,7 +59,7 @@ def power(name: str, value: int, least: int, most: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The tile of one program of a product.
+    """The tile of one program of a matrix product.
 
     Attributes:
         m: Rows of each accumulator.
@@ -111,7 +111,7 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
     size = BYTES[epilogue.x.type.dtype]
     tma = "tma" in target.features
     depths = [depth for depth in DEPTHS if depth <= epilogue.k] or [SHALLOWEST]
-    # Sums of 8-bit factors have partial sums in registers too.
+    # Sums of 8-bit products need registers for partial sums too.
     most = max(WIDTHS) if "wgmma" in target.features and size > 1 else WIDEST_IN_REGISTERS
     widths = [width // count for width in WIDTHS if NARROWEST * count <= width <= most]
     for wide in [width for width in widths if whole_tiles(epilogue.n, width) * 8 <= 9] or [NARROWEST]:
@@ -123,7 +123,8 @@ def tile_of(target: Target, epilogue: Epilogue) -> Tile:
     return Tile(ROWS, NARROWEST, depths[-1], _warps(NARROWEST * count), FEWEST_STAGES - 1)
 
 
-# Rows, columns summed over all accumulators, depth, warps, stages, programs per multiprocessor; most promising first.
+# Rows, columns summed over all accumulators, depth, warps, stages, programs per multiprocessor; the most promising
+# first.
 WITH_TMA = (
     (128, 256, 64, 8, 4, 1), (128, 128, 64, 4, 3, 2), (256, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1),
     (128, 128, 64, 4, 2, 2), (128, 128, 64, 8, 4, 1), (256, 128, 64, 8, 3, 1), (64, 256, 64, 4, 3, 2),
@@ -162,8 +163,8 @@ def _staged(epilogue: Epilogue, width: int) -> int:
     half = ROWS * width // 2
     written = max(BYTES[value.type.dtype] for value in epilogue.outputs)
     read = max((BYTES[value.type.dtype] for value in epilogue.operands if value.tile), default=0)
-    masks = BYTES["f32"] * len(epilogue.draws)  # Triton may pass a mask between threads
-    codes = sum(result.rounding is not None for result in epilogue.results)  # in buffers of their own
+    masks = BYTES["f32"] * len(epilogue.draws)  # Triton may exchange a mask between threads
+    codes = sum(result.rounding is not None for result in epilogue.results)  # in separate buffers
     return half * (written + read + masks + codes)
 
 

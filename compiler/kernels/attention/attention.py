@@ -47,7 +47,8 @@ CUDNN = Library("cuDNN", "cudnn", 128, home=DATA_CENTRE, unequal=True)
 FLASH = Library("Torch's flash attention", "flash", 256)
 # Torch's dispatch rejects these for training on sm86, sm89 and sm120, which have less shared memory per block.
 REFUSED, ROOM = range(193, 225), 131_072
-# With 8 channels, its dq is wrong on an H200 (4.0.0b36), without an error. With 64 and 128 it was observed to be right.
+# With 8 channels, version 4.0.0b36 computes a wrong dq on an H200 and reports no error. With 64 and 128 channels, dq
+# was correct.
 FLASH_4_CALLS = {False: "_flash_attn_fwd", True: "_flash_attn_bwd"}
 FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, extra=True)
 
@@ -78,8 +79,8 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel(Kernel):
-    """The forward or the backward kernel of a library. It accepts heads of 16-bit values, if the library supports their
-    size."""
+    """The forward or the backward kernel of a library. It accepts heads of 16-bit values whose size the library
+    supports."""
 
     by: Library = CUDNN
 
@@ -96,7 +97,7 @@ class AttentionKernel(Kernel):
         return None
 
     def rank(self, site: Site) -> int:
-        if self.by.extra:  # an optional package is never the default, but may be measured to be fastest
+        if self.by.extra:  # a kernel of an optional package is never the default, but tuning may select it
             return 8 + self.deterministic
         return 1 if self.by.home & site.target.features else 2 + bool(self.by.home)
 
@@ -110,7 +111,8 @@ class AttentionKernel(Kernel):
 
     def workspace(self, site: Site) -> tuple[TensorType, ...]:
         q = inputs_of(site)["q"]
-        return (replace(q, dtype="f32"),) if is_gradient(site) else ()  # in which the gradient of q is summed
+        # The f32 buffer in which the gradient of q is summed
+        return (replace(q, dtype="f32"),) if is_gradient(site) else ()
 
     @property
     def package(self) -> str:
@@ -151,7 +153,7 @@ class OrderedFlashBackward(FlashBackward):
     """The gradient by Torch's flash attention with sums in a fixed order, which is slower."""
 
     def rank(self, site: Site) -> int:
-        return 4 + FlashBackward.rank(self, site)  # after the kernels whose order of sums may change
+        return 4 + FlashBackward.rank(self, site)  # after the kernels whose summation order may vary
 
     def call(self, direction: str) -> str:
         return f"{self.by.call}_ordered_{direction}"
@@ -179,7 +181,7 @@ FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HO
 
 
 def fake_outputs(site: Site) -> str:
-    """Returns the outputs of a kernel's fake implementation, which Torch calls for tracing, as Python text."""
+    """Returns, as Python text, the outputs of a kernel's fake implementation, which Torch calls for tracing."""
     if is_gradient(site):
         return "q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)"
     y = "q.shape" if unequal(site) is None else f"*q.shape[:3], {inputs_of(site)['v'].width}"
@@ -205,7 +207,7 @@ def table_name(name: str) -> str:
 
 
 def inputs_of(site: Site) -> dict[str, TensorType]:
-    """Returns the inputs of the site by their names in generated code."""
+    """Returns the types of the site's inputs, by their names in generated code."""
     op = site.node.op
     further = map(table_name, op.further) if isinstance(op, ScoreFields) else ("seen",)
     names = (*(BACKWARD if is_gradient(site) else FORWARD), *further)

@@ -1,4 +1,5 @@
-"""Lists of blocks of scores, for libraries: blocks with some masked pairs of query and key, and blocks without any."""
+"""Lists of blocks of scores, which libraries read: blocks in which some query-key pairs are masked, and blocks in which
+none are."""
 
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class BlockLists:
         keys: The number of keys of a block.
         kernel: The signature of the kernel.
         starts: Lines of the kernel that load the document starts of blocks.
-        some: The line that computes whether a block has a pair that is not masked.
+        some: The line that computes whether a block has at least one pair that is not masked.
         every: The line that computes whether a block has no masked pair.
         function: The signature of the function that launches the kernel.
         launch: The statement that launches the kernel.
@@ -36,7 +37,7 @@ class BlockLists:
 
     @staticmethod
     def of(mask: Mask, queries: int, keys: int) -> "BlockLists":
-        """Returns the lists of a mask in blocks of `queries` by `keys`."""
+        """Returns the lists for a mask, in blocks of `queries` by `keys`."""
         start = ["start"] if mask.documents else []
         pointers = [*(f"{name}_ptr" for name in start), "counts_ptr", "order_ptr", "T", "N"]
         pointers += ["START_STRIDE"] if start else []

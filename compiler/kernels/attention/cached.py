@@ -1,8 +1,8 @@
-"""Attention of a few queries over a cache, split over ranges of keys, in Triton.
+"""Attention of a few queries over a cache, in Triton. The keys are divided into ranges that are read in parallel.
 
-A step of decoding reads the cache once and computes little, so its least time is that of reading. A program reads a
-range of the visible keys of one text and one key head, for all query heads that share it, and writes sums. A second
-kernel adds the sums of the ranges (Dao et al., 2023, "Flash-Decoding for long-context inference").
+A decoding step reads the cache once and computes little, so reading bounds its time from below. A program reads a range
+of the visible keys of one text and one key head, for all query heads that share the key head, and writes partial sums.
+A second kernel adds the partial sums of the ranges (Dao et al., 2023, "Flash-Decoding for long-context inference").
 """
 
 from dataclasses import dataclass, replace
@@ -16,18 +16,20 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.targets import Target
 
-WIDEST = 512  # channels of keys or of values
-SHORTEST = 128  # positions: a shorter cache is one or two tiles, and Torch reads it as fast
-IN_FLIGHT = 65_536  # bytes that a multiprocessor must have requested: about 8 TB/s x 1 us / 132, to be at memory speed
-RESIDENT = 4  # programs of a multiprocessor
-WIDE_ROW = 512  # bytes of a position from which a tile has half as many keys
-TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2))  # keys, warps; to measure
+WIDEST = 512  # largest number of channels of keys or of values
+SHORTEST = 128  # in positions; a shorter cache has one or two tiles, which Torch reads as fast
+# Bytes that each multiprocessor must have in flight to reach the memory bandwidth: about 8 TB/s x 1 us / 132
+IN_FLIGHT = 65_536
+RESIDENT = 4  # programs per multiprocessor
+WIDE_ROW = 512  # if a position has at least this many bytes, a tile has half as many keys
+# (keys, warps) of the tiles to measure
+TILES = ((64, 4), (32, 4), (128, 4), (64, 8), (128, 8), (32, 2), (64, 2), (16, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class CachedAttention(Kernel):
-    """Accepts 16-bit queries and contiguous caches, rings and pages, also of e4m3 codes. `tile` is a measured tile; if
-    it is None, the rule of `cached_tile` applies."""
+    """Accepts 16-bit queries over contiguous caches, rings and pages, which may hold e4m3 codes. `tile` is a measured
+    tile; if it is None, the rule of `cached_tile` applies."""
 
     TILE: ClassVar[type | None] = CachedTile
     tile: CachedTile | None = None
@@ -65,18 +67,18 @@ class CachedAttention(Kernel):
 
 
 def cached_tile(site: Site) -> CachedTile:
-    """Returns the tile by rule: 64 keys, or 32 of wide rows, with the fewest stages that keep IN_FLIGHT bytes in
+    """Returns the default tile: 64 keys, or 32 if rows are wide, with the fewest stages that keep IN_FLIGHT bytes in
     flight.
 
     A tile of 64 keys and values of 64 channels in bf16 has 64 * 2 * 64 * 2 = 16 KiB. With two stages, one tile is in
-    flight while another is multiplied; four programs of a multiprocessor then have 64 KiB in flight, and occupy 128 KiB
-    of shared memory. Latents of 512 + 64 channels are keys and values in one: 32 of them have 36 KiB. With pages, one
-    more stage loads the number of the page ahead of its keys.
+    flight while another is multiplied; four programs on a multiprocessor then have 64 KiB in flight, and occupy 128 KiB
+    of shared memory. Latents of 512 + 64 channels serve as keys and values: 32 of them occupy 36 KiB. In a paged cache,
+    one more stage loads the page number before the keys of the page.
     """
     row, page = row_bytes(site), page_of(site)
     keys = 64 if row <= WIDE_ROW else 32
     if page and page >= 16 and keys % page == 0:
-        keys = page  # a tile reads one page
+        keys = page  # each tile lies within one page
     stages, room = 2, site.target.shared_memory
     programs = max(resident(site.target, stages * keys * row), 1)
     while stages < 4 and (stages - 1) * keys * row * programs < IN_FLIGHT and (stages + 1) * keys * row <= room:
@@ -99,7 +101,7 @@ def row_bytes(site: Site) -> int:
 
 
 def resident(target: Target, room: int) -> int:
-    """Returns the number of programs with `room` bytes of shared memory that a multiprocessor has at once."""
+    """Returns how many programs with `room` bytes of shared memory fit on a multiprocessor at once."""
     return min(RESIDENT, target.shared_memory // room)
 
 

@@ -25,9 +25,10 @@ from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.kernels.tile import between, counted, power
 from specc.compiler.ops.caches.cached_attention import CachedBase
 
-MOST_ROWS = 64  # rows of a program
-SUMS = 128  # f32 sums of a thread, which has 255 registers
-UNIT = 256.0  # scales of values times this are near 1 for 16-bit products; a power of two keeps them exact
+MOST_ROWS = 64  # rows per program
+SUMS = 128  # f32 sums per thread; a thread has 255 registers
+# Scales of values are multiplied by this, which brings them near 1 for 16-bit products; a power of two is exact
+UNIT = 256.0
 LONGEST = 1 << 20  # positions, if the model states no context
 DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 
@@ -36,7 +37,7 @@ DECODE = ".to(tl.float8e4nv, bitcast=True).to({element})"
 class CachedTile:
     """The number of keys that a program reads at a time, with `warps` warps and `stages` reads in flight.
 
-    The keys of a text are split into as many parts as give a multiprocessor up to `programs` programs.
+    The keys of a text are split into parts, so that each multiprocessor has up to `programs` programs.
 
     Raises ValueError if a field is out of its bounds.
     """
@@ -57,7 +58,8 @@ class CachedTile:
         return f"{counted(self.keys, 'key')}, {counted(self.warps, 'warp')}, {counted(self.stages, 'stage')}, {each}"
 
     def loaded_bytes(self, row: int) -> int:
-        """Returns the shared memory, in bytes, of the loads in flight of one program. A position has `row` bytes."""
+        """Returns the bytes of shared memory that the loads in flight of one program occupy. A position has `row`
+        bytes."""
         return self.stages * self.keys * row
 
 
@@ -69,7 +71,7 @@ class Loop:
         span: The bounds of the loop.
         keys: Lines that locate a tile of keys: the positions `j`, the rows `at`, and whether a row is `inside`.
         scores: Lines that compute the scores x.
-        new: The prefix of the names of the tensors: "new_" for the rows of the queries that are not yet in a ring.
+        new: The prefix of the tensor names: "new_" for the rows of the input tokens, which are not yet in the ring.
     """
 
     span: str
@@ -88,7 +90,7 @@ class CachedContext:
         helpers: Templates of functions that the kernels call.
         kernel, join: The signatures of the kernels.
         begin: The position of the first query of a text.
-        bounds: Lines that define the first and last token of a block of queries, if other lines read them.
+        bounds: Lines that define the first and last token of a block of queries; none if no other line reads them.
         queries: The mask of the valid elements of a block of queries.
         shared: Whether the values are the first channels of the keys.
         reused: Whether the loaded keys are also the values. Codes are loaded twice, the second time from the L2 cache,
@@ -102,10 +104,10 @@ class CachedContext:
         decode: The conversion of loaded keys and values.
         weights: The weights of values.
         unit: The value of one unit of the sums of values.
-        inside: The condition on channels of values, after another.
-        finish_whole, finish_parts: Lines that complete the denominator, for all keys, and for parts of them.
-        element, stored: The dtypes of the operands of products, and of y.
-        sizes, launched_sizes: Lines that define the sizes that the function and the launch read.
+        inside: The condition on channels of values, as text to append to another condition. finish_whole, finish_parts:
+        Lines that complete the denominator, for all keys, and for parts of them. element, stored: The dtypes of the
+        operands of products, and of y. sizes, launched_sizes: Lines that define the sizes that the function and the
+        launch read.
         prepared: Lines before the launch.
         most_parts: The largest useful number of parts.
         arguments, join_arguments: The arguments of the launches.
@@ -164,7 +166,7 @@ def inputs_of(site: Site) -> dict[str, TensorType]:
 
 
 def sizes_of(site: Site) -> tuple[int, int]:
-    """Returns the channels of keys and of values."""
+    """Returns the numbers of channels of keys and of values."""
     return number_of(site.inputs[0].width), number_of(site.node.type.width)
 
 
@@ -324,8 +326,8 @@ class Writer:
         return window_of(self.op.mask, self.heads, self.site.context or LONGEST)
 
     def _tiles(self) -> tuple[str, ...]:
-        """A ring is read up to its last written row, then the new rows. Otherwise, the tiles are those of `first` keys,
-        and those from `low` on."""
+        """Returns the loops over tiles. In a ring, they cover the rows up to the last one written, then the new rows.
+        Otherwise, they cover the tiles of the first `first` keys, and those from `low` on."""
         if self.ring is not None:
             return (
                 f"held = tl.minimum(begin, {sum(self.ring)})",
@@ -379,7 +381,7 @@ class Writer:
         row = "b.to(tl.int64) * APART + slot"
         if self.page:
             row = "page * APART + slot % PAGE"
-            whole = self.page % self.tile.keys == 0  # a tile is in one page
+            whole = self.page % self.tile.keys == 0  # each tile lies within one page
             at = f"{place} // PAGE)" if whole else "slot // PAGE, mask=inside, other=0)"
             lines.append(f"page = tl.load(table_ptr + b.to(tl.int64) * N + {at}")
         return (self._loop(f"{start}, {stop}", (*lines, f"at = ({row}) * G + g")),)

@@ -1,4 +1,5 @@
-"""Attention over a cache by Torch, on any target: all scores at once, from keys and values that are gathered first."""
+"""Attention over a cache in plain Torch, for any target. Keys and values are gathered first, and all scores are
+computed at once."""
 
 from typing import ClassVar
 
@@ -7,7 +8,7 @@ from specc.compiler.ops.caches.cached_attention import CachedBase
 
 
 class TorchCalls(Kernel):
-    """Accepts every node. The function is that of the op, in a file of its own or in model.py."""
+    """Accepts every node. The op's own Torch function is written to a separate file or to model.py."""
 
     RANK: ClassVar[int] = 9
 

@@ -31,8 +31,9 @@ from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.kernels.lines import flowed
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
-KEYS = 128  # of a block; a program of flash-attn-4 computes as many keys at a time for heads of up to 128 channels
-HOOK_END = "q_idx, kv_idx, seqlen_info, aux_tensors"  # the parameters of hooks, which flash-attn-4 passes by name
+# Keys per block; for heads of up to 128 channels, a program of flash-attn-4 computes this many keys at a time
+KEYS = 128
+HOOK_END = "q_idx, kv_idx, seqlen_info, aux_tensors"  # the parameters of hooks; flash-attn-4 passes them by name
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
 HELPERS = {"smaller": "cute.where(x > y, y, x)", "larger": "cute.where(x < y, y, x)"}
 _NAMES = re.compile(r"[A-Za-z_]\w*")
@@ -64,12 +65,12 @@ class FlashScoredContext:
         how: A description of the algorithm. It states whether repeated calls return the same bits.
         modules: The statements that import modules other than Torch.
         imports: The statements that import the compiler of hooks and flash-attn-4.
-        helpers: Name and value of the functions that hooks call.
+        helpers: The functions that hooks call, each with its name and its value.
         hooks: The score, its gradient, and the mask.
-        blocks: The lists of blocks of scores; None if the mask needs none.
+        blocks: The lists of blocks of scores; None if the mask does not need them.
         wanted: Rows of the table of input checks.
         call: The lines that call flash-attn-4 and return its results.
-        fake: The statement of the fake implementation, which returns outputs without values.
+        fake: The return statement of the fake implementation; the outputs that it returns have no values.
     """
 
     op: GeneratedFunction
@@ -88,8 +89,9 @@ class FlashScoredContext:
 
 
 class FlashScored(AttentionKernel):
-    """The forward, or the gradient of q, k, v and sinks. flash-attn-4 returns no gradients of tensors that hooks read,
-    so other kernels compute the gradient of a score with learned tables."""
+    """The forward kernel, or the kernel that computes the gradients of q, k, v and sinks. flash-attn-4 returns no
+    gradients for tensors that hooks read, so other kernels compute the gradient of a score that reads learned
+    tables."""
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:

@@ -15,7 +15,7 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
-BLOCK = 128  # queries and keys of a block, as FlexAttention's own masks have
+BLOCK = 128  # queries and keys per block, as in FlexAttention's own masks
 NARROWEST = 16  # channels of a head
 RECOMPUTES = "The forward is computed again, because FlexAttention differentiates only its own calls."
 
@@ -25,7 +25,7 @@ class FlexContext:
     """The context of templates/torch/flex_attention.py.jinja.
 
     Attributes:
-        how: A sentence on whether repeated calls return the same bits.
+        how: A sentence that states whether repeated calls return the same bits.
         visible: The first line of the function of the mask.
         mask: The body of that function.
         scored: The first line of the function of the score; "" if the score is s.
@@ -131,7 +131,8 @@ def _attend(op: ScoredAttention | ScoredAttentionGrad, plain: bool) -> Iterator[
     settings = ["block_mask=mask", "enable_gqa=True", "return_lse=True"]
     settings += [f"scale={op.scale!r}"] if op.scale is not None else []
     settings += [] if plain else ["score_mod=score"]
-    settings.append('kernel_options={"FORCE_USE_FLEX_ATTENTION": True}')  # the kernel for decoding does not end
+    # FlexAttention's decoding kernel does not terminate
+    settings.append('kernel_options={"FORCE_USE_FLEX_ATTENTION": True}')
     yield f"y, lse = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {', '.join(settings)})"
     if op.sinks:
         yield "y = (y * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)).to(q.dtype)"

@@ -2,8 +2,8 @@
 
 Names in the kernels: i and j are the int32 positions of the queries and keys of a tile, h is its head, and i0 and j0
 are its first positions. s is the scaled product, and seen is the condition that a pair is not masked. fi, fj and fh
-are i, j and h in fp32. They are converted once per position, because a conversion per score would take as long as
-the exponential.
+are i, j and h in fp32. They are converted once per position: a conversion for each score would take as long as its
+exponential.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from specc.compiler.kernels.lines import nested
 
 FLOATS = {"i": "fi", "j": "fj", "h": "fh"}
 CORNER = {"i": "i0", "j": "j0"}
-NEAREST = 256  # more than the most by which a key of a computed tile may be later than its query
+NEAREST = 256  # within a computed tile, a key is later than its query by fewer positions than this
 DIFFERENCE = {"i": Var("j") + Var("d")}
 
 
@@ -29,10 +29,10 @@ DIFFERENCE = {"i": Var("j") + Var("d")}
 class Reading:
     """A read of a learned table by a score. Each score reads one element.
 
-    There are three kinds of reads. If the index depends on the head alone, the element is loaded once. If it depends on
+    There are three kinds of reads. If the index depends only on the head, the element is loaded once. If it depends on
     the head and on i - j, the kernel loads elements from a strip: a copy of the table in the order in which a row of
-    tiles reads it. A tile needs no strip if all of its scores read the same element as the most distant pair. With any
-    other index, each score loads its own element.
+    tiles reads it. If all scores of a tile read the same element, the tile needs no strip. With any other index, each
+    score loads its own element.
 
     Attributes:
         name: The name of the element in the score.
@@ -52,14 +52,14 @@ class Reading:
 
     @property
     def per_head(self) -> bool:
-        """Whether the index depends on the head alone."""
+        """Whether the index depends only on the head."""
         return not {"i", "j"} & set(variables(self.index))
 
     @property
     def distance(self) -> Expr | None:
         """The flat index as an expression over the distance d = i - j and the head h.
 
-        None if the index does not depend on i and j, or does not depend on them through d alone.
+        None if the index does not depend on i and j, or depends on them in any other way than through d.
         """
         return None if self.per_head else by_distance(self.index)
 
@@ -182,7 +182,7 @@ class Reading:
         return "ds" if self.slope == "1.0" else f"ds * ({self.slope})"
 
     def add_sums(self, masked: bool, exact: bool) -> list[str]:
-        """Returns the lines that add a tile to the sums. With `exact`, they also sum the correction of rounding
+        """Returns the lines that add a tile to the sums. With `exact`, they also sum a correction for rounding
         errors."""
         sums, entries = f"{self.name}_sums", f"{self.name}_entries"
         if self.general and masked:
@@ -285,7 +285,7 @@ class ScoreLines:
         return tuple(reading for reading in self.readings if reading.distance is not None)
 
     def convert(self, *names: str) -> tuple[str, ...]:
-        """Returns the lines that compute those of `names` that occur in the code."""
+        """Returns the lines that compute the fp32 positions in `names`, as far as the code reads them."""
         return tuple(f"{name} = {self.floats[name]}.to(tl.float32)" for name in names if name in self.floats)
 
     def scores(self, masked: bool, by_keys: bool = False) -> tuple[str, ...]:
@@ -296,7 +296,8 @@ class ScoreLines:
 
 
 def by_distance(expr: Expr) -> Expr | None:
-    """Returns the expression as a function of d = i - j; None if it does not depend on i and j through d alone."""
+    """Returns the expression as a function of d = i - j; None if it depends on i and j in any other way than through
+    d."""
     moved = simplify(substitute(expr, DIFFERENCE))
     return None if "j" in variables(moved) else moved
 
@@ -311,8 +312,8 @@ def _reading(read: TableRead, slope: Expr, shape: tuple[int, ...]) -> Reading:
 
 
 def _floating(expr: Expr) -> Expr:
-    """Replaces positions outside of integer subexpressions by their names in FLOATS, and replaces division by a number
-    with multiplication.
+    """Replaces positions outside of integer subexpressions with their names in FLOATS, and replaces division by a
+    number with multiplication.
 
     A per-head factor times (i - j) becomes two products: one per query of a tile, and one per key.
     """
@@ -336,7 +337,7 @@ def _floating(expr: Expr) -> Expr:
 
 
 def _named(expr: Expr, calls: dict[Expr, str]) -> Expr:
-    """Replaces calls of tanh by variables, and adds the arguments of these calls to `calls`."""
+    """Replaces calls of tanh with variables, and adds the arguments of these calls to `calls`."""
     expr = rebuild(expr, lambda part: _named(part, calls))
     match expr:
         case Call("tanh", (argument,)):

@@ -7,7 +7,7 @@ from specc.compiler.kernels.generated import constants
 from specc.compiler.kernels.tile import between, counted, power
 from specc.compiler.targets import Target
 
-NARROWEST = 16  # rows and columns of a product on tensor cores
+NARROWEST = 16  # the fewest rows and columns of a product on tensor cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class ScoreGradTile:
         return f"dq {self.queries}; dk, dv {self.keys}"
 
 
-# Queries, keys, warps, stages; most promising first.
+# Queries, keys, warps, stages; the most promising tile first.
 FORWARD_TILES = ((64, 64, 4, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 2))
 QUERIES_TILES = ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2))
 KEYS_TILES = ((32, 64, 4, 2), (64, 64, 4, 2), (128, 64, 4, 2), (64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 4, 2))
-MOST_SUMS = 128  # f32 sums of products per thread, which has 255 registers
+MOST_SUMS = 128  # f32 sums of products per thread; a thread has 255 registers
 
 
 def fitting(

@@ -19,7 +19,7 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
 WIDEST = 256  # channels of a head
-RANK = 3  # after the libraries' kernels for plain causal attention
+RANK = 3  # ranks after the libraries' kernels for plain causal attention
 
 
 class ScoredKernel(Kernel):
@@ -42,7 +42,7 @@ class ScoredKernel(Kernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredForward(ScoredKernel):
-    """The forward. `tile` is a measured tile; if it is None, the first of `tiles` applies."""
+    """The forward kernel. `tile` is a measured tile; if it is None, the first of `tiles` applies."""
 
     TILE: ClassVar[type | None] = ScoreTile
     tile: ScoreTile | None = None
@@ -61,7 +61,7 @@ class ScoredForward(ScoredKernel):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBackward(ScoredKernel):
-    """The gradient. `tile` is a measured tile; if it is None, the first ones of `tiles` apply."""
+    """The gradient kernels. `tile` is a measured tile; if it is None, the first tile of each kernel applies."""
 
     TILE: ClassVar[type | None] = ScoreGradTile
     tile: ScoreGradTile | None = None
@@ -88,7 +88,8 @@ class ScoredBackward(ScoredKernel):
         """Returns the candidate tiles of each kernel. Sums along i - j need square tiles."""
         lines = lines_of(site)
         queries = [tile for tile in QUERIES_TILES if not lines.by_distance or tile[0] == tile[1]]
-        # The fastest for dk and dv on an H100: 32 queries for a plain score, 64 for others, 128 for a table at i - j.
+        # The fastest tiles for dk and dv on an H100 have 32 queries for a plain score, 128 for a score that reads a
+        # table at i - j, and 64 for other scores.
         first = KEYS_TILES[0 if lines.plain else 2 if lines.by_distance else 1]
         keys_tiles = sorted(KEYS_TILES, key=first.__ne__)
         target, channels = site.target, number_of(inputs_of(site)["q"].width)

@@ -12,8 +12,9 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.ops.saved_attention import ScoredAttention, ScoredAttentionGrad
 
-MOST_ENTRIES = 2048  # of a table that is not read at i - j: a program holds one sum per element
-SPLITS = 16  # programs that share the tiles of one offset, in the kernel that sums along i - j
+# The most elements of a table whose index is not a function of i - j: a program holds one sum per element
+MOST_ENTRIES = 2048
+SPLITS = 16  # number of programs that share the tiles of one offset, in the kernel that sums over pairs of equal i - j
 LISTS = ("counts", "order")
 LOG2E = 1.4426950408889634
 CONSTANTS = ("H", "G", "C", "SCALE", "QUERIES", "KEYS", "WIDTH")
@@ -35,7 +36,7 @@ SINK = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A loop over some tiles of a row: those that have masked pairs, or those that have none.
+    """A loop over the tiles of a row that have masked pairs, or over those that have none.
 
     Attributes:
         comment: A comment on the loop.
@@ -45,7 +46,7 @@ class Part:
             the row.
         keys: Additional arguments of the loads of keys and values.
         scores: Lines that compute the scores x and, if some are masked, the mask `seen`.
-        base: The value that is subtracted from scores before the exponential.
+        base: The value that is subtracted from scores before the exponential is taken.
         weights: The weights of the softmax.
         sums: Lines that add to the gradients of tables.
     """
@@ -189,7 +190,7 @@ class Writer:
         self.further = [name for name in self.inputs if name not in (*BACKWARD, "v")]
         self.strips = self.lines.by_distance
         self.general = [reading for reading in self.lines.readings if reading.general]
-        # Sums along i - j are of few pairs each, and their kernel is faster without what corrects them.
+        # Sums along i - j have few terms each, and their kernel is faster without the correction.
         self.exact = any(reading.distance is None for reading in self.lines.readings)
         self.by_queries = [reading for reading in self.lines.readings if not reading.general]
         self.inside = "" if self.width == self.channels else " & (c < C)"
@@ -275,8 +276,8 @@ class Writer:
         )
 
     def _error(self) -> list[str]:
-        """Returns the lines that initialize and compute the error of delta, the sum of dy y. The rounding of y causes
-        this error.
+        """Returns the lines that initialize and compute the error of delta, the sum of dy y. This error comes from the
+        rounding of y.
 
         Without rounding, the sum of p dy v^T over the keys equals delta. The sum of p (dy v^T - delta) is therefore the
         error. Gradients of tables are sums over many pairs, so they need a correction for this error.
@@ -298,7 +299,7 @@ class Writer:
         return tuple(f"triton/scored_attention_{name}.jinja" for name, used in names if used)
 
     def function(self, by: str) -> GeneratedFunction:
-        """Returns the description of the generated function. `by` is the end of the summary."""
+        """Returns the description of the generated function. `by` ends the summary and names the kernel's language."""
         values = self.inputs | self.outputs
         shapes = {
             name: f"[{', '.join(self._shape(name, type, *'BT', self.heads, self.kv_heads, self.channels))}]"

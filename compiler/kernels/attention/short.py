@@ -23,11 +23,13 @@ from specc.compiler.ops.saved_attention import (
     SeenOp,
 )
 
-LONGEST = 128  # tokens; registers must hold the scores at least twice
+LONGEST = 128  # tokens; registers must hold two copies of the scores
 WIDEST = 128  # channels of a head
-SHORT = 64  # tokens; up to this length it ranks first, since tiles of the libraries would be half empty
+# Tokens; up to this length, these kernels rank first, because the tiles of libraries would be at most half full
+SHORT = 64
 NARROWEST = 16  # rows and columns of a product on tensor cores
-FIRST, LAST = 0, 7  # ranks: before all libraries, and after all kernels that need no optional package
+# Ranks: the first precedes all libraries, the second follows all kernels that need no optional package
+FIRST, LAST = 0, 7
 MOST_PAIRS = 1024
 
 
@@ -53,7 +55,7 @@ class PairTile:
         return ", ".join(counted(count, word) for count, word in numbers)
 
 
-# Tiles worth measuring in addition to that of the rule: pairs, multiple of the rule's warps, stages.
+# Tiles worth measuring in addition to the default tile: pairs, multiple of the default number of warps, stages.
 TILES = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2), (2, 2, 1), (1, 4, 1), (8, 1, 2))
 
 
@@ -113,8 +115,9 @@ class ShortAttention(Kernel):
         if site.context > LONGEST:
             return f"accepts at most {LONGEST} tokens; there may be {site.context:,}"
         rows, width = _rows(site), _block(number_of(q.width))
-        grouped = q.shape[-2] != inputs["k"].shape[-2]  # keys are then retained for the next query head
-        held = 2 * ((4 + grouped) * rows * width + rows * rows)  # bytes for the gradient, which needs more
+        grouped = q.shape[-2] != inputs["k"].shape[-2]  # keys then stay in shared memory for the next query head
+        # Bytes for the gradient, which needs more than the forward
+        held = 2 * ((4 + grouped) * rows * width + rows * rows)
         if is_gradient(site) and held > site.target.shared_memory:
             memory = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
             return f"needs for {rows} tokens of {width} channels {memory}"

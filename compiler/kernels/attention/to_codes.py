@@ -10,8 +10,8 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed
 from specc.compiler.ops.caches.key_value_cache import LARGEST, ToCodes
 
-WIDEST = 4096  # channels; a program holds whole rows in registers
-ELEMENTS = 1024  # of a program: a step rounds few rows, which many small programs finish soonest
+WIDEST = 4096  # largest number of channels; a program holds whole rows in registers
+ELEMENTS = 1024  # elements per program; a decoding step rounds few rows, and many small programs finish soonest
 WARPS = 4
 
 

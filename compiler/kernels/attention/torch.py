@@ -1,4 +1,4 @@
-"""Attention and its gradient on the CPU, by Torch's own attention kernel."""
+"""Attention and its gradient on the CPU, computed by Torch's own attention kernel."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class PlainContext:
 
 
 class CpuKernel(Kernel):
-    """Base of kernels for the CPU only."""
+    """The base class of kernels that run only on the CPU."""
 
     RANK: ClassVar[int] = 9
     portable: ClassVar[bool] = False

@@ -1,5 +1,5 @@
-"""A product and its pointwise epilogue as a CUTLASS 3.x GEMM: an epilogue visitor tree with one generated functor per
-output."""
+"""A matrix product and its pointwise epilogue as a CUTLASS 3.x GEMM. The epilogue is a visitor tree with one generated
+functor per output."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -16,10 +16,11 @@ from specc.compiler.kernels.tile import LARGEST_SIDE, between, power, whole_tile
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
 ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
-LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # of the weight as CUTLASS's operand B, [K, N]
+LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # the layout of the weight as CUTLASS's operand B, [K, N]
 WARPGROUP_ROWS, STEP = 64, 16  # rows that one warpgroup multiplies; n and k must be multiples of STEP
 LARGEST_CLUSTER = 8  # thread blocks; supported on any GPU that has clusters
-RASTERS = ("", "along M", "along N")  # CUTLASS's RasterOrderOptions; the first chooses by the problem's shape
+# CUTLASS's RasterOrderOptions; with the first, CUTLASS chooses by the problem's shape
+RASTERS = ("", "along M", "along N")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ class GemmTile:
 
     @property
     def epilogue_schedule(self) -> str:
-        """CUTLASS's name of the epilogue that matches the schedule."""
+        """CUTLASS's name for the epilogue schedule that matches `schedule`."""
         return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[self.schedule]
 
     @property
     def epilogue_tile(self) -> str:
-        """CUTLASS's type of `part`."""
+        """The CUTLASS type that states `part`."""
         if self.part is None:
             return "collective::EpilogueTileAuto"
         return f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>"
@@ -90,9 +91,10 @@ class GemmTile:
 SQUARE = (64, 64)
 PINGPONG = GemmTile(128, 128, 64, (2, 1), "Pingpong")
 COOPERATIVE = GemmTile(128, 256, 64, (2, 1), "Cooperative")
-WALKS = ((1, 0), (1, 2), (2, 2))  # swizzle and raster; changing them needs no compilation
+WALKS = ((1, 0), (1, 2), (2, 2))  # swizzle and raster, which are arguments of the compiled kernel
 # Tiles worth compiling, most promising first. A pingpong tile belongs to one consumer warpgroup: at most 192 f32
-# accumulators per thread fit next to the epilogue. Clusters of 1x2 and other cooperative tiles were never competitive.
+# accumulators per thread fit next to the epilogue. In measurements, clusters of 1x2 and other cooperative tiles were
+# never competitive.
 CANDIDATES = (
     PINGPONG,
     GemmTile(64, 256, 64, (2, 1), "Pingpong"),
@@ -131,7 +133,7 @@ class GemmContext:
         tree: The type of the epilogue tree. It states the operands and the output of each node.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The call that returns the workspace size.
+        nulls: The statement that returns the workspace size. It passes null pointers for all tensors.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes on.
         weight: The name of the weight.
@@ -162,9 +164,9 @@ class LauncherContext:
     """The context of templates/cutlass/gemm_evt.py.jinja.
 
     Attributes:
-        pointer_count: The number of pointers that the compiled function accepts, with workspace and stream.
+        pointer_count: The number of pointers that the compiled function accepts, including workspace and stream.
         pointers: The tensor pointers that are passed to the compiled function.
-        library: Lines that compute the other products before the call.
+        library: Lines that compute the products other than the kernel's, before the call.
     """
 
     op: GeneratedFunction
@@ -177,14 +179,15 @@ class LauncherContext:
 
 @dataclass(frozen=True, slots=True)
 class GemmEvt(Kernel):
-    """Accepts products of the same rows, any number of outputs, and any expressions over tiles and columns.
+    """Accepts one or more matrix products of the same rows, any number of outputs, and any expressions over tiles and
+    columns.
 
-    The kernel computes the last product. The library computes the other products. This is faster than two accumulators
-    in one kernel. For 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54 ms, and
-    Triton's single kernel takes 0.92 ms.
+    The kernel computes the last product, and a library call computes each of the others. This is faster than two
+    accumulators in one kernel. For 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54
+    ms, and Triton's single kernel takes 0.92 ms.
     """
 
-    # Without measurements it precedes Triton, whose epilogue runs while its tensor cores are idle.
+    # Without measurements this kernel ranks before Triton's, whose tensor cores idle during the epilogue.
     RANK: ClassVar[int] = 0
     TILE: ClassVar[type | None] = GemmTile
     tile: GemmTile = PINGPONG
@@ -216,7 +219,7 @@ class GemmEvt(Kernel):
         epilogue = epilogue_of(site)
         tiles = whole_tiles(rows, self.tile.m) * whole_tiles(epilogue.n, self.tile.n)
         count = len(epilogue.weights)
-        return (tiles + count - 1) / count  # the library's products are counted without padding
+        return (tiles + count - 1) / count  # products that the library computes are counted without padding
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
         _, products = split(epilogue_of(site))
@@ -231,7 +234,7 @@ class GemmEvt(Kernel):
             words = f"{len(products) + 1} products of one input, the last and {outputs}"
             formulas = [*(other.formula(epilogue) for other in products), *epilogue.formulas]
             op = product_function(site, whole, words, formulas)
-        compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every swizzle and raster
+        compiled = replace(self.tile, swizzle=1, raster=0)  # the source is the same for every swizzle and raster
         pointers = [f"{value.name}.data_ptr()" for value in (*epilogue.inputs, *epilogue.outputs)]
         count = len(pointers) + len(ENVIRONMENT)
         library = tuple(other.code(epilogue) for other in products)
@@ -319,7 +322,7 @@ def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
     """Returns the graph of several outputs, and the arguments of the nodes. Every node appears once, together with the
     nodes that it reads. The first output is the last node."""
     nodes = ["fusion::Sm90AccFetch", *map(_leaf, epilogue.operands)]
-    edges: list[tuple[int, ...]] = [()] * len(nodes)  # the nodes that each node reads
+    edges: list[tuple[int, ...]] = [()] * len(nodes)  # for each node, the nodes that it reads
     arguments = ["{}", *map(_leaf_arguments, epilogue.operands)]
     places = {name: i for i, name in enumerate((*epilogue.accumulators, *(value.name for value in epilogue.operands)))}
     for step in epilogue.steps:

@@ -1,5 +1,5 @@
-"""The Python function that generated code calls for a product and its epilogue. It is the same for kernels of every
-language."""
+"""The Python function that generated code calls for a matrix product and its epilogue. It is the same for kernels in
+all languages."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from specc.compiler.kernels.kernel import Site
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The fields that the templates of a product have in all languages.
+    """The fields that the templates of a matrix product need in every language.
 
     Attributes:
         x: The input of the product. The other inputs must have the same number of rows and the same device.

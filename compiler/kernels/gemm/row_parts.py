@@ -1,4 +1,4 @@
-"""The inputs, outputs and formulas of a linear layer of few rows, with the names of generated code."""
+"""The inputs, outputs and formulas of a linear layer with few input rows, under the names that generated code uses."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -17,10 +17,10 @@ OURS = {*WORDS.split(), *(f"{letter}{i}" for letter in "wspy" for i in ("", *ran
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The inputs and outputs of a site with the names of generated code.
+    """The inputs and outputs of a site, under the names that generated code uses.
 
-    Each of `results` is an output and its expression over the products `p...` and the operands. Packed `weights` are
-    codes, each with its `scales`.
+    `results` pairs each output with its expression over the products `p...` and the operands. Packed `weights` are
+    codes with `scales`.
     """
 
     x: Value
@@ -44,7 +44,7 @@ class Parts:
 
     @property
     def bits(self) -> tuple[str, ...]:
-        """The names of the numbers of bits of packed weights."""
+        """The names of the constants that hold the number of bits of each packed weight."""
         return tuple(f"BITS{scale.name[1:]}" for scale in self.scales)
 
     @property
@@ -57,7 +57,8 @@ class Parts:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The extents N of the parts of a kernel: of each weight, or of all, if they have a common epilogue."""
+        """The extents N of the kernel's parts. There is one part per weight, or a single part if the weights have a
+        common epilogue."""
         widths = tuple(number_of(weight.type.shape[0]) for weight in self.weights)
         return widths[:1] if self.epilogue else widths
 
@@ -113,7 +114,8 @@ def parts_of(site: Site) -> Parts:
 
 
 def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
-    """Returns the description of the generated function. `made_by` is the end of the summary, e.g. `in one kernel`."""
+    """Returns the description of the generated function. `made_by` ends the summary, for example with `in one
+    kernel`."""
     inputs, outputs = ({value.name: value.type for value in values} for values in (parts.inputs, parts.outputs))
     shapes = {value.name: f"[{', '.join(dims(value))}]" for value in (*parts.inputs, *parts.outputs)}
     words = "linear layer" if len(parts.weights) == 1 else f"{len(parts.weights)} linear layers"
@@ -122,8 +124,8 @@ def row_function(site: Site, parts: Parts, made_by: str) -> GeneratedFunction:
 
 
 def dims(value: Value, rows: str = "...") -> tuple[str, ...]:
-    """Returns the dims of a value as text, with `rows` for the dims of rows."""
+    """Returns the dims of a value as text. `rows` stands for the dims before the last."""
     *leading, width = value.type.shape
-    if leading and all(isinstance(dim, int) for dim in leading):  # a weight, whose packed codes have W bytes a row
+    if leading and all(isinstance(dim, int) for dim in leading):  # a weight; its packed codes have W bytes per row
         return (*map(str, leading), str(width))
     return (rows, str(width)) if leading else (str(width),)

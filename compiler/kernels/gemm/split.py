@@ -1,5 +1,5 @@
-"""Splits a node of several products. The library computes all products except the last. The kernel computes the last
-product and reads the other results as tiles."""
+"""Splits a node with several matrix products. Library calls compute all products except the last. The kernel computes
+the last product and reads the other results as tiles."""
 
 from dataclasses import dataclass, replace
 
@@ -9,9 +9,9 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value
 
 @dataclass(frozen=True, slots=True)
 class GivenProduct:
-    """The product of x and `weight`, computed by the library and rounded to the dtype of x.
+    """The matrix product of x and `weight`, computed by a library call and rounded to the dtype of x.
 
-    `into` is the name of an output of the node if `is_output`, and otherwise the name of a temporary.
+    `into` names the result: an output of the node if `is_output`, and a temporary otherwise.
     """
 
     weight: Value
@@ -30,11 +30,11 @@ class GivenProduct:
 
 
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
-    """Returns the remaining epilogue, with one accumulator, and the products that the library computes before it.
+    """Returns the epilogue that remains, with one accumulator, and the products that library calls compute first.
 
     The kernel computes the last product. In a gated activation, the last product is the gate. Its exponential is
-    therefore computed from an unrounded accumulator. If an output equals a product of the library, the library writes
-    the output directly.
+    therefore computed from an unrounded accumulator. If an output equals one of the other products, the library call
+    writes the output directly.
     """
     *firsts, accumulator = epilogue.accumulators
     *weights, weight = epilogue.weights

@@ -1,5 +1,5 @@
-"""Products in Torch: a library call for a plain product on any target, and plain Torch code for any epilogue on the
-CPU."""
+"""Matrix products in Torch: a library call for a product without an epilogue, on any target, and plain Torch code for
+any epilogue, on the CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ from specc.compiler.ops.linear import Product
 
 
 class LibraryProduct(Kernel):
-    """A product without an epilogue, as one call of Torch."""
+    """A matrix product without an epilogue, as one Torch call."""
 
     def rejects(self, site: Site) -> str | None:
         if site.epilogue is not None:
@@ -38,8 +38,8 @@ class EpilogueContext:
 
 
 class EpilogueProduct(Kernel):
-    """A product and its epilogue as a plain Torch function: a readable reference, and the implementation for the
-    CPU."""
+    """A matrix product and its epilogue as a plain Torch function, which is a readable reference and the implementation
+    for the CPU."""
 
     RANK: ClassVar[int] = 9
 

@@ -1,5 +1,5 @@
-"""A product and its pointwise epilogue as one Triton kernel. On a target with TMA, the kernel is persistent and uses
-TMA; otherwise, it uses plain pointers."""
+"""A matrix product and its pointwise epilogue as one Triton kernel. On a target with TMA, the kernel is persistent and
+uses TMA; otherwise, it uses plain pointers."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -15,13 +15,13 @@ from specc.compiler.ops.dropout import least_word
 from specc.compiler.ops.fp8_codes import FORMATS
 
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
-GROUP = 8  # tiles of rows that run next to each other, so that they find their columns of the weights in L2
+GROUP = 8  # number of row tiles that run at the same time, so that they read the same weight columns from L2
 
 
 @dataclass(frozen=True, slots=True)
 class TmaContext:
     """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are the first lines of functions.
-    Tuples are lines of function bodies."""
+    Fields that are tuples hold lines of function bodies."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
     op: GeneratedFunction
@@ -40,8 +40,8 @@ class TmaContext:
 
 @dataclass(frozen=True, slots=True)
 class PointerContext:
-    """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the loop, and `dots` lines in
-    the loop."""
+    """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the loop, and `dots` are lines
+    in the loop."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
     op: GeneratedFunction
@@ -61,7 +61,7 @@ class PointerContext:
 
 @dataclass(frozen=True, slots=True)
 class LinearTriton(Kernel):
-    """Accepts one or two products of the same rows, any epilogue, and any number of operands and outputs.
+    """Accepts one or two matrix products of the same rows, any epilogue, and any number of operands and outputs.
 
     `tile` is a measured tile; if it is None, the rule of `tile_of` applies.
     """
@@ -162,7 +162,8 @@ _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
 
 
 def _sums(epilogue: Epilogue) -> str:
-    """Returns the argument that adds the sums of each block of 8-bit factors in f32, which tensor cores do not."""
+    """Returns the argument that makes Triton add up blocks of 8-bit products in f32; tensor cores alone add them with
+    lower precision."""
     return ", max_num_imprecise_acc=BLOCK_K" if epilogue.x.type.dtype in FORMATS else ""
 
 
@@ -175,7 +176,8 @@ def _handle(value: Value) -> str:
 
 
 def _of_buffer(value: Value, epilogue: Epilogue, columns: str) -> str:
-    """Returns the line that computes a mask or a scale from its buffer; "" for a state that only rounding reads."""
+    """Returns the line that computes a dropout mask or a scale from its buffer; "" for a state that only rounding
+    reads."""
     if value.name in epilogue.scales:
         i, j = epilogue.scales[value.name]
         return f"{value.name} = tl.load({value.name}_ptr + {i}) * tl.load({value.name}_ptr + {j})"
@@ -195,7 +197,7 @@ def _tma_read(value: Value, ragged: bool, epilogue: Epilogue) -> str:
 
 
 def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
-    """Returns the lines that compute each output in fp32 and store it, rounded."""
+    """Returns the lines that compute each output in fp32, round it and store it."""
     return tuple(
         line
         for step in epilogue.steps
@@ -208,7 +210,7 @@ def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
 
 
 def _rounded(step: Result) -> tuple[str, ...]:
-    """Returns the line that divides an output of 8 bits by its scale."""
+    """Returns the line that divides an 8-bit output by its scale."""
     if (rounding := step.rounding) is None:
         return ()
     value = f"{step.value.name}.to({TRITON_DTYPES[rounding.dtype]})"

@@ -27,7 +27,7 @@ class Int8Source:
         tree: The type of the epilogue tree, with the values that the functor reads.
         tree_arguments: The arguments of the tree, including the tensor pointers.
         pointers: The signature of the function that assembles the GEMM's arguments.
-        nulls: The call that returns the workspace size.
+        nulls: The statement that returns the workspace size. It passes null pointers for all tensors.
         entry: The signature of the C entry point.
         arguments: The arguments that the entry point passes on.
     """
@@ -66,9 +66,9 @@ def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -
         site: The site of the product.
         template: The template of the .cu file.
         tile: The tile, passed to the templates.
-        leaf: CUTLASS code by name. `evt` is the type of the epilogue tree. `sum` is the code of the node for the sums.
-            `column` and `tile` are format strings of the node for a loaded operand, with the fields `element` (its
-            type) and `name`.
+        leaf: CUTLASS code by name. `evt` is the type of the epilogue tree. `sum` is the tree node that returns the
+            integer sums. `column` and `tile` are format strings for the tree node of a loaded operand, with the fields
+            `element` (the operand's type) and `name`.
 
     Returns:
         The files, with the Python function that launches the kernel.

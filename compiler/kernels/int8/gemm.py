@@ -1,4 +1,4 @@
-"""Int8 products and their epilogues: the common part of all kernels, and the plain Torch kernel for any CPU."""
+"""Int8 matrix products and their epilogues: the part that all kernels share, and the plain Torch kernel for any CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,8 +18,8 @@ LONGEST_LABEL = 64
 
 @dataclass(frozen=True, slots=True)
 class Int8Epilogue:
-    """An int8 product with the names that generated code has for its inputs: x [rows, K] i8, w [N, K] i8, offset [N]
-    i32, and operands. `expr` computes y [rows, N] from the sums `p` and the operands."""
+    """An int8 matrix product, with the input names of generated code: x [rows, K] i8, w [N, K] i8, offset [N] i32, and
+    operands. `expr` computes y [rows, N] from the sums `p` and the operands."""
 
     n: int
     k: int
@@ -108,7 +108,8 @@ class Int8Function:
 
 
 def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Function:
-    """Returns the description of the generated function. `made_by` is the end of the summary, e.g. `in one kernel`."""
+    """Returns the description of the generated function. `made_by` ends the summary, for example with `in one
+    kernel`."""
     n, k = epilogue.n, epilogue.k
     inputs = dict(zip(epilogue.names, site.inputs, strict=True))
     shapes = {"x": f"[..., {k}]", "w": f"[{n}, {k}]", "offset": f"[{n}]", "y": f"[..., {n}]"}
@@ -131,14 +132,14 @@ def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Funct
 
 
 def nodes_of(label: str) -> str:
-    """Returns the code of the tuple NODES. It contains the paths in a label, without the members of fusion points."""
+    """Returns the code of the tuple NODES: the node paths in a label, without the members of fusion points."""
     paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
 def short_label(label: str) -> str:
-    """Returns the label in a file's header. If many nodes have the same file, the label states the first node and the
-    number of the others. The plan page lists all nodes."""
+    """Returns the label in a file's header. If many nodes share the file, the label states the first node and the
+    number of other nodes. The plan page lists all nodes."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 

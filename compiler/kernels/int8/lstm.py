@@ -1,4 +1,4 @@
-"""One step of an int8 LSTM as one kernel: the common part of its kernels, and the plain Torch kernel for any CPU."""
+"""One step of an int8 LSTM as one kernel: the part that all kernels share, and the plain Torch kernel for any CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +21,7 @@ class StepFunction:
         size: The hidden size H.
         k: The dim K of the product with h: H, padded.
         dtype: The dtype of h and c.
-        fine: The step of the first code of h divided by the step of the second code; None without a second code.
+        fine: The step size of h's first code divided by that of its second code; None if h has one code.
         largest: The largest code.
     """
 

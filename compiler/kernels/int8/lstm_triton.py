@@ -9,12 +9,12 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.tile import Tile, whole_tiles
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 
-NARROWEST_K = 32  # codes that one tensor-core instruction multiplies
+NARROWEST_K = 32  # the number of codes that one tensor-core instruction multiplies
 WHOLE_K = 256  # up to this K, a program loads all of K at once
 BLOCK_K = 128
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
-# Tiles worth measuring: rows, hidden units, warps. The first is that of the rule. A step is short, and many small
-# programs finish it soonest: 768 rows of 128 units are 192 programs.
+# Tiles worth measuring: rows, hidden units, warps. The first is the default. A step is short, so many small programs
+# finish it soonest: 768 rows of 128 units give 192 programs.
 TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 32, 8))
 
 
@@ -68,7 +68,7 @@ INT8_LSTM_TRITON = Int8LstmTriton("int8_lstm_triton", "triton", frozenset({"int8
 
 
 def step_tile(k: int) -> Tile:
-    """Returns the tile, by rule, for a product whose reduction dim has `k` elements."""
+    """Returns the default tile for a product whose reduction dim has `k` elements."""
     rows, units, warps = TILES[0]
     return Tile(rows, units, _depth(k), warps, _stages(k))
 

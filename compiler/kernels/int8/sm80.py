@@ -1,4 +1,4 @@
-"""Int8 products by CUTLASS 2.x with mma.sync and cp.async, for every GPU from sm80 on."""
+"""Int8 matrix products by CUTLASS 2.x with mma.sync and cp.async, for every GPU from sm80 on."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,7 +46,8 @@ class GemmInt8Sm80(Kernel):
 
     def render(self, site: Site) -> Rendered:
         epilogue = int8_epilogue(site)
-        wide = epilogue.y.type.dtype == "f32"  # others store 8 columns per thread: rows of a narrow tile are too short
+        # A thread stores 8 columns at a time, and the rows of a narrow tile are too short for that
+        wide = epilogue.y.type.dtype == "f32"
         tile = NARROW if wide and epilogue.n <= NARROW.n else SQUARE
         return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)
 

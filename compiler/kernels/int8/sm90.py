@@ -1,4 +1,4 @@
-"""Int8 products by CUTLASS 3.x: TMA, int8 wgmma, and a warp-specialised pingpong kernel."""
+"""Int8 matrix products by CUTLASS 3.x, with TMA, int8 wgmma and the warp-specialized pingpong schedule."""
 
 from specc.compiler.kernels.gemm.evt import GemmTile
 from specc.compiler.kernels.int8.cutlass import rendered
@@ -6,9 +6,10 @@ from specc.compiler.kernels.int8.gemm import int8_epilogue, int8_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.quantized import Int8Linear
 
-DEEP, SHALLOW = 128, 64  # elements of the reduction dim per iteration: 128 bytes of int8 in shared memory, or half
+DEEP, SHALLOW = 128, 64  # elements of the reduction dim per iteration: 128 or 64 bytes of int8 in shared memory
 WIDE, NARROW = 128, 64
-SMALL = 512 * 256  # weights; up to this size the sm80 kernel, which starts sooner, was faster on an H200
+# Elements of the weight; up to this size, the sm80 kernel was faster on an H200, because it starts sooner
+SMALL = 512 * 256
 LEAF = {
     "evt": "Sm90EVT",
     "sum": "{{}, {static_cast<int32_t const*>(offset)}, {}}",
@@ -20,8 +21,8 @@ LEAF = {
 class GemmInt8Sm90(Kernel):
     """Accepts any number of rows, including one. TMA reads rows beyond the last as zeros, and does not store them.
 
-    The kernel ranks first only for large weights, because the setup of barriers and TMA takes 1 to 3 us per call. This
-    is more than a small product takes.
+    The kernel ranks first only for large weights: the setup of barriers and TMA takes 1 to 3 us per call, which is
+    longer than a small product takes.
     """
 
     def rejects(self, site: Site) -> str | None:

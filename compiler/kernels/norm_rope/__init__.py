@@ -1,1 +1,1 @@
-"""Kernels of the norm, rotary embedding and gain of attention heads."""
+"""Kernels that compute the norm, the rotary embedding and the gain of attention heads."""

@@ -1,4 +1,4 @@
-"""The common part of the kernels of attention heads: sizes, names of tensors, and descriptions in generated files."""
+"""The part that all kernels of this folder share: sizes, names of tensors, and descriptions in generated files."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from specc.compiler.kernels.generated import GeneratedFunction, Tensors, generat
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad, NormRopeGradInto
 
-WHOLE = "whole"  # the tensor that dx is a part of
+WHOLE = "whole"  # the name of the tensor that dx is a part of
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A site of `NormRope` or its gradient. `inputs` and `outputs` are types by name in generated code. If dx is a part
-    of a wider tensor, `at` is its first feature there."""
+    """A site of `NormRope` or its gradient. `inputs` and `outputs` are types, by the name in generated code. If dx is a
+    part of a wider tensor, `at` is the index of dx's first feature in that tensor."""
 
     op: HeadRotation
     backward: bool
@@ -78,7 +78,7 @@ def heads_of(site: Site) -> Heads:
 
 
 def about(site: Site) -> str:
-    """Returns a description of the computation for the start of a sentence."""
+    """Returns a description of the computation, which begins a sentence."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["weight"] * bool(heads.op.weight) + ["rotary embedding"]
     words += ["gain"] * heads.op.gain

@@ -14,10 +14,10 @@ from specc.compiler.kernels.norm_rope.heads import WHOLE, Heads, about, heads_fu
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.norm_rope import HeadRotation
 
-LARGEST_HEAD = 4096  # channels; a head stays in registers
-MOST_GAINS = 256  # heads whose gains a program can sum at its end
-LARGEST_TILE = 1 << 17  # elements that a program holds at once
-LOADED = 1024  # elements of a tile: 8 per thread, 16 bytes of bf16, one vector load
+LARGEST_HEAD = 4096  # the most channels of a head, which stays in registers
+MOST_GAINS = 256  # the most heads whose gains a program can sum at its end
+LARGEST_TILE = 1 << 17  # the number of elements that a program holds at once
+LOADED = 1024  # elements per tile: 8 per thread, i.e. 16 bytes of bf16, one vector load
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class HeadTile:
 
 
 def head_tile(block: int) -> HeadTile:
-    """Returns the tile, by rule, for rows of `block` elements.
+    """Returns the default tile for rows of `block` elements.
 
-    Each thread has one load per tensor in flight. All loads of a tile are then issued before the first value is used.
-    With two loads per tensor, the compiler waits for the first load. Four sequences share one read of the angles. More
+    Each thread has one load per tensor in flight, so all loads of a tile are issued before the first value is used.
+    With two loads per tensor, the compiler would wait for the first. Four sequences share one read of the angles. More
     sequences per program would leave too few programs to fill a GPU.
     """
     return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
 
 
-# Tiles worth measuring: elements of a tile, sequences, warps.
+# Tiles worth measuring: elements per tile, sequences, warps.
 TILES = ((1024, 4, 4), (1024, 2, 4), (1024, 8, 4), (1024, 1, 4), (512, 4, 2), (2048, 4, 8), (2048, 4, 4), (2048, 2, 4))
 
 
@@ -67,19 +67,19 @@ class HeadContext:
         signed: The signed sine for each channel of a whole head.
         body: The template of the kernel's loop.
         loops: Whether a program has a loop over several sequences.
-        indent: The indent of the lines that are in the loop if there is one.
+        indent: The indentation of the lines that are in the loop, if there is a loop.
         before: Lines before the loop.
         loads: Lines in the loop that load additional inputs.
         lines: Other lines in the loop.
         after: Lines after the loop, which write the program's partial sums of the gradients of weight and gain.
-        conditions: The end of the op's docstring: the required layouts.
+        conditions: The end of the op's docstring, which states the required layouts.
         wanted: Rows of the table of input checks.
         allocated: Lines that allocate the outputs.
         into: Whether dx is written to a part of a given tensor.
-        begins: Lines of the backward that find the place of the first result.
-        advances: The line of the backward that moves this place to the next sequence.
+        begins: Lines of the backward that compute the address of the first result.
+        advances: The line of the backward that advances this address to the next sequence.
         head: The first line of the custom op.
-        ending: The lines of the function after its docstring, if it is not the custom op itself.
+        ending: The lines of the function after its docstring, if the function is not the custom op itself.
     """
 
     op: GeneratedFunction
@@ -167,7 +167,7 @@ def _power(number: int) -> int:
 
 
 def _block(heads: Heads) -> int:
-    """Returns the elements of a row of a tile, a power of two: half a head if `halves`, otherwise a whole head."""
+    """Returns the number of elements per tile row, a power of two: half a head if `halves`, otherwise a whole head."""
     return _power(heads.pairs if heads.halves else heads.channels)
 
 
@@ -250,7 +250,7 @@ def _ending(heads: Heads, learned: list[str]) -> tuple[str, ...]:
     return f"{', '.join(gradients)} = {call}", f"return {', '.join((WHOLE, *gradients))}"
 
 
-PARTIAL = {"dweight": "weight_partial", "dgain": "partial"}  # the sums of each program, which Torch adds
+PARTIAL = {"dweight": "weight_partial", "dgain": "partial"}  # the partial sums of each program, which Torch adds
 
 _INTO = ("whole_at = token.to(tl.int64) * WIDTH + AT + head * C", "whole_ptr += first * T * WIDTH")
 _SPACING = (

@@ -21,24 +21,24 @@ from specc.compiler.kernels.lines import flowed, listed, nested, unbroken
 from specc.compiler.ops.caches.key_value_cache import LARGEST
 from specc.compiler.ops.decoding.rope_write import RopeWrite
 
-WIDEST = 1024  # channels of a head that one program holds
+WIDEST = 1024  # the most channels of a head, which one program holds
 HEAD = "C, PAIRS, STEP, APART, BLOCK_R, BLOCK_C"  # arguments of functions of one head
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the rows of a token are in a cache.
+    """The layout of a cache: where the rows of a token are stored.
 
-    A tensor of the cache is [outer, inner, G, width]. The Triton lines compute `outer` and `inner` from the index `row`
-    of a token among all of them. The Torch call writes x to `cache`.
+    A tensor of the cache is [outer, inner, G, width]. The Triton lines compute `outer` and `inner` from `row`, the
+    index of a token among all tokens. The Torch call writes x to `cache`.
 
     Attributes:
         settings: the constants that the lines read.
         sizes: the run-time sizes that the lines read, with their values at the launch.
         lines: the Triton lines, which also compute the row `token` of the angles.
         tokens, slots: the leading dims of q, k and v, and of the tensors of the cache, as text.
-        known: the line that assigns the names in these dims, and the number t of the angles.
-        call: the Torch call, for `{cache}` and `{x}`.
+        known: the line that assigns the names in these dims, and t, the number of rows of angles.
+        call: the Torch call, a format string over `{cache}` and `{x}`.
         helpers: the templates of the functions that it calls.
     """
 
@@ -106,21 +106,21 @@ class RopeWriteContext:
         step: the distance from a pair's first channel to that of the next pair.
         apart: the distance between the channels of a pair.
         triton_dtype: the dtype of q, k and v in Triton.
-        pdl: whether the kernel begins before the one before it ends.
+        pdl: whether the kernel may begin before the preceding kernel ends (programmatic dependent launch).
         coded: whether rows are rounded to e4m3.
         largest: the largest number of e4m3.
         settings: the line that assigns the constants of the layout; empty for none.
         unspecialized: the run-time sizes that Triton does not specialize, as an argument of `jit`.
         kernel: the signature of the kernel.
-        place: the lines that compute the place of a token in the cache.
+        place: the lines that compute the address of a token's rows in the cache.
         key_lines: the lines that write the row of a rotated key.
         value_lines: the lines that write the row of a value; none if it is part of the row of a key.
-        programs: the programs of a token.
+        programs: the number of programs per token.
         arguments: the arguments of the launch.
         custom_op: the decorator of the custom op, and its signature.
         fake: the signature of its fake implementation.
         known: the line that names the sizes.
-        copied: the line that copies inputs with gaps.
+        copied: the line that copies inputs that are not contiguous.
         wanted: rows of the table of input checks.
         allocated: the lines that allocate the new outputs.
         created: the new outputs.
@@ -288,7 +288,7 @@ def _value_lines(op: RopeWrite) -> Iterator[str]:
 
 
 def _coded(op: RopeWrite, name: str, parts: Sequence[str]) -> Iterator[str]:
-    """Yields the lines that replace the parts of a row by codes and store their scale."""
+    """Yields the lines that replace the parts of a row with codes and store their scale."""
     most = f"magnitude({parts[0]})"
     for part in parts[1:]:
         most = f"tl.maximum({most}, magnitude({part}))"
@@ -329,7 +329,7 @@ def _allocated(name: str, type: TensorType, q: TensorType) -> str:
 
 
 class RopeWriteTriton(Kernel):
-    """A program takes one head of one token."""
+    """Each program handles one head of one token."""
 
     def rejects(self, site: Site) -> str | None:
         op, (q, k, v, cos, sin, *_) = op_of(site), site.inputs
@@ -356,8 +356,8 @@ ROPE_WRITE_TRITON = RopeWriteTriton("rope_write_triton", "triton", computes=Rope
 
 
 class RopeWriteTorch(Kernel):
-    """Rotation in f32, and a copy to the rows of the caches. On a GPU, it takes the nodes that the Triton kernel
-    rejects, so that every model decodes."""
+    """Rotates in f32 and copies the result to the rows of the caches. On a GPU, this kernel accepts the nodes that the
+    Triton kernel rejects, so that every model can decode."""
 
     RANK: ClassVar[int] = 9
 

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and gain of attention heads as plain Torch functions: a readable reference, and the
+"""Norm, rotary embedding and gain of attention heads as plain Torch functions, which are a readable reference and the
 implementation for the CPU."""
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Kernels of softmax cross-entropy and its gradient."""
+"""Kernels that compute softmax cross-entropy and its gradient."""

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of logits, and in training its gradient: a Triton kernel, and plain Torch for the CPU."""
+"""Softmax cross-entropy of logits and, in training, its gradient: a Triton kernel, and plain Torch for the CPU."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -33,13 +33,13 @@ from specc.compiler.ops.loss import SoftmaxLoss
 
 LOGITS = ("bf16", "f32")
 WHOLE = 8192  # columns; longer rows do not fit in registers
-LARGEST = 1 << 17  # elements of a tile
-TILE = 4096  # elements that a program holds: 32 per thread, each with two to four floats
+LARGEST = 1 << 17  # elements per tile
+TILE = 4096  # elements that a program holds: 32 per thread, each of which needs two to four floats
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The work of one program: `rows` rows, `columns` columns at a time, with `warps` warps.
+    """The work of one program: `rows` rows, read `columns` columns at a time, by `warps` warps.
 
     If `columns` covers whole rows, the rows stay in registers. Raises ValueError if a field is out of its bounds.
     """
@@ -59,7 +59,7 @@ class RowTile:
 
 
 def row_tile(width: int) -> RowTile:
-    """Returns the tile, by rule, for rows of `width` columns.
+    """Returns the default tile for rows of `width` columns.
 
     A row that fits in registers is read once; a program processes several rows if they are short. A longer row is read
     twice, and each thread loads 16 bytes of bf16 at a time. L2 must still hold a row at its second read, so the number
@@ -72,7 +72,7 @@ def row_tile(width: int) -> RowTile:
     return RowTile(max(1, TILE // columns), columns, 8 if columns > TILE else 4)
 
 
-# Tiles worth measuring: columns and warps for long rows, elements and warps for rows in registers.
+# Tiles worth measuring: (columns, warps) for long rows, and (elements, warps) for rows in registers.
 LONG = ((4096, 16), (8192, 16), (4096, 8), (8192, 8), (8192, 32), (16384, 16), (16384, 32), (2048, 8))
 SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024, 1), (8192, 16))
 
@@ -82,7 +82,7 @@ class Loss:
     """The context of templates/torch/softmax_op.py.jinja, which the Triton kernel and the CUDA kernel share.
 
     The fake of a custom op is a function that returns outputs of the right shape without values. Torch calls the fake
-    for tracing. A further target is a target of a token in addition to the next token.
+    for tracing. A further target is one that a token has in addition to the next token.
 
     Attributes:
         learns: Whether the kernel also computes the gradient.
@@ -279,7 +279,7 @@ def _weighted_lines(op: SoftmaxLoss, f: str) -> list[str]:
 
 
 def shares_of(op: SoftmaxLoss) -> tuple[Expr, tuple[Expr, ...]]:
-    """Returns the factors of softmax and of each one-hot target in the gradient of a token's loss.
+    """Returns the factors of the softmax and of each one-hot target in the gradient of a token's loss.
 
     Let E be the loss, with partial derivatives E_nats and E_lse, and nats = lse - f[target]. Then dE/df = (E_nats +
     E_lse) softmax - E_nats onehot. A further target `n` adds its own term to the factor of softmax. This term is
@@ -325,13 +325,14 @@ def loss_function(site: Site) -> GeneratedFunction:
 
 
 def tensors_of(site: Site) -> tuple[str, ...]:
-    """Returns the names of the tensors that a kernel reads and writes. The outputs include the nats of each row."""
+    """Returns the names of the tensors that a kernel reads and writes. The outputs include the loss of each row, in
+    nats."""
     op = loss_of(site)
     return ("logits", *op.targets, *op.weights, "nats", *(["grad"] if op.reduction == "mean" else []))
 
 
 def loss_context(site: Site) -> Loss:
-    """Returns the template context of the loss of a site."""
+    """Returns the template context for the loss that a site computes."""
     op = loss_of(site)
     learns = op.reduction == "mean"
     names = ("logits", *op.targets, *op.weights)
@@ -432,7 +433,7 @@ def _context(site: Site, tile: RowTile) -> LossContext:
 
 
 def _begun(loss: SoftmaxLoss, name: str, whole: bool) -> tuple[str, ...]:
-    """Returns the lines that load one of the further targets and its logit, of a row or of several whole rows."""
+    """Returns the lines that load one of the further targets and its logit, for one row or for several whole rows."""
     loaded = "rows, mask=rows < M, other=-1" if whole else "row"
     target, known = f"target_{name}", f"known_{name}"
     lines = (f"{target} = tl.load(targets_{name}_ptr + {loaded})", f"{known} = ({target} >= 0) & ({target} < V)")
