@@ -13,8 +13,8 @@ from specc.compiler.ir.types import TensorType, TypeRuleError
 class Builder:
     """Builds one graph by adding nodes. `scope` is prepended to the name of each node and parameter.
 
-    A formula of the spec becomes a constant of the generated code. `constants` maps the name of each constant to its
-    value and to the text of the formula.
+    A formula of the spec becomes a constant of the generated code. `constants` maps the name of each constant to the
+    pair of its value and the text of its formula.
     """
 
     name: str
@@ -36,8 +36,8 @@ class Builder:
         return name
 
     def scalar(self, name: str, value: float, formula: str) -> str:
-        """Declares a number that each caller passes, and returns a reference to it. `value` is the number that this
-        call passes. `formula` is the text in the spec."""
+        """Declares a number that each caller passes, and returns a reference to it. `value` is the number that the
+        current caller passes, and `formula` is its text in the spec."""
         self.scalars.setdefault(name, (value, formula))
         self.types[f"${name}"] = TensorType((), "f32")
         return f"${name}"
@@ -97,10 +97,9 @@ class Builder:
         return path
 
     def origin(self, ref: str) -> str:
-        """Returns the name of the node that determines the number of features of a value, for error messages.
-
-        The search goes back through ops that preserve the features, such as norms, and from an input to the caller of
-        this function.
+        """Returns, for error messages, the name of the node that determines the number of features of a value. The
+        search goes back through ops that preserve the number of features, such as norms, and from an input of a
+        function to the caller.
         """
         by_name = {node.name: node for node in self.nodes}
         while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
@@ -115,7 +114,7 @@ class Builder:
 
 
 def first_free(name: str, free: Callable[[str], object], separator: str = "") -> str:
-    """Returns `name` if it is free. Otherwise, appends the smallest number from 2 that makes the name free."""
+    """Returns `name` if it is free. Otherwise, appends the smallest number, from 2, that makes it free."""
     return next(filter(free, chain((name,), (f"{name}{separator}{i}" for i in count(2)))))
 
 

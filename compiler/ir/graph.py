@@ -25,8 +25,8 @@ class Node:
         types: the types of the outputs.
         epilogue: a pointwise op applied to the accumulators of `op`, fused into this node.
         members: the spec paths of the nodes that this node replaced, if it replaced several.
-        region: in a flattened graph, the call of a function that the backward pass computes again and that contains
-            this node; empty if the values of the node are kept.
+        region: in a flattened graph, the function call that contains this node and that the backward pass recomputes;
+            empty if the values of the node are stored.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Graph:
         inputs: the name and type of each input.
         params: the name and type of each parameter.
         nodes: the nodes in topological order.
-        outputs: (label, value) of each output.
+        outputs: a (label, value) pair for each output.
         scalars: the names of the numbers that the caller passes.
     """
 
@@ -117,19 +117,19 @@ def output_ref(node: str, index: int) -> str:
     return node if index == 0 else f"{node}:{index}"
 
 
-@lru_cache(maxsize=65536)  # every pass requests the same few names and counts
+@lru_cache(maxsize=65536)  # cached, because every pass requests the same few names and counts
 def output_refs(node: str, count: int) -> tuple[str, ...]:
     """Returns the references to the outputs of a node with `count` outputs."""
     return tuple(output_ref(node, i) for i in range(count))
 
 
 def node_of(ref: str) -> str:
-    """Returns the name of the node or graph input that a value belongs to."""
+    """Returns the name of the node that computes a value, or of the graph input that holds it."""
     return ref.partition(":")[0]
 
 
 def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """Returns the graph with references to values replaced by `names`, in node inputs and graph outputs."""
+    """Returns the graph in which node inputs and graph outputs refer to values by the new `names`."""
 
     def other(ref: str) -> str:
         return names.get(ref, ref)

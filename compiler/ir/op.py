@@ -8,7 +8,8 @@ from typing import ClassVar, Protocol
 from specc.compiler.ir.torch_call import TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
-# Metadata of a field of an op that digests in locks of earlier versions do not contain, while it has its default.
+# Metadata of an op's field that was added later: digests in locks of earlier versions do not contain the field while it
+# has its default.
 ADDED: Mapping[str, bool] = MappingProxyType({"digested": False})
 
 
@@ -24,7 +25,7 @@ class Op:
     inline: ClassVar[bool] = True
     # Consumers print the name of this value, which is assigned in its own line.
     assigned: ClassVar[bool] = False
-    # It computes a gradient: generated code names its value after this node, even if the node has an epilogue.
+    # It computes a gradient. Generated code names its value after this node, even if the node has an epilogue.
     gradient: ClassVar[bool] = False
     # It is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
     matrix: ClassVar[bool] = False
@@ -32,40 +33,40 @@ class Op:
     work: ClassVar[str] = "pointwise"
     # The output has the features of the first input, so that errors about features are attributed to that input.
     keeps_features: ClassVar[bool] = False
-    # torch.compile does not compile it, so that a program with it is not a single graph.
+    # torch.compile does not compile it. A program that contains it is therefore not a single graph.
     apart: ClassVar[bool] = False
-    # Why a program with it cannot be exported with sizes that vary; empty if it can.
+    # The reason why a program that contains it cannot be exported with variable sizes; empty if it can.
     unexportable: ClassVar[str] = ""
     # It modifies its first input, a state, and returns it.
     in_place: ClassVar[bool] = False
     # Inside fused groups, the plan selects a kernel for it.
     planned: ClassVar[bool] = False
-    # Outside of fused groups too, the plan selects a kernel for it.
+    # The plan also selects a kernel for it outside of fused groups.
     everywhere: ClassVar[bool] = False
     # A plan lists it inside fused groups, because it changes shapes.
     listed: ClassVar[bool] = False
-    # It combines tokens of a sequence, so that the rows and tokens of sequences cannot be flattened to one dim.
+    # It combines tokens of a sequence, so the dims of rows and tokens cannot be flattened to one dim.
     mixes_tokens: ClassVar[bool] = False
-    # Its rows are independent of each other, in however many dims they are. If False, only sequences are independent.
+    # Its rows are independent of each other, for any number of leading dims. If False, only sequences are independent.
     rowwise: ClassVar[bool] = False
-    # Its rows are independent, and its first output is their mean or has one value per row: a group that ends in it may
-    # be computed in chunks of rows.
+    # Its rows are independent, and its first output is their mean or has one value per row. A group that ends in it may
+    # therefore be computed in chunks of rows.
     by_chunks: ClassVar[bool] = False
     # The number of sums in sequence, each over values that were rounded after the previous sum.
     chained: ClassVar[int] = 1
-    # Its operations per second on a GPU, in units of those of products in the compute dtype.
+    # Its operations per second on a GPU, relative to those of matrix products in the compute dtype.
     speed: ClassVar[int] = 1
-    # It is linear in this many of its first inputs, which its derivative therefore does not read.
+    # It is linear in this many of its first inputs. Its derivative therefore does not read them.
     linear_in: ClassVar[int] = 0
-    # Its Torch code concatenates values, so that Torch's compiler stores its result and never computes it again.
+    # Its Torch code concatenates values. Torch's compiler therefore stores its result and never recomputes it.
     concatenates: ClassVar[bool] = False
-    # Its outputs are views of its only input, so that a backward makes them again instead of saving them.
+    # Its outputs are views of its only input. The backward pass therefore recreates them instead of saving them.
     views: ClassVar[bool] = False
-    # The index of an input to which it writes in place, and which is its first output.
+    # The index of the input that it modifies in place and returns as its first output.
     written: ClassVar[int | None] = None
-    # `into` of the node of its derivative that computes the gradient of the first input returns an op.
+    # In its derivative, the node that computes the gradient of the first input supports `into`.
     writes_parts: ClassVar[bool] = False
-    # When the kernel of another op computes it in a fused group, for explanations; empty if no kernel can.
+    # For explanations: when another op's kernel computes it in a fused group; empty if no kernel can.
     joined_when: ClassVar[str] = ""
     # Floating-point operations per element of the first output.
     flops_per_output: ClassVar[int] = 1
@@ -77,13 +78,14 @@ class Op:
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """Returns names of the outputs for generated code. There are none if the only output can have the name of the
-        node."""
+        """Returns the names of the outputs in generated code. The result is empty if the only output takes the name of
+        the node."""
         return ()
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """Returns names of the inputs for the code of a group. There are none if the default names are clear."""
+        """Returns the names of the inputs in the code of a group. The result is empty if the default names are
+        clear."""
         return ()
 
     @property
@@ -110,7 +112,7 @@ class Op:
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         """Returns the number of floating-point operations.
 
-        A multiply-add counts as two, a pointwise operation as one per element.
+        A multiply-add counts as two operations, and a pointwise operation as one per element.
         """
         return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
 
@@ -121,8 +123,8 @@ class Op:
     def site_type(self, type: TensorType) -> TensorType:
         """Returns the type of an input or output in the node for which a kernel is selected, outside of fused groups.
 
-        By default, the leading dims of rows become the dims B, T of a whole sequence, so that nodes of programs on
-        sequences and on single tokens share a kernel.
+        By default, the leading dims become B, T, those of a whole sequence, so that programs on sequences and programs
+        on single tokens share a kernel.
         """
         leading = isinstance(type.shape[0], str) if type.shape else False
         return type.with_shape("B", "T", type.width) if leading else type
@@ -133,7 +135,7 @@ class Op:
         return sizes
 
     def used_share(self, inputs: Sequence[TensorType]) -> float:
-        """Returns the share of the op's parameters that one token uses. Parameters are among the inputs."""
+        """Returns the fraction of the op's parameters that one token uses. The parameters are among the inputs."""
         return 1.0
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
@@ -157,8 +159,8 @@ class Op:
         Args:
             some: the inputs, restricted to the subset.
             every: the inputs with all rows, in any precision.
-            sums: the positions of the outputs without rows. These outputs are computed from `every`, in the precision
-                of `some`.
+            sums: the indices of the outputs without rows. These outputs are computed from `every`, in the precision of
+                `some`.
 
         Returns:
             The outputs. Outputs with rows are restricted to the subset.
@@ -176,33 +178,33 @@ class Op:
         return sum(type.bytes(sizes) for type in (*inputs, *outputs))
 
     def into(self, at: int) -> "Op | None":
-        """Returns an op with another last input, a tensor [..., D], that writes the first output to its features from
-        `at` on, and returns that tensor in place of the first output. None if there is no such op."""
+        """Returns an op with an additional last input, a tensor [..., D]. The op writes its first output to the
+        features of that tensor from `at` on, and returns the tensor instead of the first output. None if there is no
+        such op."""
         return None
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
         """Adds the nodes that compute the gradients of the inputs and returns one gradient per input.
 
-        An entry is None if that input has no gradient. The result is None if the op has no derivative rule. Rules are
-        linear in the gradients of the outputs.
+        An entry is None if that input has no gradient. The result is None if the op has no derivative rule. Rules must
+        be linear in the gradients of the outputs.
         """
         return None
 
     def retyped(self, change: Callable[[TensorType], TensorType]) -> "Op":
-        """Returns the op with `change` applied to the types that its fields state."""
+        """Returns the op with `change` applied to the types in its fields."""
         return self
 
     def settings(self) -> str:
-        """Returns the fields as text, without fields that have the default value."""
+        """Returns the fields as text. Fields with the default value are omitted."""
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return "{" + ", ".join(shown) + "}" if shown else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A gradient as a product that is not multiplied out: `value` times the factor `by`, f32[].
-
-    Every derivative rule is linear, so the multiplication can be done when a gradient leaves the group.
+    """A gradient that is stored as two factors: `value`, and the scalar `by`, f32[]. Because every derivative rule is
+    linear, the multiplication can be deferred until the gradient leaves the group.
     """
 
     value: str
@@ -213,7 +215,7 @@ Gradients = tuple[str | Scaled | None, ...]
 
 
 class Tape(Protocol):
-    """The interface of a derivative rule to the graph: the readable values, and the method that adds nodes.
+    """The interface through which a derivative rule reads values of the graph and adds nodes to it.
 
     A forward value is saved for the backward only if a rule reads it.
     """

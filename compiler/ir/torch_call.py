@@ -1,4 +1,4 @@
-"""Torch calls, as generated code writes them and torch.fx records them."""
+"""Torch calls, in the form in which generated code contains them and torch.fx records them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ class Input:
     index: int
 
 
-# Functions of a TorchCall that are not written as calls, and the names under which torch.fx records them.
+# Functions that generated code writes as operators, and the names under which torch.fx records them.
 ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
 COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 OPERATORS = {"[]": "getitem", ".": "getattr", "@": "matmul", **ARITHMETIC, **COMPARISONS}
@@ -24,14 +24,15 @@ OPERATORS = {"[]": "getitem", ".": "getattr", "@": "matmul", **ARITHMETIC, **COM
 
 @dataclass(frozen=True, slots=True)
 class TorchCall:
-    """A Torch call, as generated code writes it and torch.fx records it.
+    """A Torch call, in the form in which generated code contains it and torch.fx records it.
 
     Attributes:
         function: a Torch function (`F.pad`), a method of the first argument (`.flip`), one of OPERATORS, or a support
             function (`rope_angles`), which is defined in templates/torch/<function>.py.jinja.
         args: the positional arguments: inputs of the op, other calls, and constants.
         keywords: the keyword arguments.
-        generated: for a support function that is generated for the op, its template and typed context.
+        generated: the template and the typed context of a support function that is generated for this op; None
+            otherwise.
     """
 
     function: str
@@ -46,7 +47,8 @@ class TorchCall:
 
     @property
     def support(self) -> str:
-        """Returns the support function that the call or one of its arguments calls; "" if there is none."""
+        """Returns the name of the support function that the call itself or one of its arguments calls; "" if there is
+        none."""
         if self.function.isidentifier():
             return self.function
         return next((arg.support for arg in self.args if isinstance(arg, TorchCall) and arg.support), "")

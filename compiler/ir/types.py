@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor as Tensor
-else:  # building a module does not import torch, only the reference implementations do
+else:  # names, because a build does not import torch; only reference implementations do
     Tensor = Any
 
 Tensors = Tensor | tuple[Tensor, ...]
@@ -35,7 +35,7 @@ class Size(int):
         number.text = text
         return number
 
-    def __reduce__(self) -> tuple[Any, ...]:  # processes pass plans to one another
+    def __reduce__(self) -> tuple[Any, ...]:  # makes a Size picklable, because processes pass plans to one another
         return Size, (int(self), self.text)
 
     def __mul__(self, other: Any) -> Any:

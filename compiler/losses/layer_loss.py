@@ -1,4 +1,4 @@
-"""A loss that a layer states, such as the balance of experts: the term of the kind `auxiliary`.
+"""The term of the kind `auxiliary`: a loss that a layer computes, such as the load balance of experts.
 
 A layer lists the names of its losses in `Part.losses` (compiler/blocks/parts.py), and returns their values in
 `Lowered.losses`.
@@ -12,7 +12,8 @@ from specc.compiler.losses.term import LossTerm
 
 
 class AuxiliaryLoss(LossTerm):
-    """A loss that layers state, summed over the blocks. The loss contributes to gradients, but not to the logged loss.
+    """An auxiliary loss of layers, summed over the blocks. The loss contributes to gradients, but not to the logged
+    loss.
 
     Attributes:
         name: the layer and the loss, such as `mlp.activation`, the mean square of the output of each layer `mlp`

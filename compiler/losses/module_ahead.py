@@ -1,4 +1,5 @@
-"""The cross-entropy of later tokens, which modules after the last block predict. The modules exist only in training."""
+"""The cross-entropy of later tokens. Modules after the last block predict them; these modules exist only in
+training."""
 
 from typing import Annotated, Literal
 
@@ -13,14 +14,14 @@ class ModuleAhead(LossTerm):
 
     A module is a block like the last one, with a norm after it and the head of the model. The parameters of the modules
     have the prefixes `ahead1`, `ahead2`, and so on. Checkpoints have them; scoring, generation and artifacts do not.
-    Targets beyond the end of a row or of a document count 0, and each mean is over all tokens.
+    Targets beyond the end of a row or of a document contribute 0, and each mean is over all tokens.
 
     Attributes:
         form: `heads`: each module reads the residual stream after the last block (Gloeckle et al. 2024, arXiv
             2404.19737). `sequential`: module k reads a matrix times the norm of the stream after module k - 1 and the
             norm of the embedding of the token k positions later (DeepSeek-V3, arXiv 2412.19437).
         modules: the number of modules.
-        bos: the id that starts a document, so that targets of later documents do not count.
+        bos: the id that starts a document. If it is set, targets in later documents do not count.
     """
 
     kind: Literal["module_ahead"]

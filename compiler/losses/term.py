@@ -11,10 +11,10 @@ from specc.compiler.strict import StrictModel
 
 
 class LossTerm(StrictModel):
-    """A term of the training loss. Evaluation always uses the plain loss of the next token.
+    """A term of the training loss. Evaluation always uses the plain cross-entropy of the next token.
 
-    A subclass has a `kind` Literal as its tag. A term is either a function of each token, which `per_token` gives, or a
-    loss that layers of the model state, which `states` names.
+    A subclass has a `kind` Literal as its tag. A term is either computed for each token, by the expression `per_token`,
+    or is an auxiliary loss of layers, whose name is `states`.
 
     Attributes:
         weight: the factor of the term: a number, a formula in `t`, or a schedule.
@@ -26,17 +26,17 @@ class LossTerm(StrictModel):
     @property
     def per_token(self) -> str:
         """The loss of a token: an expression over `nats`, the cross-entropy of the token, `lse`, the log of the sum of
-        exp(logits), and `nats_n` for each `n` of `targets`; empty for a loss that layers state."""
+        exp(logits), and `nats_n` for each `n` of `targets`; empty for an auxiliary loss."""
         return ""
 
     @property
     def states(self) -> str:
-        """The name of the loss that layers state, as LAYER.LOSS; empty for a function of each token."""
+        """The name of the auxiliary loss, as LAYER.LOSS; empty for a loss of each token."""
         return ""
 
     @property
     def count(self) -> int:
-        """The number of modules that the model has for this term alone."""
+        """The number of modules that the model has only for this term."""
         return getattr(self, "modules", 0)
 
     @property
@@ -50,20 +50,19 @@ class LossTerm(StrictModel):
         return f"{self.title.replace('.', '_')}_weight"
 
     def targets(self, b: Builder, targets: str, ignore: int | None) -> Mapping[str, str]:
-        """Adds further targets of the logits, i64 [B, T], -1 where there is none.
-
-        Returns the further targets by name. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
+        """Adds further targets for the same logits, i64 [B, T], and returns them by name. A target is -1 where there is
+        none. `per_token` reads the cross-entropy of the targets `n` as `nats_n`.
 
         Args:
             b: the builder of the program.
             targets: the next token of each token, i64 [B, T].
-            ignore: a target that does not count.
+            ignore: the target id that the loss ignores.
         """
         return {}
 
 
 def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
-    """Adds the inputs for the weights. Returns the weights of the losses that layers state, by name."""
+    """Adds the inputs for the weights. Returns the weights of the auxiliary losses, by name."""
     weights = {term.states: b.input(term.input, TensorType((), "f32")) for term in terms if term.input}
     return {name: ref for name, ref in weights.items() if name}
 
@@ -71,16 +70,16 @@ def declare_weights(b: Builder, terms: Sequence[LossTerm]) -> dict[str, str]:
 def add_loss(
     b: Builder, terms: Sequence[LossTerm], logits: str, targets: str, mean: bool, ignore: int | None = None
 ) -> str:
-    """Adds the node `loss`: in training, the weighted sum of all functions of tokens; otherwise, the loss of the next
-    token.
+    """Adds the node `loss`. In training, it is the weighted sum of all terms that are computed for each token;
+    otherwise, it is the cross-entropy of the next token.
 
     Args:
         b: the builder of the program. In training, the program has the inputs that `declare_weights` adds.
         terms: the terms of the training loss.
         logits: f32 [B, T, V].
         targets: i64 [B, T].
-        mean: whether to return the training loss, f32 [], instead of the loss of each next token, f32 [B, T].
-        ignore: a target that does not count.
+        mean: whether to return the training loss, f32 [], instead of the cross-entropy of each token, f32 [B, T].
+        ignore: the target id that the loss ignores.
     """
     reduction: Literal["mean", "none"] = "mean" if mean else "none"
     counted = [term for term in terms if term.per_token] if mean else []

@@ -11,7 +11,7 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 
 @dataclass(frozen=True, slots=True)
 class Additive(Op):
-    """Computes softmax(scores) v over the source positions for which `seen` is True.
+    """Computes softmax(scores) v over the source positions at which `seen` is True.
 
     Inputs are queries [B, T, A], keys [B, S, A], values v [B, S, D] and `seen` bool[B, S]. The output is [B, T, D]. If
     `seen` is False at every position, the output is 0.

@@ -1,6 +1,6 @@
 """Scaled dot-product attention: over a whole sequence, over a key-value cache, or under a padding mask.
 
-Specs lower to these ops. In training programs, the fusion pass replaces them by the ops of `saved_attention`.
+Specs lower to these ops. In training programs, the fusion pass replaces them with the ops of `saved_attention`.
 """
 
 import re
@@ -27,9 +27,8 @@ def scaled_product(q: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
 
 
 class Attention(Op):
-    """Base of attention: softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G, D], where G divides H.
-
-    The output is [B, T, H, D].
+    """The base class of attention ops. They compute softmax(score) v for q [B, T, H, C], k [B, S, G, C] and v [B, S, G,
+    D], where G divides H. The output is [B, T, H, D].
 
     The score is q k^T / sqrt(C) unless a subclass changes it. Subclasses differ in the keys that a query attends to. A
     query that attends to no key has output 0, as in Torch.
@@ -65,8 +64,8 @@ class Attention(Op):
         return None
 
     def logits(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the masked scores, and a mask bool[..., T, 1] of the queries that have neither a key nor a sink. The
-        scores of such queries are not masked. If there is a sink, it is the last column of the scores."""
+        """Returns the masked scores, and a mask bool[..., T, 1] that is True for queries without any key or sink. The
+        scores of these queries are not masked. If there is a sink, it is the last column of the scores."""
         import torch
 
         allowed, sink = self.allowed(*inputs), self.sink(*inputs)
@@ -119,10 +118,10 @@ class AttendContext:
         tiles: the lines that compute which blocks of scores have an unmasked pair of query and key, and which blocks
             have only unmasked pairs.
         rows: the number of rows of the tables that list these blocks.
-        read: the value from which the tables are computed.
+        read: the variable from which the tables are computed.
         seen_pair: the mask of a pair of query and key, for FlexAttention.
         flex: the lines that compute y with FlexAttention.
-        keys: the sentence about the keys of a cache.
+        keys: the sentence that describes the keys of a cache.
         places: the lines that compute the positions i and j in a cache.
         package: the package of the model, for the names of custom ops.
     """
@@ -171,7 +170,7 @@ class ScoreFields(Op):
 
     @property
     def of_scores(self) -> tuple[str, str, float | None, tuple[str, ...], bool]:
-        """Only the fields of this class, so that ops over another kind of cache can copy them."""
+        """A copy of only the fields of this class, for ops over another kind of cache."""
         return self.score, self.mask, self.scale, self.tables, self.sinks
 
     @property
@@ -187,13 +186,14 @@ class ScoreFields(Op):
     @property
     def further(self) -> tuple[str, ...]:
         """The names of the additional inputs, in order. The first is the start position of each query's document,
-        i64[B, T], if the mask reads documents. The next is the sink of each head, [H], if there are sinks. The last
-        ones are the tables."""
+        i64[B, T], if the mask reads documents. The sinks of the heads, [H], are next, if there are sinks. The tables
+        come last."""
         return (*(("start",) if self.documents else ()), *(("sinks",) if self.sinks else ()), *self.tables)
 
     @property
     def title(self) -> str:
-        """The score and the mask as part of a name, such as `s_sub_slope_h_mul_d` or `d_lt_512`. Here d is i - j."""
+        """The part of a kernel name that states the score and the mask, such as `s_sub_slope_h_mul_d` or `d_lt_512`,
+        where d is i - j."""
         joined = isinstance(condition := reread(self.mask, LANGUAGE), Logic) and condition.op == "and"
         mask = (self.mask.removeprefix(f"{CAUSAL} and ") if joined else self.mask).replace(_SAME_DOCUMENT, "document")
         texts = [self.score if self.score != PLAIN else "", mask if self.mask != CAUSAL else ""]
@@ -225,12 +225,12 @@ class ScoreFields(Op):
 
 @dataclass(frozen=True, slots=True)
 class ScoredBase(ScoreFields, Attention):
-    """Base of causal attention with a score and a mask. The inputs are those of the subclass, then the additional
-    inputs of `ScoreFields`."""
+    """The base class of causal attention with a score and a mask. The inputs are those of the subclass, followed by the
+    additional inputs of `ScoreFields`."""
 
     template: ClassVar[str] = "torch/ops/attend_scored_cached.py.jinja"
     context: ClassVar[type[AttendContext]] = AttendContext
-    leading: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # the names of the inputs before the additional ones
+    leading: ClassVar[tuple[str, ...]] = ("q", "k", "v")  # the names of the inputs that precede the additional inputs
 
     @property
     def arity(self) -> int:
@@ -319,7 +319,7 @@ class ScoredBase(ScoreFields, Attention):
         lines = ["h = torch.arange(q.shape[1], device=q.device)[:, None, None]"]
         reads = ("start[:, None, :, None]" if name == "start" else name for name in self.visible_reads)
         lines.append(f"seen = visible({', '.join(('i', 'j', 'h', *reads))})")
-        # with a mask, Torch's kernels that do not store the scores have as many heads of keys as of queries
+        # with a mask, those of Torch's kernels that do not store the scores need as many key heads as query heads
         lines += ["k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))"]
         if not scored and not self.sinks:
             scale = f", scale={self.scale!r}" if self.scale is not None else ""
@@ -360,7 +360,7 @@ def _tile_lines(name: str, condition: Expr) -> tuple[str, ...]:
 
 
 def _common(mask: Mask, q: Tensor, k: Tensor) -> tuple[int, ...]:
-    """Returns the shape of the mask."""
+    """Returns the shape to which the mask broadcasts."""
     names = variables(mask.condition)
     rows, heads = (len(q) if "start" in names else 1), (q.shape[-2] if "h" in names else 1)
     lead = (rows, heads) if "start" in names or "h" in names else ()

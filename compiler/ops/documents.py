@@ -35,10 +35,11 @@ class DocumentStarts(Moves):
 
 @dataclass(frozen=True, slots=True)
 class DocumentStartsCached(Moves):
-    """DocumentStarts for decoding: the tokens follow `start` (i64[]) earlier tokens, and positions include them.
+    """DocumentStarts for decoding. The tokens follow `start` (i64[]) earlier tokens, and positions are counted from the
+    first of these.
 
-    The second input i64[B, 1] is the state: the start position of the document that contains the last earlier token.
-    The state is ignored if `start` is 0.
+    The second input, i64[B, 1], is the state: the start position of the document that contains the last earlier token.
+    It is ignored if `start` is 0.
     """
 
     name: ClassVar[str] = "document_starts_cached"

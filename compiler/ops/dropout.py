@@ -15,19 +15,21 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-STORAGE = "draw"  # marks the buffer that says which numbers a node draws
-DRAW = TensorType((4,), "i64", STORAGE)  # the key, the first sequence, the step between sequences, tokens of a sequence
-PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)  # factors of a round, and steps of the key
+STORAGE = "draw"  # the storage format that marks a buffer which determines the random numbers of a node
+# The key, the index of the first sequence, the step between sequences, the tokens per sequence
+DRAW = TensorType((4,), "i64", STORAGE)
+PHILOX = (0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85)  # the multipliers of a round, and the increments of the key
 
 
 @dataclass(frozen=True, slots=True)
 class Dropout(Op):
-    """Sets each element of x to 0 with probability `p` and divides the others by 1 - p. Only training programs have it.
+    """Sets each element of x to 0 with probability `p`, and divides the other elements by 1 - p. The op occurs only in
+    training programs.
 
     Torch's generator of the device draws the random numbers in program order, also in the reference. With `counted`, a
-    second input of type DRAW, which holds a key and the rows of the batch, determines the numbers instead. The number
-    of an element is then the output of Philox4x32-10 (Salmon et al., 2011) for the key, the row of the element in the
-    whole step, and the column. The gradient computes the numbers again, so that no mask is stored.
+    second input of type DRAW, which holds a key and the rows of the batch, determines the numbers instead. The random
+    number of an element is then the output of Philox4x32-10 (Salmon et al., 2011) for the key, the element's row in the
+    whole step, and its column. The gradient recomputes the numbers, so that no mask is stored.
     """
 
     name: ClassVar[str] = "dropout"
@@ -66,7 +68,8 @@ class Dropout(Op):
 
 
 def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
-    """Returns which elements of a value of `shape` a node keeps that draws by `draw`, bool, on the CPU."""
+    """Returns the mask, bool on the CPU, of the elements that a node with the buffer `draw` keeps in a value of
+    `shape`."""
     import torch
 
     key, first, step, tokens = draw.tolist()
@@ -75,17 +78,18 @@ def mask(shape: Sequence[int], draw: Tensor, p: float) -> Tensor:
 
 
 def least_word(p: float) -> int:
-    """Returns the smallest word of the generator at which an element is kept."""
+    """Returns the smallest output word of the generator for which an element is kept."""
     return int(p * 2**32)
 
 
 def begin_draw(draw: Tensor, window: int) -> None:
-    """Fills the buffer of a node for a single batch whose sequences have `window` tokens, with key 0."""
+    """Fills the buffer of a node with key 0, for a single batch whose sequences have `window` tokens."""
     draw.data.copy_(draw.new_tensor([0, 0, 1, window]))
 
 
 def philox(key: int, rows: Sequence[int], columns: int) -> npt.NDArray[np.uint64]:
-    """Returns the first word of Philox4x32-10 for each pair of a row and a column, below 2^32, [rows, columns]."""
+    """Returns the first output word of Philox4x32-10, below 2^32, for each pair of a row and a column: [rows,
+    columns]."""
     import numpy as np
 
     low, bits = np.uint64(2**32 - 1), np.uint64(32)

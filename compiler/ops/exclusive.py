@@ -31,7 +31,7 @@ class Exclusive(Op):
         return 4 * inputs[0].count(sizes) + 3 * inputs[1].count(sizes)
 
     def saved_inside(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        y, v = inputs  # u, the length of v, and y . u
+        y, v = inputs  # the operations for u, the length of v, and y . u
         return v.bytes(sizes) + sum(type.with_shape(*type.shape[:-1]).bytes(sizes) for type in (v, y))
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:

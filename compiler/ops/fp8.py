@@ -1,4 +1,4 @@
-"""Linear layers whose products multiply 8-bit floats."""
+"""Linear layers whose matrix products multiply 8-bit floats."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,27 +9,27 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import Linear, rows
 
-STORAGE = "fp8"  # marks the buffer of a product with delayed scaling
-FACTORS = ("x", "weight", "dy")  # the factors of the three products of a layer, in the order of a buffer
+STORAGE = "fp8"  # the storage format that marks the buffer of a layer with delayed scaling
+FACTORS = ("x", "weight", "dy")  # the factors of a layer's three products, in the order of the buffer's columns
 MOST = (448.0, 448.0, 57344.0)  # the largest values of e4m3, e4m3 and e5m2
-USUAL = (16.0, 4.0, 1.0)  # magnitudes before the first step
-SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer: HISTORY is the first of the last steps
+USUAL = (16.0, 4.0, 1.0)  # the assumed magnitudes before the first step
+SCALES, LARGEST, HISTORY = 0, 1, 2  # rows of a buffer; the magnitudes of the last steps begin at row HISTORY
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Linear(Op):
     """Computes y = x w^T for x [..., K] and w [N, K], with factors rounded to 8 bits.
 
-    Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2. Before, they are divided by a scale that
-    maps the largest magnitude to the largest value of the format. The three products are y, dx = dy w and dw = dy^T x.
-    They are summed in f32 and multiplied by the scales of their factors.
+    Inputs and weights are rounded to e4m3, and gradients of outputs to e5m2. Before rounding, they are divided by a
+    scale that maps the largest magnitude to the largest value of the format. The three products are y, dx = dy w and dw
+    = dy^T x. They are summed in f32 and multiplied by the scales of their factors.
 
     Attributes:
         by_rows: whether a factor has one scale for each vector along the dim that the product sums over. Otherwise, a
             factor has one scale.
         delayed: whether a third input f32 [2 + H, 3] contains the scales. Its columns stand for x, w and dy. The first
-            row has the scales. The second row has the largest magnitudes since the scales were set; the product updates
-            these. The last H rows have the largest magnitudes of the last H steps.
+            row holds the scales. The second row holds the largest magnitudes since the scales were set, which the
+            products update. The last H rows hold the largest magnitudes of the last H steps.
     """
 
     name: ClassVar[str] = "fp8_linear"
@@ -70,7 +70,7 @@ class Fp8Linear(Op):
 
 
 def begin_scales(state: Tensor) -> None:
-    """Fills the buffer f32 [2 + H, 3] of a product with scales that fit the usual magnitudes before training."""
+    """Fills the buffer f32 [2 + H, 3] of a layer with scales for the usual magnitudes before training."""
     state.data.zero_()
     for factor, (usual, most) in enumerate(zip(USUAL, MOST, strict=True)):
         state.data[HISTORY:, factor] = usual
@@ -83,7 +83,7 @@ def _rounded_products() -> Any:
     import torch
 
     def near(value: Tensor, factor: int, state: Tensor | None, dim: int | None) -> Tensor:
-        """Returns the value [R, K] after rounding of value / scale to 8 bits and multiplication by the scale."""
+        """Returns the value [R, K] after rounding: value / scale is rounded to 8 bits and multiplied by the scale."""
         if state is not None:
             scale = state[0, factor].to(value.dtype)
         else:

@@ -1,6 +1,5 @@
-"""Linear layers of 8-bit floats in parts: the rounding of a factor to codes, and the three products of codes.
-
-The parts of `Fp8Linear` with delayed scaling. In a fused group, the kernel that computes a factor can write its codes.
+"""The parts of `Fp8Linear` with delayed scaling: the rounding of a factor to codes, and the three products of codes. In
+a fused group, the kernel that computes a factor can therefore write its codes.
 """
 
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ def _check_state(type: TensorType, index: int) -> None:
 
 
 def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
-    """Returns value / scale, rounded to the format of a factor. The result has the dtype of the value, so that numbers
-    are exact."""
+    """Returns value / scale, rounded to the format of a factor. The result has the dtype of the value, which represents
+    the rounded numbers exactly."""
     import torch
 
     scaled = (value / state[SCALES, factor].to(value)).clamp(-MOST[factor], MOST[factor])
@@ -34,7 +33,8 @@ def codes_of(value: Tensor, state: Tensor, factor: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Codes(Op):
-    """Divides a factor of a product by its scale and rounds it to 8 bits. Larger values become the largest.
+    """Divides a factor of a product by its scale and rounds it to 8 bits. Values beyond the largest of the format are
+    clamped.
 
     The inputs are the factor and the state of `Fp8Linear`, f32 [2 + H, 3]. Generated code also records the largest
     magnitude of the factor in the state. The gradient of the codes times the scale is passed on to the factor.
@@ -45,7 +45,7 @@ class Fp8Codes(Op):
 
     name: ClassVar[str] = "fp8_codes"
     arity: ClassVar[int] = 2
-    inline: ClassVar[bool] = False  # it changes the state
+    inline: ClassVar[bool] = False  # the op changes the state, so it needs a separate line
     joined_when: ClassVar[str] = "a kernel rounds to 8 bits what it computes as a product with an epilogue"
     factor: int
 
@@ -88,7 +88,8 @@ class Transposed(Op):
 
 @dataclass(frozen=True, slots=True)
 class CodesLinear(Product):
-    """Computes y = x w^T of codes x [..., K] and w [N, K], without their scales, for a kernel with an epilogue."""
+    """Computes y = x w^T for codes x [..., K] and w [N, K], without their scales, which a kernel applies in its
+    epilogue."""
 
     name: ClassVar[str] = "fp8"
     layout: ClassVar[Literal["nk", "kn"]] = "nk"
@@ -115,10 +116,12 @@ ROLES: dict[Role, tuple[Op, tuple[int, int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fp8Product(Op):
-    """One of the three products of a linear layer, of codes, times the scales of both factors. Sums are f32.
+    """One of the three products of a linear layer, computed from codes and multiplied by the scales of both factors.
+    Sums are f32.
 
     The inputs are the codes of two factors and the state of the scales. y = x w^T, dx = dy w, and dw = dy^T x. For dx,
-    the second input is the transposed weight, because tensor cores read 8-bit factors along the dim of the sum.
+    the second input is the transposed weight, because tensor cores require 8-bit factors to be contiguous along the
+    summed dim.
 
     Attributes:
         role: the product.

@@ -8,7 +8,7 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Tensor, Tensors, TensorType, TypeRuleError
 
-TOKEN, BEFORE = 36313, 27191  # multipliers of a token id and of the previous token id
+TOKEN, BEFORE = 36313, 27191  # the multipliers of the token id and of the previous token id
 
 
 @dataclass(frozen=True, slots=True)

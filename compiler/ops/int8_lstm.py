@@ -32,9 +32,9 @@ class Int8LstmStep(Int8Product):
     - scale: f32 [4H], the value of one unit of the sums.
     - inverse: f32 [H], the reciprocal of the scale of h.
 
-    h is quantized as by `QuantizeRows`, with zeros after column H. The int32 sums of h and w, including the offset, are
-    exact. The gates, in the order i, f, g, o, are computed from x + sums * scale. All operations after the sums are
-    f32. If h and c have a dtype of fewer bits, the new h and c are rounded once.
+    h is quantized as `QuantizeRows` does, and padded with zeros after column H. The int32 sums of h and w, including
+    the offset, are exact. The gates, in the order i, f, g, o, are computed from x + sums * scale. All operations after
+    the sums are f32. If h and c have a narrower dtype, the new h and c are rounded once.
 
     With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`), each of which is multiplied with w. The sums of q2 are
     also exact. The total is computed in f32: the sums of q1, including the offset, plus the sums of q2 divided by 254.
@@ -84,7 +84,7 @@ class Int8LstmStep(Int8Product):
         return LARGEST + 1
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Makes weight codes of both signs with zeros after column H, and scales that bring the sums near 1.
+        """Gives weight codes both signs, with zeros after column H, and chooses scales that bring the sums near 1.
 
         The inverses are powers of two, so that h has the same codes in every precision.
         """

@@ -10,12 +10,12 @@ from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, Typ
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
-    """Returns all dims but the last. Kernels flatten them to one dim of rows."""
+    """Returns all dims except the last. Kernels flatten them to one dim, the rows."""
     return type.shape[:-1]
 
 
 class Product(Op):
-    """A product of rows [..., K] and a stored weight, for a GEMM kernel.
+    """A matrix product of rows [..., K] and a stored weight, for a GEMM kernel.
 
     `layout` is the layout of the weight: `nk` is [N, K] and `kn` is [K, N], both row-major.
     """
@@ -49,7 +49,7 @@ class Product(Op):
 class Linear(Product):
     """Computes y = x w^T for x [..., K] and one or more weights w [N, K], each with its own accumulator.
 
-    `weights` is the number of weights. All have the same shape and multiply the same x.
+    `weights` is the number of weights. All weights have the same shape and are multiplied with the same x.
     """
 
     name: ClassVar[str] = "linear"
@@ -88,7 +88,8 @@ class Linear(Product):
 
 @dataclass(frozen=True, slots=True)
 class HeadLinear(Op):
-    """Multiplies each head by its own matrix [N, K]. The weight w [H N, K] has these matrices one below the other.
+    """Multiplies each head by its own matrix [N, K]. The weight w [H N, K] consists of these matrices, stacked along
+    the rows.
 
     The input [..., H, N] becomes [..., H, K], or with `transposed`, [..., H, K] becomes [..., H, N].
     """

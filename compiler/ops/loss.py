@@ -11,20 +11,20 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.shape import Moves
 
-ROWS = 1 << 11  # rows of logits that a reference computes at a time
+ROWS = 1 << 11  # the rows of logits that a reference processes at a time
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Op):
     """The loss -log softmax(logits)[target] in nats, for logits f32[B, T, V] and targets i64[B, T].
 
-    With `reduction` "mean" the output is f32[], with "none" f32[B, T]. Targets equal to `ignore` are excluded from the
-    mean, and their loss is 0 with "none".
+    The output is f32[] with `reduction` "mean", and f32[B, T] with "none". Targets equal to `ignore` are excluded from
+    the mean, and their loss is 0 with "none".
 
-    The mean may also be that of `per_token`: an expression over `nats`, which is the loss of a token, `lse` =
-    log(sum(exp(logits))) and `weights`. For each name `n` of `further`, the expression may read `nats_n`: the loss of
-    the same logits for other targets, or 0 where these are negative. Inputs after `targets` are the other targets,
-    i64[B, T], then the `weights`, f32[] each.
+    If `per_token` is set, the output is the mean of this expression instead. It reads `nats`, which is the loss of a
+    token, `lse` = log(sum(exp(logits))) and `weights`. For each name `n` in `further`, it may also read `nats_n`: the
+    loss of the same logits for other targets, or 0 where such a target is negative. Inputs after `targets` are the
+    other targets, i64[B, T], then the `weights`, f32[] each.
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -67,7 +67,7 @@ class CrossEntropy(Op):
             words = (("ignore_index", -1), ("reduction", "none"))
             values[f"nats_{name}"] = TorchCall("F.cross_entropy", (transposed, Input(2 + i)), words)
         loss = _call_of(reread(self.per_token), values)
-        if self.ignore is not None:  # cross_entropy is 0 at such targets, and lse is not
+        if self.ignore is not None:  # at ignored targets, cross_entropy is 0, but lse is not
             loss = TorchCall("[]", (loss, TorchCall("!=", (Input(1), self.ignore))))
         return TorchCall(".mean", (loss,))
 
@@ -95,7 +95,7 @@ def _targets(inputs: Sequence[TensorType], further: int) -> TensorType:
     return targets[0]
 
 
-IGNORED = -1  # a target that does not count
+IGNORED = -1  # a target that does not count toward the loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ class SoftmaxLoss(Op):
     It is computed in f32 or wider. `f` is an expression over `z`. Only the first `vocab` of the W columns are logits;
     the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, so that loss
     and gradient need only one pass over the logits. It has the type and shape of the logits, and is 0 in the padding.
-    `per_token`, `further` and `weights` are as in CrossEntropy, but `per_token` is linear in the losses of targets.
+    `per_token`, `further` and `weights` are as in CrossEntropy, but `per_token` must be linear in the losses of the
+    targets.
     """
 
     name: ClassVar[str] = "softmax_loss"
@@ -148,7 +149,8 @@ class SoftmaxLoss(Op):
     f: str = "z"
     per_token: str = field(default="nats", metadata=ADDED)
     weights: tuple[str, ...] = field(default=(), metadata=ADDED)
-    title: str = field(default="", metadata=ADDED)  # of `f` in kernel names, if it is not that of its functions
+    # The name of `f` in kernel names, if it differs from the name of its functions
+    title: str = field(default="", metadata=ADDED)
     further: tuple[str, ...] = field(default=(), metadata=ADDED)
 
     @property
@@ -197,8 +199,8 @@ class SoftmaxLoss(Op):
         return self.sampled(inputs, inputs)
 
     def sampled(self, some: Sequence[Tensor], every: Sequence[Tensor], sums: Sequence[int] = ()) -> Tensors:
-        """Computes the gradient of the rows `some`, and the mean over the rows `every`. To limit memory, processes ROWS
-        rows at a time."""
+        """Computes the gradient for the rows `some`, and the mean over the rows `every`. Processes ROWS rows at a time,
+        to limit memory."""
         import torch
 
         if self.reduction == "none":
@@ -237,8 +239,8 @@ class SoftmaxLoss(Op):
 class LaterTargets(Moves):
     """The targets `distance` tokens later: i64[B, T] -> i64[B, T], with `fill` beyond the end of a row.
 
-    `bos` is the id that starts a document. With `bos`, a target is -1 if it is in a later document than the next token,
-    or if it equals `ignore`.
+    `bos` is the id that starts a document. If `bos` is set, a target is -1 if it equals `ignore` or if it is in a later
+    document than the next token.
     """
 
     name: ClassVar[str] = "later_targets"
@@ -300,8 +302,8 @@ class MeanSquare(Op):
 class AttachLoss(Moves):
     """Returns the first input x unchanged. The backward pass adds the gradient of `weight` * `loss`, both f32[].
 
-    A loss that a block computes therefore need not be passed to the loss of the program (as in DeepSeek-AI 2024, arXiv
-    2405.04434).
+    A block's auxiliary loss therefore does not have to be passed to the loss of the program (as in DeepSeek-AI 2024,
+    arXiv 2405.04434).
     """
 
     name: ClassVar[str] = "attach_loss"

@@ -10,13 +10,13 @@ from specc.compiler.ir.op import ADDED, Gradients, Op, Tape
 from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.positions import rotated
 
-USUAL_EPS = 1e-6  # the default, which names and plans omit
+USUAL_EPS = 1e-6  # the default epsilon, which names and plans omit
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation(Op):
-    """Base of NormRope and its gradient. If `eps` is None, there is no norm. If `gain` is true, each head is multiplied
-    by a factor.
+    """The base class of NormRope and its gradient. If `eps` is None, there is no norm. If `gain` is true, each head is
+    multiplied by a factor.
 
     With `neighbors`, channel 2i is paired with channel 2i + 1. Otherwise, channel i is paired with channel R + i.
     `weight` is the factor of each channel after the norm: an expression of a learned `w` that all heads share. It is
@@ -32,7 +32,7 @@ class HeadRotation(Op):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Returns one word per operation on a head, in order, for kernel names."""
+        """Returns the words of a kernel name: one for each operation on a head, in order."""
         norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
         weight = "_".join(filter(None, ("w", name_of(reread(self.weight))))) if self.weight else ""
         return tuple(filter(None, (norm, weight, self._rotary("rotary"), "gain" if self.gain else "")))
@@ -87,7 +87,7 @@ class NormRope(HeadRotation):
         return _turns(inputs[0], inputs[1], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: Tensor) -> Tensors:
-        """Rounds after each of norm, rotation and gain, as separate Torch operations do."""
+        """Rounds after the norm, after the rotation and after the gain, as separate Torch operations do."""
         import torch
 
         x, cos, sin, *learned = inputs
@@ -116,8 +116,8 @@ class NormRopeGrad(HeadRotation):
 
     With r = 1 / sqrt(mean(x^2) + eps), dz = dy rotated back and s = sum(dz * x * r) over the channels of a head: dx = r
     * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Without norm and gain, dx = dz, and x is
-    not an input. With a weight, replace dz in these formulas by dz * weight. Then dweight is the sum of gain * r * x *
-    dz over all heads and tokens, times the derivative of the weight with respect to w.
+    not an input. With a weight, dz is replaced with dz * weight in these formulas, and dweight is the sum of gain * r *
+    x * dz over all heads and tokens, times the derivative of the weight with respect to w.
     """
 
     name: ClassVar[str] = "norm_rope_grad"
@@ -151,7 +151,7 @@ class NormRopeGrad(HeadRotation):
         return (x, *others[2:])
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # the norm needs a sum of squares and a multiple of x; norm and gain need s and a factor; the weight is a
+        # the norm takes a sum of squares and a multiple of x; norm and gain take s and a factor; the weight takes a
         # factor, and its gradient a sum of products
         each = 4 * (self.eps is not None) + 3 * self.reads_x + 4 * bool(self.weight)
         return _turns(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
@@ -176,8 +176,8 @@ class NormRopeGrad(HeadRotation):
 
 @dataclass(frozen=True, slots=True)
 class NormRopeGradInto(NormRopeGrad):
-    """The gradients of NormRope, of which dx [..., T, H, C] is written to the H C features from `at` on of the last
-    input, a tensor [..., T, D]. The first output is that tensor."""
+    """The gradients of NormRope. dx [..., T, H, C] is written to the H C features, from `at` on, of the last input, a
+    tensor [..., T, D]. This tensor is the first output."""
 
     name: ClassVar[str] = "norm_rope_grad_into"
     assigned: ClassVar[bool] = True
@@ -234,7 +234,8 @@ def _check(op: HeadRotation, x: TensorType, cos: TensorType, sin: TensorType, *l
 
 
 def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
-    """Returns the number of operations of the rotation: four products and two sums per pair of channels."""
+    """Returns the number of operations of the rotation, which takes four multiplications and two additions per pair of
+    channels."""
     assert isinstance(cos.width, int)
     return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
 

@@ -13,17 +13,18 @@ from specc.compiler.ir.types import Dim, Sizes, Tensor, Tensors, TensorType, Typ
 from specc.compiler.ops.dropout import mask
 from specc.compiler.ops.fp8 import SCALES
 
-CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # methods of a tensor that convert it
+CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # the tensor methods that convert to each dtype
 
 
 def pointwise(b: Builder, name: str, text: str, /, dtype: str = "", title: str = "", **values: str) -> str:
-    """Adds a node called `name`, which computes the expression `text` of named values. Returns the value of the
-    node."""
+    """Adds a node called `name` that computes the expression `text` over named values. Returns a reference to the
+    result."""
     return b.add(name, Pointwise((text,), tuple(values), dtype=dtype, title=title), tuple(values.values()))
 
 
 def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """Returns the common shape of `shapes`. Dims are aligned at the right. Missing dims and dims of 1 are expanded.
+    """Returns the common shape of `shapes`. Shapes are aligned at the last dim. Missing dims and dims of 1 are
+    expanded.
 
     Raises TypeRuleError if the shapes do not broadcast.
     """
@@ -46,14 +47,14 @@ class Pointwise(Op):
         variables: the names of the inputs in the expressions, in order.
         labels: the names of the outputs in generated code; empty for a single unnamed output.
         dtype: the dtype of the outputs, to which inputs are converted; if empty, the dtype of the first input.
-        title: the name in kernel names, if the spec sets it.
-        draws: the variables that are masks of dropout, each with its probability of 0. The input of such a variable is
-            a buffer of type DRAW, from which the elements of the mask, 0 or 1, are drawn. Only an epilogue has masks.
-        scales: the variables that are products of two scales, each with the columns of the scales in its input, which
-            is the state of 8-bit products. Only an epilogue has them.
-        codes: the outputs that are rounded to 8 bits: their index, the variable of the state, the column of the scale,
-            and the dtype to which the value is rounded before. The largest magnitude is recorded in the state. Only an
-            epilogue has them.
+        title: the word that stands for the expression in kernel names, if the spec sets it.
+        draws: the variables that are dropout masks, each with its probability of 0. The input for such a variable is a
+            buffer of type DRAW, which determines the elements of the mask, 0 or 1. Only epilogues have masks.
+        scales: the variables that are products of two scales. The input for such a variable is the state of 8-bit
+            products, and `scales` states the columns of the two scales. Only epilogues have them.
+        codes: the outputs that are rounded to 8 bits. An entry has the index of the output, the variable of the state,
+            the column of the scale, and a dtype to which the value is rounded first. The largest magnitude is recorded
+            in the state. Only epilogues have them.
     """
 
     name: ClassVar[str] = "pointwise"
@@ -125,7 +126,7 @@ class Pointwise(Op):
 
 @dataclass(frozen=True, slots=True)
 class SumTo(Op):
-    """The gradient of broadcasting: sums x over the dims along which a value of `shape` was broadcast."""
+    """The gradient of broadcasting. Sums x over the dims along which a value of `shape` was broadcast."""
 
     name: ClassVar[str] = "sum_to"
     arity: ClassVar[int] = 1

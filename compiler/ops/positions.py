@@ -63,8 +63,8 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class RopeRows(Op):
-    """Returns cos and sin as `RopeAngles` does, from a table of the positions below `context`, which is computed
-    once."""
+    """Returns cos and sin as `RopeAngles` does. They are read from a table of all positions below `context`, which is
+    computed once."""
 
     name: ClassVar[str] = "rope_rows"
     inline: ClassVar[bool] = False
@@ -193,7 +193,8 @@ class Rope(Op):
 
         x, cos, sin = inputs
         turned = rotated(x, torch.complex(cos, -sin)[:, None], self.neighbors)
-        return torch.cat((turned, x[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)  # angles may be wider than x
+        # The dtype of the angles may be wider than that of x
+        return torch.cat((turned, x[..., 2 * cos.shape[-1] :]), -1).to(x.dtype)
 
 
 def rotated(x: Tensor, by: Tensor, neighbors: bool) -> Tensor:

@@ -24,7 +24,8 @@ class Previous(Moves):
         return (inputs[0],)
 
     def call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        pads = (0, 0) * (len(inputs[0].shape) - 2) + (1, -1)  # last dim first: a row before the first, without the last
+        # F.pad lists the last dim first: this adds a row at the front and removes the last row
+        pads = (0, 0) * (len(inputs[0].shape) - 2) + (1, -1)
         return TorchCall("F.pad", (Input(0), pads), (("value", self.fill),) if self.fill else ())
 
     def reference(self, *inputs: Tensor) -> Tensors:

@@ -9,10 +9,13 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
 
-LARGEST = 127  # largest code; -128 is not used, so that codes are symmetric
-FINE = 2 * LARGEST  # steps of the second code per step of the first: 127 for half a step, the largest rounding error
-ALIGNMENT = 16  # codes per vector load: K and N of an int8 product are multiples of it
-LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT  # with it, all products and a bias below 2^30 sum within int32
+LARGEST = 127  # the largest code; -128 is not used, so that codes are symmetric
+# Steps of the second code per step of the first: the largest rounding error, half a step, is then 127 steps of the
+# second code
+FINE = 2 * LARGEST
+ALIGNMENT = 16  # codes per vector load; K and N of an int8 product are multiples of this
+# Up to this K, the sum of all products and a bias below 2^30 fits in int32
+LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT
 
 
 def padded(extent: int) -> int:
@@ -91,9 +94,8 @@ class QuantizeRows(Op):
 
 
 class Int8Product(Op):
-    """Base of the ops that multiply by stored i8 codes w [N, K]. The codes are the input at index `stored`.
-
-    Such an op has a kernel inside and outside of fused groups.
+    """The base class of ops that multiply by stored i8 codes w [N, K]. The codes are the input at index `stored`. The
+    plan selects a kernel for such an op inside and outside of fused groups.
     """
 
     matrix: ClassVar[bool] = True
@@ -115,7 +117,7 @@ class Int8Linear(Int8Product):
 
     The sums i32 [..., N] are exact.
 
-    Scaling and all later operations form the epilogue. An i8 output is rounded to codes.
+    Scaling and all later operations form the epilogue. If the output is i8, the epilogue rounds it to codes.
     """
 
     name: ClassVar[str] = "int8_linear"

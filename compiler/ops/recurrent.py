@@ -1,6 +1,6 @@
 """Long short-term memory (Hochreiter and Schmidhuber, 1997), over a whole sequence or one step.
 
-The gates are in the order i, f, g, o. Torch's library computes whole sequences.
+The gates are in the order i, f, g, o. Whole sequences are computed by Torch's LSTM.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from specc.compiler.ir.torch_call import Input, TorchCall
 from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRuleError
 
 GATES = 4
-SAVED = GATES + 2  # values per output that the backward reads: the gates, c and tanh(c)
+SAVED = GATES + 2  # values per output that the backward pass reads: the gates, c and tanh(c)
 
 
 def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[TensorType]) -> int:
     """Checks the shapes of one direction and returns its hidden size H.
 
-    The weights are input [4H, D], hidden [4H, H] and biases [4H]. Raises TypeRuleError if a shape does not match.
+    `weights` are the input weight [4H, D], the hidden weight [4H, H] and the biases [4H]. Raises TypeRuleError if a
+    shape does not match.
     """
     into, hidden, *_ = weights
     size = hidden.width
@@ -51,8 +52,8 @@ class Lstm(Op):
     """Runs x [B, T, D] through an LSTM. With `directions` 2, a second LSTM runs backward in time.
 
     Inputs are x, then the initial h and c [B, directions * H], then for each direction: the input weights [4H, D], the
-    hidden weights [4H, H], and `biases` bias vectors [4H]. Outputs are y [B, T, directions H] and the last h and c. The
-    features of the directions are concatenated.
+    hidden weights [4H, H], and `biases` bias vectors [4H]. Outputs are y [B, T, directions H] and the last h and c. In
+    all of them, the features of the directions are concatenated.
     """
 
     name: ClassVar[str] = "lstm"

@@ -7,7 +7,7 @@ from typing import ClassVar
 from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import TensorType
 
-STEP, TRAIN_STEP = "step", "train_step"  # methods of a loop over time; the second is used by training with dropout
+STEP, TRAIN_STEP = "step", "train_step"  # the methods of a loop over time; training with dropout uses the second
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 
@@ -17,7 +17,7 @@ class Call(Op):
 
     Attributes:
         callee: the name of the function.
-        at: the path of the part of the model that is called; it is the prefix of the names of the parameters.
+        at: the path in the model at which the function is called; it is the prefix of the parameter names.
         returns: the shapes and dtypes of the outputs.
         scalars: the numbers that the caller passes, by name.
         labels: the names of the outputs in generated code.
@@ -48,7 +48,8 @@ class Call(Op):
 
 @dataclass(frozen=True, slots=True)
 class Fused(Op):
-    """Runs a fused group: a forward graph and a backward derived from the rules of its members. See passes/group.py."""
+    """Runs a fused group: a forward graph, and a backward graph that is derived from the derivative rules of its
+    members. See passes/group.py."""
 
     name: ClassVar[str] = "fused"
     arity: ClassVar[int] = 0
@@ -92,7 +93,7 @@ class Scan(Op):
 
     @property
     def drops(self) -> bool:
-        """Whether the step function is the one of training, with dropout."""
+        """Whether the step function is the training step with dropout."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     @property

@@ -1,5 +1,5 @@
-"""Fake quantization: training rounds inputs in the same way as deployed int8 products. Gradients are
-straight-through."""
+"""Fake quantization: training rounds inputs in the same way as deployed int8 products do. Gradients pass straight
+through."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Attention with the log-sum-exp as a second output, which the gradient reads.
 
-In training programs, the fusion pass replaces the ops of `attention` by these ops.
+In training programs, the fusion pass replaces the ops of `attention` with these ops.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ SCORES = 1 << 24  # number of scores that a reference holds at a time
 
 
 class SavedAttention(Op):
-    """Base of attention with the log-sum-exp as a second output, which the gradient reads.
+    """The base class of attention with the log-sum-exp as a second output, which the gradient reads.
 
     Outputs are y [B, T, H, C] and lse f32[B, H, T]: the natural logarithm of the sum of exp(q k^T / sqrt(C)) over the
     keys that a query attends to. If there is no such key, y, lse and all gradients are 0. All kernels use this
-    definition. A kernel of the gradient can therefore follow any kernel of the forward.
+    definition, so any gradient kernel can follow any forward kernel.
     """
 
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "attention"
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
-    chained: ClassVar[int] = 2  # two products in sequence: the scores, then the weights times the values
+    chained: ClassVar[int] = 2  # two sums in sequence: the scores, then the weights times the values
     output_labels: ClassVar[tuple[str, ...]] = ("y", "lse")
 
     @property
@@ -71,8 +71,8 @@ class SavedAttention(Op):
 
 
 class SavedAttentionGrad(Op):
-    """Base of the gradients dq, dk and dv of `forward`. Inputs are dy, q, k, v, y, lse and the additional inputs of
-    `forward`.
+    """The base class of ops that compute the gradients dq, dk and dv of `forward`. Inputs are dy, q, k, v, y, lse and
+    the additional inputs of `forward`.
 
     Let p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)). Then dv = p^T dy, dq = ds k / sqrt(C), and dk =
     ds^T q / sqrt(C). If several query heads share a key head, dk and dv are
@@ -84,7 +84,8 @@ class SavedAttentionGrad(Op):
     gradient: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
-    chained: ClassVar[int] = 3  # scores, gradient of the weights, its product with keys or queries
+    # Three sums in sequence: the scores, the gradient of the weights, its product with keys or queries
+    chained: ClassVar[int] = 3
 
     @property
     def forward(self) -> SavedAttention:
@@ -111,11 +112,11 @@ class SavedAttentionGrad(Op):
         return q, k, v, *(replace(type, dtype="f32") for type in learned)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # five products instead of the forward's two: the scores again, then two for each of the two forward products
+        # five matrix products, where the forward has two: the scores again, then two for each of the forward's products
         return self.forward.flops(inputs[1:4], (inputs[4],), sizes) * 5 // 2
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces y and lse by the outputs of the forward for q, k and v."""
+        """Replaces y and lse with the outputs of the forward for q, k and v."""
         dy, q, k, v, _, _, *mask = inputs
         y, lse = self.forward.reference(q.float(), k.float(), v.float(), *mask)
         return dy, q, k, v, y.to(q.dtype), lse, *mask
@@ -199,7 +200,7 @@ class ScoredAttention(ScoreFields, SavedAttention):
         return IDS
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Replaces random ids by starts of documents."""
+        """Replaces random ids with start positions of documents."""
         return [starts_of(x) if self.documents and i == 3 else x for i, x in enumerate(inputs)]
 
     def derivative(self, tape: Tape) -> Gradients | None:
@@ -210,9 +211,9 @@ class ScoredAttention(ScoreFields, SavedAttention):
 class ScoredAttentionGrad(ScoreFields, SavedAttentionGrad):
     """The gradients of ScoredAttention: dq, dk and dv, then the gradients of the sinks and of the tables, in f32.
 
-    Let dscore be ds in `SavedAttentionGrad`. The gradient of s is dscore times the derivative of the score by s. The
-    gradient of a table element is the sum, over the scores that read it, of dscore times the derivative of the score by
-    the element. The gradient of a sink is -sum(exp(sink - lse) sum(dy y)).
+    Let dscore be ds in `SavedAttentionGrad`. The gradient of s is dscore times the derivative of the score with respect
+    to s. The gradient of a table element is the sum, over the scores that read it, of dscore times the derivative of
+    the score with respect to the element. The gradient of a sink is -sum(exp(sink - lse) sum(dy y)).
     """
 
     name: ClassVar[str] = "scored_attention_grad"

@@ -1,4 +1,4 @@
-"""Sequence operations of encoder-decoder models: shifts, masks, states, time steps."""
+"""Operations on sequences in encoder-decoder models: shifts, masks, states and time steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Shift(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Moves):
-    """An empty state: zeros [B, *shape] in the dtype of x [B, ...]."""
+    """An initial state: zeros [B, *shape] in the dtype of x [B, ...]."""
 
     name: ClassVar[str] = "zeros"
     inline: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class Zeros(Moves):
 
 
 class StateWrite(Moves):
-    """Replaces the state, the first input, in place by the second input, which has the same shape."""
+    """Overwrites the state, which is the first input, in place with the second input, which has the same shape."""
 
     name: ClassVar[str] = "state_write"
     inline: ClassVar[bool] = False

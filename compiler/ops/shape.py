@@ -10,7 +10,8 @@ from specc.compiler.ir.types import Sizes, Tensor, Tensors, TensorType, TypeRule
 
 
 class Moves(Op):
-    """Base of ops that move values and do no arithmetic. By default, the output has the type of the first input."""
+    """The base class of ops that move values and do no arithmetic. By default, the output has the type of the first
+    input."""
 
     arity: ClassVar[int] = 1
     flops_per_output: ClassVar[int] = 0
@@ -220,7 +221,8 @@ class PartHeads(SplitHeads):
 
 @dataclass(frozen=True, slots=True)
 class NewFeatures(Moves):
-    """Returns a tensor [..., D] of `width` features that are not written yet, for heads x [..., H, C]."""
+    """Returns an uninitialized tensor [..., D] of `width` features, with the leading dims and the dtype of heads x
+    [..., H, C]."""
 
     name: ClassVar[str] = "new_features"
     assigned: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The lock file of a spec: the fastest measured kernel and tile of each node, and the machine that measured."""
+"""The lock file of a spec: the fastest measured kernel and tile of each node, and the machine of the measurement."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from specc.compiler.strict import One, Positive, PositiveFloat, StrictModel
 from specc.compiler.text.source import name_of, read, read_text
 
 Word = Annotated[str, Field(min_length=1, max_length=200)]
-Sites = Sequence[Sequence[Site]]  # the nodes of a group that have kernels, for each of its save choices
+Sites = Sequence[Sequence[Site]]  # for each save choice of a group, the nodes that have kernels
 NodeKey = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
@@ -28,7 +28,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 class LockError(SpeccError):
-    """An entry of a lock cannot be used, or a measurement must not replace it."""
+    """Raised if an entry of a lock cannot be used, or if a measurement must not replace it."""
 
     code = "U015"
 
@@ -93,7 +93,7 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 def _with_one_of(entry: Model, new: str, old: str) -> Model:
-    """Returns the entry. Raises ValueError if it does not have exactly one of the fields `new` and `old`."""
+    """Returns the entry. Raises ValueError unless exactly one of the fields `new` and `old` is set."""
     if (getattr(entry, new) is None) == (getattr(entry, old) is None):
         raise ValueError(f"an entry must have exactly one of `{new}` and `{old}`")
     return entry
@@ -124,7 +124,7 @@ class Machine(StrictModel):
 
 
 class Timing(StrictModel):
-    """The time of a node that a library computes. `ms` is the time of one call over `rows` rows."""
+    """The time of a node that a library computes. `ms` is the time in milliseconds of one call over `rows` rows."""
 
     node: Word
     rows: Positive
@@ -134,9 +134,9 @@ class Timing(StrictModel):
 class StepTiming(StrictModel):
     """The time of a whole training step.
 
-    `key` states everything that runs in the step (`specc.compiler.report.step`). `tokens` are the tokens of the step.
-    `memory` is the peak memory in bytes. `classes` are the milliseconds of each class of work that is not a node of the
-    plan.
+    `key` identifies everything that runs in the step (`specc.compiler.report.step`). `tokens` are the tokens of the
+    step. `memory` is the peak memory in bytes. `classes` are the milliseconds of each class of work that is not a node
+    of the plan.
     """
 
     key: Word
@@ -149,8 +149,9 @@ class StepTiming(StrictModel):
 class TargetLock(StrictModel):
     """The measurements of one target.
 
-    The keys of `kernels` are symbols. A key of `groups` is the name of a group and of its first kernel. The keys of
-    `timings` are those of nodes that a library computes (`Site.key`). `step` is the time of a whole training step.
+    The keys of `kernels` are kernel symbols. A key of `groups` consists of the names of a group and of its first
+    kernel. The keys of `timings` are those of nodes that a library computes (`Site.key`). `step` is the time of a whole
+    training step.
     """
 
     machine: Machine
@@ -187,13 +188,13 @@ class Lock(StrictModel):
         timings: Mapping[str, Timing] = NOTHING,
         step: StepTiming | None = None,
     ) -> "Lock":
-        """Returns the lock with more measurements of one target.
+        """Returns the lock with additional measurements of one target.
 
         Measurements of the target from another machine are dropped, because times of two machines cannot be compared.
 
         Args:
             target: the name of the target.
-            machine: the machine that measured.
+            machine: the machine of the measurements.
             kernels: entries of kernels, by symbol.
             groups: entries of groups, by name.
             timings: times of nodes that a library computes, by the key of the node (`Site.key`).
@@ -218,7 +219,7 @@ class Lock(StrictModel):
 
 
 NO_LOCK = Lock.model_construct()
-# tune starts from the lock, so it cannot repair an entry
+# tune reads the existing lock first, so it cannot repair an entry
 MEASURE_AGAIN = "delete the entry, or the whole lock, and measure again: specc tune"
 
 
@@ -232,11 +233,11 @@ def read_lock(path: Path) -> Lock:
 
     The error states the file and line of each problem.
     """
-    if not path.exists() and not path.is_symlink():  # a broken symbolic link is a separate error
+    if not path.exists() and not path.is_symlink():  # a broken symbolic link must be an error, and not an empty lock
         return NO_LOCK
     try:
         text = read_text(path)
-        with suppress(ValueError, RecursionError):  # the slower reader of specs locates the error
+        with suppress(ValueError, RecursionError):  # the reader of specs is slower, but it locates the error
             return Lock.model_validate(json.loads(text, object_pairs_hook=_json_object))
         source = read(text, name_of(path))
     except SpecError as error:
@@ -261,7 +262,7 @@ def _json_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Returns diagnostics of a lock, with a hint that applies to locks.
+    """Returns the diagnostics with a hint that applies to locks.
 
     The hints for specs do not apply, because locks are not edited by hand.
     """
@@ -279,7 +280,7 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
         target: the name of the target.
         machine: the machine that is about to measure.
         sites: the nodes to measure.
-        rows: the rows to measure on.
+        rows: the number of rows of the planned measurement.
     """
     locked = lock.targets.get(target)
     known = (lock.entry(target, site) for site in sites if locked is not None and locked.machine == machine)
@@ -289,14 +290,14 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 
 def site_digest(site: Site) -> str:
-    """Returns the key of the node in locks of earlier versions: twelve hex digits of the digest of `repr` of the op and
+    """Returns the key of the node in locks of earlier versions: twelve hex digits of a digest over the `repr` of op and
     epilogue."""
     types, node = map(str, (*site.inputs, *site.node.types)), (site.node.op, site.epilogue)
     return _digest("\n".join((site.target.name, *map(_earlier_repr, node), *types)))
 
 
 def _earlier_repr(op: Op | None) -> str:
-    """Returns `repr` of an op without the fields that earlier versions lacked, if these have their defaults."""
+    """Returns the `repr` of an op, without those fields that earlier versions lacked and that have their defaults."""
     text = repr(op)
     for field in fields(op) if op is not None else ():
         if field.metadata == ADDED:
@@ -305,19 +306,19 @@ def _earlier_repr(op: Op | None) -> str:
 
 
 def group_digest(options: Sites) -> str:
-    """Returns the key of the group in locks of earlier versions: twelve hex digits of the digest of the nodes'
-    `site_digest`."""
+    """Returns the key of the group in locks of earlier versions: twelve hex digits of a digest over the `site_digest`
+    of its nodes."""
     return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in options))
 
 
 def group_key(options: Sites) -> str:
-    """Returns twelve hex digits of the digest of the node keys of a group, in all save choices."""
+    """Returns the key of a group: twelve hex digits of a digest over the keys of its nodes, in all save choices."""
     return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in options))
 
 
 def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
-    """Returns the plan key: twelve hex digits of the digest of node, target, kernel and tile. All files of a kernel
-    state the plan key.
+    """Returns the plan key: twelve hex digits of a digest over node, target, kernel and tile. All files of a kernel
+    contain the plan key.
 
     Args:
         kernel: the kernel that computes the node.

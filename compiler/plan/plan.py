@@ -1,4 +1,4 @@
-"""The plan: programs with a chosen kernel for every product of every fused group, on one target."""
+"""The plan: programs with a kernel for every node that needs one, on one target."""
 
 from dataclasses import dataclass
 
@@ -52,12 +52,12 @@ class SaveChoice:
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """The choices whose kernels have separate files."""
+        """The choices whose kernels are in separate files."""
         return tuple(choice for choice in self.choices if choice.rendered.function)
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The saved values that the group computes. Inputs of the group are not included."""
+        """The saved values that the group computes; inputs of the group are not included."""
         inputs = {name for name, _ in self.group.forward.inputs}
         return tuple(name for name in self.group.saved if name not in inputs)
 
@@ -91,8 +91,8 @@ class SaveChoices:
 class Plan:
     """The input of rendering.
 
-    `source` is the spec's path as generated files state it. `save_choices` contains the groups with more than one save
-    choice. `locked` are all measurements of the target.
+    `source` is the path of the spec in generated files. `save_choices` lists the groups with more than one save choice.
+    `locked` contains all measurements of the target.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Plan:
     locked: TargetLock | None = None
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
-        """Returns the choice of a node; None if Torch runs the node and the plan has no kernel for it."""
+        """Returns the choice for a node; None if plain Torch runs it."""
         matching = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(matching, None)
 
@@ -135,7 +135,7 @@ def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str
     places = [path.split(".") for graph in graphs for path in programs.call_paths.get(graph, ())]
     if not places:
         return node
-    if len(set(map(len, places))) > 1:  # paths of a stage's block and of a loop over time have different depths
+    if len(set(map(len, places))) > 1:  # a block of a stage and a loop over time have paths of different depths
         return f"*.{node}"
     words = [word if all(place[i] == word for place in places) else "*" for i, word in enumerate(places[0])]
     return ".".join((*words, node))

@@ -1,4 +1,4 @@
-"""Attention over a key-value cache: its keys, values and codes, and the positions that the rows of a cache have."""
+"""Attention over a key-value cache, and the position of each row in the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,20 +13,20 @@ from specc.compiler.ops.caches.key_value_cache import CODES, LARGEST, coded_type
 
 @dataclass(frozen=True, slots=True)
 class CachedBase(ScoredBase):
-    """Base of attention of q [B, T, H, C] at `positions` over a cache of keys and values.
+    """The base class of attention of q [B, T, H, C], at `positions`, over a cache of keys and values.
 
     The inputs are `names`: q, k, v, the positions, further inputs of the subclass, the scales of k and v, the rows of
-    the queries that are not yet in a ring, and the additional inputs. The functions of the base classes take them as
-    `plain` returns them.
+    the input tokens if they are not yet in a ring, and the additional inputs of `ScoreFields`. The methods of the base
+    classes accept the inputs in the form that `plain` returns.
 
     Attributes:
-        values: the number of the first features of a key that are its value. If None, the values are an input.
+        values: the value is the first `values` features of the key. If None, the values are an input.
         coded: whether k and v are e4m3 codes, with scales f32 [..., G, 1].
-        ring: the numbers (first, window) of a ring, which is read before the rows of the queries are written to it.
+        ring: the sizes (first, window) of a ring, which is read before the rows of the input tokens are written to it.
     """
 
     everywhere: ClassVar[bool] = True
-    layout: ClassVar[str]  # the first word of the names of kernels
+    layout: ClassVar[str]  # the first word of kernel names
     values: int | None = None
     coded: bool = False
     ring: tuple[int, int] | None = None
@@ -50,7 +50,7 @@ class CachedBase(ScoredBase):
 
     @property
     def over(self) -> str:
-        """The layout of the cache, in words."""
+        """A description of the cache layout."""
         raise TypeRuleError(f"{self.name} does not say what it reads")
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -60,7 +60,7 @@ class CachedBase(ScoredBase):
         return "_".join(filter(None, (self.layout, "attention", self.title, "e4m3" if self.coded else ""))), size
 
     def types(self, inputs: Sequence[TensorType]) -> dict[str, TensorType]:
-        """Returns the types of the inputs by name, where k and v are those of keys and values that are not coded."""
+        """Returns the types of the inputs by name. k and v have the types of decoded keys and values."""
         types = dict(zip(self.names, inputs, strict=True))
         for name in ("k", "v", "new_k", "new_v"):
             if not self.coded or name not in types:
@@ -88,8 +88,8 @@ class CachedBase(ScoredBase):
         return ScoredBase.flops(self, list(self.types(inputs).values()), outputs, sizes)
 
     def plain(self, *inputs: Tensor) -> list[Tensor]:
-        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values. Those of the
-        queries follow the rows of a ring."""
+        """Returns the inputs in the order of `leading` and `further`, with decoded keys and values. The rows of the
+        input tokens follow the rows of a ring."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))
@@ -121,14 +121,14 @@ class CachedBase(ScoredBase):
         return replace(self.plain_call(inputs), args=tuple(given[name] for name in (*self.leading, *self.further)))
 
     def plain_call(self, inputs: Sequence[TensorType]) -> TorchCall:
-        """Returns the call of the function of keys and values that are not coded."""
+        """Returns the call of the function that accepts decoded keys and values."""
         return self.attend_call(inputs)
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return CODES
 
     def site_type(self, type: TensorType) -> TensorType:
-        """Replaces the dim of a single token by the dim T of several."""
+        """Replaces the dim of a single token with T, the dim of several tokens."""
         if type.shape[:2] == ("B", 1):
             return type.with_shape("B", "T", *type.shape[2:])
         return type.with_shape("T") if (type.shape, type.dtype) == ((1,), "i64") else type
@@ -148,7 +148,7 @@ class CachedBase(ScoredBase):
         return list(given.values())
 
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns consistent positions of the queries, and other inputs that follow from them, by name."""
+        """Returns consistent query positions, and the inputs that depend on them, by name."""
         raise TypeRuleError(f"{self.name} does not say where its tokens are")
 
 
@@ -156,8 +156,8 @@ class SdpaCached(CachedBase):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
 
     Without `ring`, row j of the cache is position j, and rows after a query's position are ignored. With a ring (first,
-    window), k and v are its first + window rows before those of the queries are written, and the keys and values of the
-    queries [B, T, G, C] are further inputs.
+    window), k and v are its first + window rows before the rows of the input tokens are written. The keys and values of
+    the input tokens, [B, T, G, C], are further inputs.
     """
 
     name: ClassVar[str] = "sdpa_cached"
@@ -182,18 +182,19 @@ class SdpaCached(CachedBase):
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         import torch
 
-        queries, rows = given["q"].shape[1], given["k"].shape[1]  # a ring is full
+        # With a ring, so many that every row of the ring holds a position
+        queries, rows = given["q"].shape[1], given["k"].shape[1]
         begin = rows - queries if self.ring is None else 2 * rows
         return {"positions": torch.arange(begin, begin + queries, device=given["q"].device)}
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """A step of decoding has one query per text."""
+        """A decoding step has one query per text."""
         return {**sizes, "T": 1}
 
 
 def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
-    """Returns a sentence about the keys of a cache, and the lines that compute their positions `j` from k
-    [B, heads, S, C] and the `positions` of the queries."""
+    """Returns a sentence that describes the keys of a cache, and the lines that compute their positions `j` from k [B,
+    heads, S, C] and the query `positions`."""
     if ring is None:
         keys = "Row j of the cache is position j. Rows behind a query are masked."
         return keys, ("j = torch.arange(k.shape[2], device=k.device)",)
@@ -211,10 +212,10 @@ def cached_places(ring: tuple[int, int] | None) -> tuple[str, tuple[str, ...]]:
 
 
 def cached_positions(ring: tuple[int, int] | None, rows: int, positions: Tensor) -> Tensor:
-    """Returns the positions of the keys of a cache, i64[S]; those of empty rows of a ring are after all tokens.
+    """Returns the positions of the keys of a cache, i64[S]. Empty rows of a ring have a position after all tokens.
 
     Args:
-        ring: the numbers (first, window) of a ring, whose rows precede those of the queries; None without a ring.
+        ring: the sizes (first, window) of a ring, whose rows precede those of the input tokens; None without a ring.
         rows: the number S of keys.
         positions: the positions of the queries, i64[T].
     """

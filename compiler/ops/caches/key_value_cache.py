@@ -1,4 +1,4 @@
-"""Key-value caches: 8-bit codes, writing tokens to a cache or a ring, and the positions that a ring holds."""
+"""Key-value caches: rounding to 8-bit codes, writing tokens to a cache or a ring, and the positions in a ring."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ def ring_positions(first: int, window: int, start: int) -> Tensor:
 
 
 LARGEST = 448.0  # of e4m3
-CODES = 0x7F  # codes below this are finite and positive, or 0
+CODES = 0x7F  # codes below this are 0, or positive and finite
 
 
 def coded_types(type: TensorType) -> tuple[TensorType, TensorType]:
@@ -42,9 +42,9 @@ def decoded(codes: Tensor, scale: Tensor) -> Tensor:
 class ToCodes(Op):
     """Rounds x [..., C] to e4m3, 8-bit floats. The outputs are codes u8 [..., C] and scales f32 [..., 1].
 
-    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. It is a product with 1/448 and not
-    a quotient, because Torch divides by a number in another way on a GPU than on a CPU. It is rounded to bf16, so that
-    a kernel that multiplies a weight by it rounds as seldom as one that reads decoded values.
+    A scale maps the largest magnitude of a row to 448, the largest number of e4m3. It is computed by multiplication
+    with 1/448, because Torch's division by a constant differs between GPU and CPU. It is rounded to bf16, so that a
+    kernel that multiplies a weight by it rounds no more often than a kernel that reads decoded values.
     """
 
     name: ClassVar[str] = "to_codes"
@@ -74,7 +74,7 @@ class ToCodes(Op):
 
 @dataclass(frozen=True, slots=True)
 class CacheWrite(Op):
-    """Replaces rows `positions` (i64[T]) of a cache [B, S, G, C] by x [B, T, G, C], in place.
+    """Replaces the rows `positions` (i64[T]) of a cache [B, S, G, C] with x [B, T, G, C], in place.
 
     With a ring (first, window), the cache has first + window rows. Position p is in row p if p < first, and otherwise
     in row first + (p - first) % window, where it replaces position p - window.

@@ -1,8 +1,8 @@
-"""The paged key-value cache, for texts of different lengths. A table states the pages of each text. The ops write to
-the cache and attend to its keys.
+"""The paged key-value cache, for texts of different lengths. A page table lists the pages of each text. The ops write
+to the cache and attend to its keys.
 
-A program over pages reads K tokens of each of R texts. It packs them into one row, one text after the other: values are
-[B, T, ...] with B = 1 and T = R K. Ops on single tokens are therefore the same as in other programs.
+A program over pages reads K tokens of each of R texts. It packs them into one row, one text after another, so values
+are [B, T, ...] with B = 1 and T = R K. Ops that work on single tokens are therefore the same as in other programs.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from specc.compiler.ops.attention import ScoredBase
 from specc.compiler.ops.caches.cached_attention import CachedBase
 from specc.compiler.ops.shape import Moves
 
-TABLE = TensorType(("R", "N"), "i64")  # the page of each block of positions of R texts
-STARTS = TensorType(("R",), "i64")  # the number of tokens of R texts in their pages
+TABLE = TensorType(("R", "N"), "i64")  # for each of R texts, the page of each block of positions
+STARTS = TensorType(("R",), "i64")  # for each of R texts, the number of tokens in its pages
 
 
 class PackTexts(Moves):
-    """Joins the tokens of ids i64[R, K] to one row [B, T]."""
+    """Packs the tokens of ids i64[R, K] into one row [B, T]."""
 
     name: ClassVar[str] = "pack_texts"
     inline: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class PackedPositions(Moves):
 
 
 class LastOfTexts(Moves):
-    """Returns the value of the last packed token of each text, [R, D]. Inputs are x [B, T, D] and the table of R
+    """Returns the value of the last packed token of each text, [R, D]. Inputs are x [B, T, D] and the page table of R
     texts."""
 
     name: ClassVar[str] = "last_of_texts"
@@ -85,7 +85,8 @@ class LastOfTexts(Moves):
 
 @dataclass(frozen=True, slots=True)
 class PagedWrite(Op):
-    """Writes packed x [B, T, G, C] at `positions` i64[T] to the pages [P, page, G, C] of a table of texts, in place."""
+    """Writes packed x [B, T, G, C] at `positions` i64[T] to pages [P, page, G, C], in place. A page table lists the
+    pages of each text."""
 
     name: ClassVar[str] = "paged_write"
     inline: ClassVar[bool] = False
@@ -111,8 +112,9 @@ class PagedWrite(Op):
 
 
 class SdpaPaged(CachedBase):
-    """Attention of packed q [B, T, H, C] at `positions` i64[T] over pages k, v [P, page, G, C] of a table of texts.
-    Keys after a query's position are masked. The additional inputs follow the table."""
+    """Attention of packed q [B, T, H, C] at `positions` i64[T] over pages k, v [P, page, G, C]. A page table lists the
+    pages of each text. Keys after a query's position are masked. The additional inputs of `ScoreFields` follow the page
+    table."""
 
     name: ClassVar[str] = "sdpa_paged"
     template: ClassVar[str] = "torch/ops/attend_paged.py.jinja"
@@ -152,12 +154,12 @@ class SdpaPaged(CachedBase):
         return inputs[3].unsqueeze(1), torch.arange(inputs[1].shape[1], device=inputs[1].device)
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """A step of decoding has one query per text."""
+        """A decoding step has one query per text."""
         texts, pages = sizes["B"], -(-sizes["S"] // 64)
         return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}
 
     def placed(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Texts of different lengths, whose pages are in reverse order."""
+        """Returns inputs for texts of different lengths, whose pages are in reverse order."""
         import torch
 
         (texts, pages), device, room = given["table"].shape, given["q"].device, given["k"].shape[:2].numel()

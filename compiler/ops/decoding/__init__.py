@@ -1,1 +1,1 @@
-"""Operations of decoding steps, which a pass puts in the place of several others."""
+"""Operations of decoding steps. A pass replaces several other operations with one of these."""

@@ -1,28 +1,28 @@
-"""The layout of a weight's integer codes in memory that kernels for few rows read.
+"""The memory layout of a weight's integer codes for kernels with few input rows.
 
-A code of 2 to 8 bits plus 2^(bits - 1) is a number without a sign. Its bits are divided into parts of 8, 4, 2 and 1
-bits, as in the binary notation of the number of bits: 5 bits are a part of 4, the lower bits, and a part of 1. K is
-padded to a multiple of 128, and a row has L = K / 8 lanes. Lane i holds the codes of the features i, i + L, ...,
-i + 7 L. A row stores one part of all lanes after the other, the widest first. A lane has one word of 8 W bits per part
-of W bits, with code j in the bits from j W on, lowest first.
+A code has 2 to 8 bits. Adding 2^(bits - 1) makes it unsigned. Its bits are divided into parts of 8, 4, 2 and 1 bits, as
+in the binary notation of the number of bits: 5 bits become a part with the lower 4 bits and a part with 1 bit. K is
+padded to a multiple of 128, and a row has L = K / 8 lanes. Lane i holds the codes of the features i, i + L, ..., i + 7
+L. A row stores the widest part of all lanes, then the next part of all lanes, and so on. For a part of W bits, a lane
+has one word of 8 W bits, in which code j occupies the bits from j W on.
 """
 
 from collections.abc import Iterator
 
 from specc.compiler.ir.types import Tensor
 
-CODES = 8  # codes of a lane
-ALIGNMENT = 16  # lanes per row are a multiple of it, so that each part of a row begins at 16 bytes
+CODES = 8  # codes per lane
+ALIGNMENT = 16  # the number of lanes per row is a multiple of this, so that each part of a row is aligned to 16 bytes
 STORAGE = "packed"  # marks the buffers of codes and scales
 
 
 def lanes_of(features: int) -> int:
-    """Returns the lanes of a row of `features` codes, which are also the bytes of each bit of all its codes."""
+    """Returns the number of lanes of a row of `features` codes. It is also the number of bytes per bit of a code."""
     return -(-features // (CODES * ALIGNMENT)) * ALIGNMENT
 
 
 def parts_of(bits: int) -> Iterator[tuple[int, int]]:
-    """Yields the width of each part of a code, and the number of bits below it."""
+    """Yields the width of each part of a code, and the position of its lowest bit in the code."""
     below = 0
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -75,7 +75,7 @@ def unpack(packed: Tensor, features: int) -> Tensor:
 
 
 def dequantized(packed: Tensor, scale: Tensor, features: int) -> Tensor:
-    """Returns the weight [N, features] in f32, or in the dtype of `scale` [N] if that is wider: code times scale."""
+    """Returns the weight [N, features], code times scale, in f32 or in the dtype of `scale` [N] if that is wider."""
     import torch
 
     dtype = torch.promote_types(scale.dtype, torch.float32)

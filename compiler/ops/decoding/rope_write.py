@@ -17,9 +17,9 @@ class RopeWrite(Op):
     """Rotates q [B, T, H, C] and k [B, T, G, C] by angles cos, sin f32[T, R] as `Rope` does, and writes the rotated k
     and v [B, T, G, V] to a cache at `positions` (i64[T]), in place.
 
-    The inputs are `names`. The outputs are the rotated q, the tensors of the cache, and with a ring the rows that were
-    written and are no inputs, which attention reads beside the ring. A ring is written before attention reads it.
-    Therefore each text has one token: it replaces a position that no later query sees.
+    The inputs are `names`. The outputs are the rotated q, the tensors of the cache and, with a ring, the written rows
+    that are not inputs, which attention reads in addition to the ring. A ring is written before attention reads it.
+    This is valid because each text has a single token, which replaces a position that no later query sees.
 
     Attributes:
         neighbors: as in `Rope`.
@@ -88,17 +88,17 @@ class RopeWrite(Op):
         return type
 
     def site_sizes(self, sizes: Sizes) -> Sizes:
-        """With pages or a ring, each text has one token."""
+        """With pages or with a ring, each text has one token."""
         if self.paged:
             texts, pages = sizes["B"], -(-sizes["S"] // 64)
             return {**sizes, "B": 1, "T": texts, "R": texts, "N": pages, "P": texts * pages}
         return sizes if self.ring is None else {**sizes, "T": 1}
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
-        return 1  # `belonging` replaces positions and tables; codes are not read
+        return 1  # `belonging` replaces positions and page tables; the codes in a cache are not read
 
     def belonging(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Places the tokens at the end of the caches, each text of a table in its own pages."""
+        """Places the tokens at the end of the caches. With a page table, each text has separate pages."""
         import torch
 
         given = dict(zip(self.names, inputs, strict=True))

@@ -1,4 +1,4 @@
-"""Linear layers of few rows, such as the tokens of a decoding step, after an optional RMS norm of their input."""
+"""Linear layers with few input rows, such as the tokens of a decoding step, after an optional RMS norm of the input."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,15 @@ from specc.compiler.ops.norm import RmsNorm
 class RowLinear(Op):
     """Computes h w^T for each of several weights w [N, K], where h [..., K] is the input or its RMS norm.
 
-    The inputs are x [..., K], the weight [K] of the norm if it has one, and the weights. Weights may differ in N unless
-    the node has an epilogue. A packed weight is two inputs: its codes u8 [N, bits * lanes] and its scales f16 [N].
+    The inputs are x [..., K], the weight [K] of the norm if it has one, and the weights. The weights may differ in N,
+    unless the node has an epilogue. A packed weight is two inputs: its codes u8 [N, bits * lanes] and its scales f16
+    [N].
 
     Attributes:
         weights: the number of weights.
-        eps: the addend of the RMS norm of the input; None for no norm.
+        eps: the epsilon of the RMS norm of the input; None for no norm.
         affine: whether the norm has a weight.
-        labels: the names of the outputs in generated code; empty if there is one.
+        labels: the names of the outputs in generated code; empty if there is one output.
         packed: whether weights are integer codes with a scale per row, in the layout of packed_codes.py.
     """
 
@@ -72,7 +73,7 @@ class RowLinear(Op):
         return word, f"n{widths}_k{inputs[0].width}"
 
     def site_type(self, type: TensorType) -> TensorType:
-        # One kernel reads codes of any number of bits, which differs by layer.
+        # One kernel reads codes with any number of bits, because layers may differ in it.
         return type.with_shape(type.shape[0], "W") if type.dtype == "u8" else super(RowLinear, self).site_type(type)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:

@@ -1,7 +1,7 @@
 """Dropless dispatch of tokens to experts: rows are sorted by expert, and each expert multiplies its rows.
 
-A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K]. Their product is the
-number of rows, and the single dims have no meaning. No size therefore depends on the values of a batch.
+A token has K experts, so B T tokens have B T K rows. Sorted rows also have the dims [B, T, K], of which only the
+product, the number of rows, has a meaning. No size therefore depends on the values of a batch.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ GROUPED_LINEAR = "grouped_linear"  # the name of the op, and of its function in 
 
 @dataclass(frozen=True, slots=True)
 class SortByExpert(Moves):
-    """The order of rows sorted by expert, for experts i64[B, T, K] below `experts`.
+    """Computes the order of rows sorted by expert, for expert indices i64[B, T, K] below `experts`.
 
-    Outputs are `order` i64[B, T, K], the index of the row at each place of the sorted rows; `place` i64[B, T, K], the
-    place of each row; and `ends` i32[E], the number of rows of each expert and all experts before it. Rows of one
-    expert are in the order of their tokens.
+    The outputs are `order` i64[B, T, K], which holds for each sorted row its original index; `place` i64[B, T, K],
+    which holds for each original row its sorted index; and `ends` i32[E], the cumulative number of rows per expert.
+    Rows of one expert are in the order of their tokens.
     """
 
     name: ClassVar[str] = "sort_by_expert"
@@ -75,9 +75,8 @@ class Dispatch(Moves):
 
 @dataclass(frozen=True, slots=True)
 class OfExperts(Moves):
-    """Selects the value of the expert of each sorted row. The result is [B, T, K, N], for values [E, N] of all experts.
-
-    Further inputs are the experts i64[B, T, K] of the tokens, and `order` of SortByExpert.
+    """Selects, for each sorted row, the value of the row's expert. The result is [B, T, K, N], for values [E, N] of all
+    experts. Further inputs are the experts i64[B, T, K] of the tokens, and `order` of SortByExpert.
     """
 
     name: ClassVar[str] = "of_experts"
@@ -135,13 +134,13 @@ class Combine(Op):
 class GroupedLinear(Op):
     """y = x w_e^T for the rows x [B, T, K, In] of each expert e, with weights w [E, Out, In].
 
-    Rows are sorted by expert. `ends` i32[E] is the number of rows of each expert and all experts before it.
+    Rows are sorted by expert. `ends` i32[E] is the cumulative number of rows per expert.
     """
 
     name: ClassVar[str] = GROUPED_LINEAR
     matrix: ClassVar[bool] = True
     unexportable: ClassVar[str] = (
-        "a product for each expert: the number of its rows is a value, and exported programs have sizes only"
+        "a product per expert: the numbers of rows are values, but an exported program can only depend on sizes"
     )
     work: ClassVar[str] = "products"
     arity: ClassVar[int] = 3
@@ -153,7 +152,7 @@ class GroupedLinear(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, weight, ends = inputs
         if len(weight.shape) != 3 or ends.shape != weight.shape[:1]:
-            raise TypeRuleError(f"takes a matrix [N, K] of each expert, not {weight} of experts {ends}", (1, 2))
+            raise TypeRuleError(f"needs one matrix [N, K] per expert, not {weight} for experts {ends}", (1, 2))
         if weight.width != x.width:
             raise TypeRuleError(f"takes {weight.width} features but {{input}} gives {x.width}", (0, 1))
         return (x.with_shape(*x.shape[:-1], weight.shape[1]),)

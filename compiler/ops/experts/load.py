@@ -1,5 +1,4 @@
-"""The load of experts, and two ways to balance the load: a loss, and a bias of each expert with a gradient of its
-own."""
+"""The load of experts, and two ways to balance it: a loss, and a bias per expert with a special gradient."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from specc.compiler.ops.shape import Moves
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad(Op):
-    """The load f32[B, E] of `experts` experts: the share of each sequence's rows that an expert has.
+    """The load f32[B, E] of `experts` experts: the fraction of each sequence's rows that an expert receives.
 
     The input is the experts of each token, i64[B, T, K]. There is no gradient.
     """

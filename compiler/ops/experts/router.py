@@ -1,5 +1,4 @@
-"""The router of a mixture of experts: the scores of experts, the choice of the best experts, and the weights of
-these."""
+"""The router of a mixture of experts: it scores experts, chooses the best, and computes their weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +85,8 @@ class TopExperts(Op):
 
 @dataclass(frozen=True, slots=True)
 class BestGroups(Op):
-    """The scores f32[..., E] of the experts in the best `top` of `groups` groups, and -inf elsewhere (DeepSeek-V3).
+    """The scores f32[..., E] of experts in the best `top` of `groups` groups, and -inf for all other experts
+    (DeepSeek-V3).
 
     A group has consecutive experts. Its score is the sum of its `best` largest scores.
     """
@@ -139,7 +139,7 @@ class ScoresOf(Moves):
 
 @dataclass(frozen=True, slots=True)
 class ShareOfSum(Op):
-    """x / sum(x) over the last dim, for x of at least 0 with a positive sum."""
+    """x / sum(x) over the last dim. x must not be negative, and its sum must be positive."""
 
     name: ClassVar[str] = "share_of_sum"
     arity: ClassVar[int] = 1

@@ -29,11 +29,11 @@ class PooledContext(AttendContext):
 
 @dataclass(frozen=True, slots=True)
 class PoolFields(ScoredBase):
-    """The settings of attention over pooled blocks and single tokens. The pooled keys come first.
+    """The settings of attention over pooled blocks and single tokens. Pooled keys precede those of single tokens.
 
     Attributes:
         block: the number P of tokens of a block.
-        by: the name of the pooling, of `POOLINGS`.
+        by: the name of the pooling, a key of `POOLINGS`.
         tokens: the number M of pooled keys per block.
         seed: the seed of a sample.
         pooled: the canonical text of the mask of pooled keys. In this mask and in the score, the position j of a pooled
@@ -48,7 +48,7 @@ class PoolFields(ScoredBase):
 
 
 class PooledBase(PoolFields):
-    """Base of attention over pooled blocks. The pooled keys and values precede those of single tokens."""
+    """The base class of attention over pooled blocks. Pooled keys and values precede those of single tokens."""
 
     template: ClassVar[str] = "torch/ops/attend_pooled.py.jinja"
     context: ClassVar[type[AttendContext]] = PooledContext
@@ -101,7 +101,7 @@ class PooledBase(PoolFields):
         )
 
     def pool_fields(self) -> dict[str, object]:
-        """Returns the fields of the template context about the pooling."""
+        """Returns the fields of the template context that describe the pooling."""
         return {"pool": PoolContext(self.tokens, self.block, self.seed), "helper": POOLINGS[self.by].template}
 
     def pooled_keys(self, *inputs: Tensor) -> int:
@@ -249,8 +249,8 @@ class PoolWrite(Op):
     cache [B, N M, G, C], in place.
 
     The second input holds the rows of single tokens, as `SdpaPooledCached` reads them. A pooling by latent tokens also
-    reads the keys of these rows, and the latents. Rows of incomplete blocks have no meaning. Each further token of such
-    a block replaces them.
+    reads the keys of these rows, and the latents. Rows of incomplete blocks have no meaning, and are replaced with each
+    further token of the block.
     """
 
     name: ClassVar[str] = "pool_write"
@@ -306,7 +306,7 @@ class PoolWrite(Op):
         written, last = cache.clone(), int(positions[-1])
         for number in sorted({int(position) // self.block for position in positions}):
             at = range(number * self.block, (number + 1) * self.block)
-            if at[-1] > last:  # an unfinished block
+            if at[-1] > last:  # an incomplete block
                 continue
             rows = [held.index(position) for position in at]
             values, keys = (part[:, rows].transpose(1, 2).unsqueeze(2) for part in (x, named.get("keys", x)))

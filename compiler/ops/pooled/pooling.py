@@ -1,4 +1,5 @@
-"""Ways to pool the keys or values of a block of tokens: mean, maximum, a sample, learned latent tokens."""
+"""Methods that pool the keys or values of a block of tokens: mean, maximum, a random sample, and learned latent
+tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,16 +8,17 @@ from types import MappingProxyType
 from specc.compiler.ir.types import Tensor
 
 WORD = 0xFFFFFFFF
-MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)  # odd; of the position and of the second round
+MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B)  # odd multipliers: of the position, and of the second round
 
 
 class Pooling:
-    """Base of the ways to pool x [B, G, N, P, C], the keys or values of N blocks of P tokens, to [B, G, N M, C].
+    """The base class of pooling methods, which map x [B, G, N, P, C], the keys or values of N blocks of P tokens, to
+    [B, G, N M, C].
 
     Attributes:
         template: the template of the function `pool` in generated code.
-        reads: the arguments of `pool` after `x`: `number`, the indices of the blocks i64[N]; `keys`, the keys
-            [B, G, N, P, C] of the same tokens; `latents` [M, G C].
+        reads: the arguments of `pool` after `x`: `number`, the block indices i64[N]; `keys`, the keys [B, G, N, P, C]
+            of the same tokens; `latents` [M, G C].
         several: whether M may be more than 1.
     """
 
@@ -55,9 +57,9 @@ class Maximum(Pooling):
 
 
 class Reservoir(Pooling):
-    """A sample of M tokens without replacement: those with the largest random priorities (Efraimidis and Spirakis,
-    2006, "Weighted random sampling with a reservoir", with equal weights). The priority of a token is a hash of the
-    seed and its position, so it is the same in training and in decoding."""
+    """A sample of M tokens, drawn without replacement: the tokens with the largest random priorities (Efraimidis and
+    Spirakis, 2006, "Weighted random sampling with a reservoir", with equal weights). The priority of a token is a hash
+    of the seed and its position, so it is the same in training and in decoding."""
 
     template = "torch/pool_reservoir.jinja"
     reads = ("number",)
@@ -100,9 +102,8 @@ POOLINGS: Mapping[str, Pooling] = MappingProxyType(
 
 
 def priority(position: int, seed: int) -> int:
-    """Returns the priority of a token in a sample: a 32-bit hash of its position and the seed.
-
-    Each step of the hash can be inverted. Therefore two positions below 2**32 never have the same priority.
+    """Returns the sampling priority of a token: a 32-bit hash of its position and the seed. Each step of the hash is
+    invertible, so two positions below 2**32 never have the same priority.
     """
     word = (position ^ seed) & WORD
     for multiplier in MULTIPLIERS:
