@@ -1,5 +1,5 @@
-"""Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default. Also checks
-`promote`, `allocate` and `correct` of the spec, which are carried out after training."""
+"""Assigns a quantization scheme to each parameter: the scheme of the matching rule, or the default. Also checks the
+settings `promote`, `allocate` and `correct`, which are applied after training."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
@@ -31,8 +31,8 @@ def allocation(
     Args:
         quant: The quantization of the spec, or None.
         params: The parameter table.
-        seen: Names of the weights whose inputs calibration observes, from `observed`. None skips the check that a
-            scheme has the inputs that it needs.
+        seen: Names of the weights whose inputs calibration observes, from `observed`. If None, it is not checked that
+            calibration observes the inputs that a scheme needs.
         looked: Names of the embedding tables whose lookups calibration observes, from `observed`.
 
     Raises:
@@ -92,14 +92,14 @@ def pattern_of(names: Collection[str]) -> str:
     """Returns a pattern of parameter names. It matches every name whose last component, e.g. `weight`, occurs as the
     last component of one of `names`."""
     words = dict.fromkeys(name.rpartition(".")[2] for name in names)
-    whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some may be outside of all parts
+    whole = "*" if "" in {name.rpartition(".")[0] for name in names} else "*."  # some names may be outside of all parts
     return f"{whole}{{{','.join(words)}}}" if len(words) > 1 else f"{whole}{next(iter(words))}"
 
 
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
-    """Returns a hint: how to store the parameters of `pattern` in `dtype`, without quantization. `scheme` is their
-    present scheme. A parameter may match only one rule, so if `scheme` is that of a rule, the hint is to narrow this
-    rule."""
+    """Returns a hint that states how to store the parameters of `pattern` in `dtype`, without quantization. `scheme` is
+    their current scheme. A parameter may match only one rule, so if a rule sets the current scheme, the hint is to
+    narrow this rule."""
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
@@ -109,14 +109,13 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
 
 
 def and_more(items: Sized) -> str:
-    """Returns the end of a message that names only the first of several parameters. The end states how many others
-    there are."""
+    """Returns the end of a message that names only the first of several parameters: the number of other parameters."""
     return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    """Returns the problem of parameters whose scheme needs products or lookups although calibration observes none. An
-    example is any parameter of a model that does not read text."""
+    """Returns the problem for parameters whose scheme needs products or lookups, if calibration observes none of them.
+    An example is any parameter of a model that does not read text."""
     needs = f"{chosen[names[0]].label()} needs products or lookups"
     message = f"{names[0]}: {needs}, but calibration observes none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
@@ -124,8 +123,7 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """Yields a problem if `promote` matches nothing, or if fewer than `count` of the matched parameters can have more
-    bits."""
+    """Yields a problem if `promote` matches nothing, or if fewer than `count` matched parameters can have more bits."""
     if (promote := quant.promote) is None:
         return
     known = _calibrated(("quant", "promote"), f"promote {promote.match}", promote.match, chosen, seen, "product")
@@ -151,7 +149,8 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     if isinstance(known, Problem):
         yield known
         return
-    schemes = {id(chosen[name]): chosen[name] for name in known}  # most parameters share the scheme of a rule
+    # Counted once per scheme, because most parameters share one
+    schemes = {id(chosen[name]): chosen[name] for name in known}
     counts = {key: len(variants(scheme, allocate.bits, allocate.clip_stds)) for key, scheme in schemes.items()}
     options = {name: counts[id(chosen[name])] for name in known}
     named, path = ", ".join(map(str, sorted(set(allocate.bits)))), ("quant", "allocate", "bits")
@@ -209,7 +208,7 @@ def _calibrated(
         pattern: The pattern.
         chosen: The scheme of each parameter.
         seen: Names of the parameters that calibration observes.
-        use: How the model uses a parameter that calibration observes, e.g. `product`, as text for the problem.
+        use: The use of a parameter that calibration observes, e.g. `product`, as text for the problem.
     """
     covered = [name for name in chosen if matches(pattern, name)]
     if not covered:
@@ -247,15 +246,16 @@ def observed(programs: Programs) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def reused(programs: Programs) -> frozenset[str]:
-    """Returns the parameters whose uses in `score` of a text model are not a single product: tables that it looks up,
-    among them tied ones, and weights that a loop of blocks multiplies with more than once. The matrices of experts are
-    not among them: their metric is the sum of X^T X over their calls."""
+    """Returns the parameters of a text model that `score` uses in any other way than in a single product: tables that
+    it looks up, including tied ones, and weights of blocks that run more than once. The matrices of experts are not
+    included, because their metric is the sum of X^T X over all calls."""
     repeated = (name for name, count in _calls(programs, Linear).items() if count > 1)
     return frozenset(_calls(programs, Embedding)).union(repeated)
 
 
 def _calls(programs: Programs, *kinds: type[Op]) -> Counter[str]:
-    """Returns the number of nodes of `kinds` that read each parameter in `score`; none if the model reads no text."""
+    """Returns, for each parameter, the number of nodes of `kinds` in `score` that read it. Empty if the model does not
+    read text."""
     graph = flatten(programs, programs.program("score"))
     if [name for name, _ in graph.inputs] != ["ids", "targets"]:
         return Counter()

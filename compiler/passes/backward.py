@@ -24,7 +24,7 @@ from specc.compiler.ops.fp8_codes import Fp8Product
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 
-SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient times the pending factor of its path
+SCALED = Pointwise(("d * grad",), ("grad", "d"))  # a gradient, with the pending factor of its path
 
 
 def accumulates(op: Op) -> bool:
@@ -34,14 +34,14 @@ def accumulates(op: Op) -> bool:
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
     """Returns the variables of a pointwise member that are outputs of linear layers of the group. Such outputs are
-    stored only if the backward reads them."""
+    stored only if the backward pass reads them."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """Returns the part of a kernel name that describes a pointwise member, e.g. `gelu`. The part is `gelu_pre` if the
-    forward saves the input of the activation instead of its derivative."""
+    """Returns the part of a kernel name that describes a pointwise member, e.g. `gelu`. It is `gelu_pre` if the forward
+    pass saves the input of the activation instead of its derivative."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
@@ -49,7 +49,8 @@ def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
 
 def spelled(forward: Graph, ref: str) -> str:
     """Returns the name that a forward value has in the backward. An input keeps its name. Other values have short
-    names, e.g. `act` or `slope`, that no input has: the result of a linear layer has another name than its weight."""
+    names, e.g. `act` or `slope`, that differ from those of all inputs. The result of a linear layer therefore does not
+    have the name of its weight."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
@@ -67,8 +68,8 @@ def spelled(forward: Graph, ref: str) -> str:
 
 
 def gradient_names(forward: Graph) -> tuple[str, ...]:
-    """Returns the names of the gradients of a group's results in its backward: `d`, or `d_` and the label of each of
-    several results."""
+    """Returns the names, in the backward graph, of the gradients of a group's results: `d` for a single result, and
+    `d_` followed by the label for each of several results."""
     if len(forward.outputs) == 1:
         return ("d",)
     taken = {f"d_{name}" for name, _ in forward.inputs}
@@ -78,8 +79,8 @@ def gradient_names(forward: Graph) -> tuple[str, ...]:
 
 @dataclass
 class Derivation:
-    """The backward under construction. When a rule first reads a forward value, the value becomes an input of the
-    backward.
+    """The backward graph under construction. When a rule first reads a forward value, the value becomes an input of
+    this graph.
 
     Attributes:
         members: The nodes of `forward`, by name, before the outputs for saved values were added.
@@ -114,7 +115,7 @@ class Derivation:
 
     def saved(self, ref: str) -> str:
         """Returns the name of a forward value in the backward. The value becomes an input of the backward if it is not
-        one yet. A view is made again."""
+        one yet. A view is recreated instead."""
         node = self.forward.by_name.get(node_of(ref))
         if node is not None and node.op.views:
             if node.name not in self.b.types:
@@ -139,8 +140,8 @@ class Derivation:
         return self.b.add(f"{name}.scaled", SCALED, (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """Returns the gradient `value` that a rule has computed, with the pending factor `by`: the factor of the
-        incoming gradient, which the rule did not apply."""
+        """Returns the gradient `value`, which a rule has computed, with the pending factor `by` of the incoming
+        gradient, which the rule did not apply."""
         if isinstance(value, str):
             return Scaled(value, by)
         if not by:
@@ -148,7 +149,7 @@ class Derivation:
         return Scaled(value.value, self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)))
 
     def by_rule(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """Returns the gradients of a node's inputs by the derivative rule of the op."""
+        """Returns the gradients of a node's inputs, computed by the derivative rule of the op."""
         values = node.op.derivative(NodeTape(self, node, grads))
         assert values is not None
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
@@ -194,9 +195,9 @@ class Derivation:
         Args:
             name: The name of the node.
             title: The title of its pointwise op.
-            texts: Variable -> expression of its gradient.
-            operands: Variable -> ref of the forward value.
-            readable: Variable of an expression -> ref of the forward value to read for it.
+            texts: The expression of the gradient of each variable.
+            operands: The ref of the forward value that each variable stands for.
+            readable: The ref of the forward value that is read for each variable of an expression.
             grad: The incoming gradient.
 
         Returns:
@@ -217,7 +218,7 @@ class Derivation:
 
 @dataclass(frozen=True, slots=True)
 class NodeTape(Tape):
-    """The tape that is passed to the derivative rule of one node. `grads` are the gradients of the node's outputs, by
+    """The tape that the derivative rule of one node receives. `grads` are the gradients of the node's outputs, by
     index; outputs without a gradient are absent."""
 
     derivation: Derivation

@@ -7,7 +7,7 @@ from specc.compiler.ops.dropout import DRAW, Dropout
 from specc.compiler.ops.region import Call
 from specc.compiler.programs.programs import Programs
 
-SUFFIX = "_draw"  # of the buffers
+SUFFIX = "_draw"  # the name suffix of the buffers
 
 
 def count_dropout(programs: Programs, text: bool) -> Programs:

@@ -1,5 +1,5 @@
-"""Moves matrices that blocks compute from their parameters alone into methods of the blocks, so that training computes
-them once per step and not in every micro-batch."""
+"""Moves matrices that depend only on parameters into methods of the blocks, so that training computes them once per
+step and not in every micro-batch."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from specc.compiler.programs.programs import Programs
 
 
 def derive_weights(programs: Programs) -> Programs:
-    """Returns the programs with a call of a function in place of each matrix that products read and that is a function
-    of parameters, such as a matrix with a folded factor. `Programs.derived` lists the functions."""
+    """Returns the programs, in which a function call replaces each matrix that products read and that depends only on
+    parameters, such as a matrix with a folded factor. `Programs.derived` lists the functions."""
     whole = {graph.name for graph, at in whole_sequences(programs) if at}
     derived: dict[str, Graph] = {}
     functions = tuple(_derived(graph, derived) if graph.name in whole else graph for graph in programs.functions)

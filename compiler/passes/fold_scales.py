@@ -1,9 +1,9 @@
-"""Multiplies factors of the outputs of linear layers into the matrices of the layers.
+"""Multiplies factors of the outputs of linear layers into the layers' matrices.
 
-The gradient of `scale` in `x + scale * linear(h)` reads the product of all tokens, and the gradient of the product is a
-tensor of its own. With the matrix `scale * w` in the layer, the gradient of the product is that of the sum. Both other
-gradients follow from that of the scaled matrix: d w = scale * d(scale * w), and d scale is the sum of d(scale * w) * w
-over each row.
+In `x + scale * linear(h)`, the gradient of `scale` reads the product for all tokens, and the gradient of the product is
+a separate tensor. If the layer multiplies with the matrix `scale * w` instead, the gradient of the product equals that
+of the sum. The gradients of `w` and `scale` follow from that of the scaled matrix: d w = scale * d(scale * w), and d
+scale is the sum of d(scale * w) * w over each row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,19 +19,19 @@ from specc.compiler.ops.shape import Column
 from specc.compiler.passes.requests import Patterns, Requests
 from specc.compiler.programs.programs import Programs
 
-MATRIX = "w"  # the matrix in the expression of the scaled matrix
+MATRIX = "w"  # the name of the matrix in the expression of the scaled matrix
 
 
 def fold_scales(programs: Programs, patterns: Patterns) -> Programs:
-    """Returns the programs over whole sequences with factors of products multiplied into their matrices.
+    """Returns the programs. In those over whole sequences, factors of matrix products are multiplied into the matrices.
 
     A factor is folded if it is a number or a function of parameters with one number, or one number per feature. The
-    product may be the last node of a fused group. Programs that decode are unchanged, because there the matrices are
-    most of what is read.
+    product may be the last node of a fused group. Decoding programs are unchanged, because most of the bytes that they
+    read are matrices.
 
     Args:
         programs: The programs, with fused groups.
-        patterns: The patterns of the products to change; `auto` for all.
+        patterns: The patterns of the layers to change; `auto` for all.
 
     Raises:
         LoweringError: If a pattern has no effect. Lists the problems of all patterns.
@@ -48,10 +48,10 @@ class _Scale:
         reader: The pointwise node.
         product: The node of the product: a linear layer, or a fused group that ends in one.
         weight: The index of the matrix among the inputs of `product`.
-        variable: The product in the expression of `reader`.
+        variable: The variable of the product in the expression of `reader`.
         factor: The factor.
         total: The expression of `reader` without the factor.
-        operands: Variable of `factor` -> ref of the value.
+        operands: The ref of the value of each variable of `factor`.
     """
 
     reader: Node
@@ -80,7 +80,7 @@ def _folded(programs: Programs, graph: Graph, requests: Requests) -> Graph:
 
 
 def _scales(programs: Programs, graph: Graph) -> Iterator[_Scale]:
-    """Yields the products that are multiplied with numbers that do not depend on tokens."""
+    """Yields the products that are multiplied with a factor that does not depend on the tokens."""
     for node in graph.nodes:
         if not isinstance(node.op, Pointwise) or len(node.op.outputs) > 1:
             continue
@@ -116,8 +116,8 @@ def _term(expression: Expr, variable: str) -> Expr:
 
 
 def _factor(term: Expr, variable: str) -> Expr | None:
-    """Returns the factor of a variable in an expression that is linear in it, or None if the variable is read otherwise
-    or more than once."""
+    """Returns the factor of a variable in an expression that is linear in it. None if the expression is not linear in
+    the variable, or reads it more than once."""
     match term:
         case Var(name) if name == variable:
             return Const(1)
@@ -135,7 +135,7 @@ def _factor(term: Expr, variable: str) -> Expr | None:
 
 
 def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
-    """Returns the sum with another term in place of that of `_term`."""
+    """Returns the sum, in which `term` replaces the term that `_term` finds."""
     match expression:
         case Binary("+" | "-" as op, a, b) if (variable in variables(a)) != (variable in variables(b)):
             if variable in variables(a):
@@ -145,7 +145,7 @@ def _with_term(expression: Expr, variable: str, term: Expr) -> Expr:
 
 
 def _matrix(programs: Programs, product: Node) -> int | None:
-    """Returns the index of the matrix among the inputs of a product, or None if the node is no product without an
+    """Returns the index of the matrix among the inputs of a product; None if the node is not a product, or has an
     epilogue."""
     if product.op == Linear() and product.epilogue is None:
         return 1
@@ -185,13 +185,13 @@ def _remaining_operands(scale: _Scale) -> Mapping[str, str]:
 
 
 def _applied(graph: Graph, scale: _Scale) -> Graph:
-    """Returns the graph with the factor in the matrix instead of in the reader."""
+    """Returns the graph, in which the factor is multiplied into the matrix instead of applied by the reader."""
     product, reader = scale.product, scale.reader
     matrix = product.inputs[scale.weight]
     added: list[Node] = []
 
     def unused(name: str) -> bool:
-        return name not in graph.types  # a factor of a product that has one already
+        return name not in graph.types  # a second factor of a product
 
     words = {name: f"{MATRIX}_{name}" if name == MATRIX else name for name in scale.operands}
     inputs, types = [matrix], [graph.types[matrix]]

@@ -1,4 +1,4 @@
-"""Replaces linear layers of training programs by layers whose products multiply 8-bit floats."""
+"""Replaces linear layers of training programs with layers whose matrix products multiply 8-bit floats."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,19 +15,19 @@ from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Path, Problem
 from specc.compiler.targets import Target
 
-SUFFIX = "_fp8"  # of functions that only training runs, and of the buffers of scales
+SUFFIX = "_fp8"  # the suffixes of functions that only training runs, and of the buffers of scales
 
 
 def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Programs:
-    """Returns the programs, in which training programs compute the products that `train.precision.fp8` matches in 8
-    bits.
+    """Returns the programs, in which training programs compute the matrix products that `train.precision.fp8` selects
+    in 8-bit floats.
 
     Programs for scoring and decoding keep the compute dtype, because the scale of a whole tensor depends on later
     tokens. If a training program and another program call the same function, the training program calls a copy.
     Programs that fake-quantize inputs are unchanged.
 
     Args:
-        programs: The programs, before products are fused.
+        programs: The programs, before fusion.
         train: The training spec.
         target: The target.
 
@@ -41,7 +41,7 @@ def fp8_products(programs: Programs, train: TrainSpec, target: Target) -> Progra
     names = {"train", *(phase.train for phase in programs.phases if not phase.rounds)}
     trained = [graph for graph in programs.programs if graph.name in names]
     table = {graph.name: graph for graph in programs.graphs}
-    places: dict[str, dict[str, None]] = {}  # the path prefixes of each graph
+    places: dict[str, dict[str, None]] = {}  # the path prefixes at which each graph runs
     for program in trained:
         places.setdefault(program.name, {})[""] = None
         for node in program.nodes:

@@ -1,4 +1,4 @@
-"""Replaces the nodes of each fusion point of a spec by a fused group, in programs that compute whole sequences."""
+"""Replaces the nodes of each fusion point of a spec with a fused group, in programs that compute whole sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ FusePoints = Sequence[Mapping[str, Sequence[str] | int]]
 
 
 def fuse(programs: Programs, points: FusePoints) -> Programs:
-    """Returns the programs with the nodes of each fusion point replaced by one `fused` node.
+    """Returns the programs, in which one `fused` node replaces the nodes of each fusion point.
 
     Fusion points apply to the programs in `programs.whole`, which compute whole sequences. Programs that decode one
     token at a time are not fused.
@@ -49,7 +49,7 @@ def _unmatched(code: str, message: str, hint: str) -> LoweringError:
 
 
 def _scopes(graph: Graph) -> tuple[str, ...]:
-    """Returns every proper prefix of the nodes' names, in order."""
+    """Returns every proper prefix of a node's name, in order."""
     prefixes = (node.name.split(".")[:length] for node in graph.nodes for length in range(1, node.name.count(".") + 1))
     return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
 
@@ -145,9 +145,9 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
     """Returns the named nodes and the nodes that belong to them, in graph order.
 
-    A linear layer is returned if a named node is its only reader; an example is the gate next to `up`. A node whose
-    name begins with the name of a member is returned if only returned nodes read it; an example is the cast
-    `logits.f32` of `logits`.
+    A linear layer belongs to them if a named node is its only reader, like the gate next to `up`. A node whose name
+    begins with the name of a member belongs to them if only returned nodes read it, like the cast `logits.f32` of
+    `logits`.
     """
     chosen = set(names)
     for part in reversed(graph.nodes):
@@ -175,8 +175,8 @@ def shared(programs: Programs, group: Group) -> tuple[Group, bool]:
 
 
 def _names(group: Group) -> Iterator[str]:
-    """Yields candidate names for a group. The first is the default name. The next ones have more words of the scope.
-    After these, each candidate is the previous one with the last word of the last member's name appended."""
+    """Yields candidate names for a group. The first is the default name. The next candidates contain more words of the
+    scope. After these, the last word of the last member's name is appended again and again."""
     name = group.name
     yield name
     for word in reversed(group.scope.split(".")[:-1]):

@@ -1,4 +1,5 @@
-"""Builds a fused group: the forward graph of some nodes, and a backward composed from their derivative rules."""
+"""Builds a fused group: the forward graph of some nodes, and a backward graph that is composed from their derivative
+rules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from specc.compiler.programs.programs import Group
 
 
 class Unfusable(Exception):
-    """Raised if a node cannot be in a group. `reason` is the rest of a sentence that begins with the node's name."""
+    """Raised if a node cannot be in a group. `reason` completes a sentence that begins with the node's name."""
 
     def __init__(self, node: str, reason: str) -> None:
         super().__init__(f"{node} {reason}")
@@ -26,7 +27,7 @@ class Unfusable(Exception):
 
 
 def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int = 1) -> Group:
-    """Builds the group of `members`, after applying all fusions that accept them.
+    """Applies all fusions that accept the members, and builds the group of the result.
 
     Args:
         graph: The graph of the members.
@@ -35,8 +36,8 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
         chunks: The number of chunks of rows that are computed one after another.
 
     Returns:
-        The group with the default choice of saved values. The field `others` holds the groups of the other save
-        choices.
+        The group with the default choice of saved values. Its field `others` holds the same group with each of the
+        other save choices.
 
     Raises:
         Unfusable: If a member cannot be in a group.
@@ -60,7 +61,7 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node], chunks: int =
 def compose(
     graph: Graph, scope: str, name: str, nodes: Sequence[Node], members: tuple[str, ...], results: Mapping[str, str]
 ) -> Group:
-    """Builds a group of several results from nodes that state derivatives.
+    """Builds a group with several results from nodes whose ops have derivative rules.
 
     Args:
         graph: The graph of the nodes, with the types of the values that they read.
@@ -89,8 +90,8 @@ def _composed(
     names: Mapping[str, str],
     chunks: int,
 ) -> Group:
-    """Returns the group with the default choice of saved values, and in `others` those with the other choices. `names`
-    are the names of its inputs, by ref."""
+    """Returns the group with the default save choice. Its `others` hold the group with the other choices. `names` maps
+    the refs of its inputs to their names."""
     choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
         forward = _forward(graph, f"{name}.forward", names, rewrite, keep, results)
@@ -107,8 +108,8 @@ def _composed(
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member reads a number that differs between layers. Also raises it for a member other than
-    the last, if nothing reads this member or if a node outside the group does."""
+    """Raises Unfusable if a member reads a number that differs between layers, if nothing reads a member other than the
+    last, or if a node outside the group reads it."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
@@ -138,7 +139,8 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
             done = Rewrite(further.nodes, done.learns and further.learns)
     left = [n for n in done.nodes if not isinstance(n.op, Pointwise) and type(n.op).derivative is Op.derivative]
     if left:
-        culprit = min(left, key=lambda n: n.op.name not in reasons)  # preferably a node that a fusion has refused
+        # The error should name a node that a fusion has refused, if there is one
+        culprit = min(left, key=lambda n: n.op.name not in reasons)
         alone = "only linear and pointwise nodes state the derivative that a group needs"
         raise Unfusable(culprit.name, f"is a {culprit.op.name}; {reasons.get(culprit.op.name, alone)}")
     if done.nodes == tuple(members) and len(members) == 1:
@@ -156,14 +158,14 @@ def _part(scope: str, members: Sequence[Node]) -> str:
 
 
 def _labels(rewrite: Rewrite) -> Mapping[str, str]:
-    """Returns the labels that ops define for their inputs, by ref."""
+    """Returns the labels that ops give to their inputs, by the ref of the input."""
     return {ref: label for node in rewrite.nodes for ref, label in zip(node.inputs, node.op.input_labels, strict=False)}
 
 
 def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns short names for the inputs of a group, by ref. The name of an input is the label that the op gives to it.
-    Without a label, it is the last word of a parameter's name, or `x` for an activation. If two names are equal, longer
-    names are used."""
+    """Returns short names for the inputs of a group, by ref. An input is named by the label that an op gives to it.
+    Without a label, a parameter is named by the last word of its path, and an activation is named `x`. If two names are
+    equal, longer names are used."""
     names: dict[str, str] = {}
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
@@ -195,8 +197,8 @@ def _forward(
 
 
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
-    """Returns `op` with additional outputs for its backward: the values that `plan_backward` saves, and the products
-    that the backward reads."""
+    """Returns `op` with the additional outputs that its backward pass reads: the values that `plan_backward` saves, and
+    products."""
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
         raise Unfusable(
@@ -213,9 +215,9 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     """Returns the forward, with pointwise nodes joined to products as epilogues. The forward also outputs the values
-    that the backward reads, under their names in the backward."""
+    that the backward reads, under the names that they have there."""
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)
-    outputs = tuple(dict.fromkeys((*forward.outputs, *extra)))  # the result itself may be saved
+    outputs = tuple(dict.fromkeys((*forward.outputs, *extra)))  # the backward may also read the result itself
     return join_codes(join_epilogues(replace(forward, outputs=outputs)))

@@ -1,4 +1,4 @@
-"""Lets the kernel of a product write the 8-bit codes of its result, which are a factor of another product."""
+"""Makes the kernel of a matrix product write the 8-bit codes of its result, which are a factor of another product."""
 
 from dataclasses import replace
 
@@ -10,9 +10,8 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_codes(graph: Graph) -> Graph:
-    """Returns the graph, in which the epilogue of a product also rounds its result to codes, where a node does that.
-
-    The result itself remains an output only if something else reads it.
+    """Returns the graph, in which a node that rounds a product to codes becomes a part of the product's epilogue. The
+    unrounded result remains an output only if another node reads it.
     """
     for node in graph.nodes:
         if not isinstance(node.op, Fp8Codes):

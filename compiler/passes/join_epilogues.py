@@ -1,5 +1,5 @@
-"""Turns pointwise nodes and dropout into the epilogue of the matrix products that they read. A kernel computes the
-epilogue before it stores its result."""
+"""Turns pointwise nodes and dropout into epilogues of the matrix products that they read. A kernel computes the
+epilogue before it stores the result."""
 
 from dataclasses import replace
 
@@ -12,16 +12,16 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_epilogues(graph: Graph) -> Graph:
-    """Returns the graph, in which every pointwise node that is the only reader of a product has become the epilogue of
-    the product.
+    """Returns the graph, in which every pointwise node that is the only reader of a matrix product has become the
+    epilogue of the product.
 
     If a pointwise node reads several linear layers of the same input, they become one node with several accumulators. A
-    pointwise node that reads a scalar, e.g. the gradient of a loss, is not joined. Such a node only scales a small
-    tensor, and the product can remain a library call.
+    pointwise node that reads a scalar, such as the gradient of a loss, is not joined: it only scales a small tensor,
+    and without it the product can remain a library call.
 
-    Dropout that draws by a buffer is a pointwise node that reads a mask. If the epilogue of a product has a mask, or if
-    the next node is dropout, the next node joins the epilogue too, so that dropout between an activation or a product
-    and a sum costs no pass over memory.
+    Dropout whose random numbers are determined by a buffer is treated as a pointwise node that reads a mask. If the
+    epilogue of a product has a mask, or if the next node is dropout, the next node also joins the epilogue. Dropout
+    between a product or an activation and a sum then needs no separate pass over memory.
     """
     for node in graph.nodes:
         reader = _as_pointwise(node)
@@ -35,7 +35,8 @@ def join_epilogues(graph: Graph) -> Graph:
 
 
 def _as_pointwise(node: Node) -> Node | None:
-    """Returns the node if it is pointwise, dropout that draws by a buffer as a pointwise node, and None for others."""
+    """Returns a pointwise node unchanged, and dropout with a buffer as a pointwise node. Returns None for all other
+    nodes."""
     op = node.op
     if isinstance(op, Dropout) and op.counted:
         title = f"dropout_{op.p:.4g}".replace(".", "p")
@@ -80,8 +81,8 @@ def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
 
 
 def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
-    """Returns the epilogue of a product of codes, whose first variable is multiplied by two scales. Its last input is
-    the state of the scales."""
+    """Returns the epilogue of a product of codes, in which the first variable is multiplied by two scales. The state
+    that holds the scales is the last input."""
     scale = _free("scale", {*op.variables, *op.labels})
     scaled = {op.variables[0]: Var(op.variables[0]) * Var(scale)}
     outputs = tuple(str(substitute(reread(text), scaled)) for text in op.outputs)
@@ -91,7 +92,7 @@ def _scaled(op: Pointwise, first: int, second: int) -> Pointwise:
 
 
 def _drawing(graph: Graph, reader: Node) -> Node | None:
-    """Returns the product whose epilogue `reader` can continue, if one of the two has a mask of dropout."""
+    """Returns the product whose epilogue `reader` can continue, if one of the two has a dropout mask."""
     for ref in reader.inputs:
         node = graph.by_name.get(node_of(ref))
         if node is None or not isinstance(node.epilogue, Pointwise) or not isinstance(node.op, Product):
@@ -107,7 +108,7 @@ def _drawing(graph: Graph, reader: Node) -> Node | None:
 
 
 def _buffers(node: Node) -> tuple[str, ...]:
-    """Returns the inputs of a pointwise node from which it draws its masks."""
+    """Returns the inputs of a pointwise node that determine its dropout masks."""
     assert isinstance(node.op, Pointwise)
     masks = dict(node.op.draws)
     return tuple(ref for ref, variable in zip(node.inputs, node.op.variables, strict=True) if variable in masks)
@@ -126,7 +127,7 @@ def _composed(graph: Graph, first: Node, second: Node) -> Graph:
     whole = [substitute(text, {v: saved[v] for v in saved if v not in before.variables}) for text in texts]
     returned = [i for i, ref in enumerate(first.outputs) if ref in dict(graph.outputs).values()]
     if not saved.keys() <= {labels[i] for i in returned}:
-        texts = whole  # a label that is no output any more
+        texts = whole  # a label whose output no longer exists
     taken = {*before.variables, *labels, *after.labels, "y"}
     last = first.members[-1].rpartition(".")[2]
     names = {i: labels[i] if i and labels[i] else _free(last, taken) for i in returned}

@@ -1,8 +1,8 @@
-"""Joins the fused groups that read the parts of one merged product into a group of several results.
+"""Joins the fused groups that read parts of one merged product into one group with several results.
 
-Each group would return the gradient of its part as a tensor, and a copy would concatenate them for the gradients of the
-product. The kernels of the joined group write their gradients into one tensor. Gradients of parts that other nodes read
-are copied into it; Torch's compiler writes those that it computes there at once.
+Separate groups would each return the gradient of one part, and a copy would have to concatenate these for the gradients
+of the product. The kernels of the joined group write into one tensor instead. Gradients of parts that other nodes read
+are copied into this tensor, or written there directly if Torch's compiler computes them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,8 +25,8 @@ from specc.compiler.programs.programs import Group, Programs
 
 
 def join_groups(programs: Programs) -> Programs:
-    """Returns the programs with one group in place of those that read parts of a merged product, where the kernel of at
-    least one group can write its gradient into a wider tensor."""
+    """Returns the programs, in which one group replaces those that read parts of a merged product. This is done if the
+    kernel of at least one of these groups can write its gradient into a wider tensor."""
     for name in [graph.name for graph in programs.functions]:
         for parts in [node.name for node in programs.function(name).nodes if isinstance(node.op, SplitFeatures)]:
             programs = _joined(programs, programs.function(name), parts)
@@ -35,8 +35,8 @@ def join_groups(programs: Programs) -> Programs:
 
 
 def writer(programs: Programs, graph: Graph, ref: str) -> Node | None:
-    """Returns the fused group that alone reads a part of a product, as heads, and whose kernel can write the gradient
-    of the part into a wider tensor. None if there is none."""
+    """Returns the fused group that is the only reader of a part of a product, as heads, if its kernel can write the
+    gradient of the part into a wider tensor. None otherwise."""
     heads = _only_reader(graph, ref)
     if heads is None or not isinstance(heads.op, SplitHeads):
         return None
@@ -57,7 +57,8 @@ def _given(group: Group, fused: Node) -> Mapping[str, str]:
 
 
 def _only_reader(graph: Graph, ref: str) -> Node | None:
-    """Returns the node that reads a value, if no other node and no caller does, and it reads the value once."""
+    """Returns the only node that reads a value, if it reads the value once and the graph does not return the value.
+    None otherwise."""
     readers = graph.consumers[ref]
     return readers[0] if len(readers) == graph.uses(ref) == 1 else None
 
@@ -68,7 +69,7 @@ def _joined(programs: Programs, graph: Graph, name: str) -> Programs:
     if not any(writers):
         return programs
     nodes, replaced, members = [parts], {name}, list[str]()
-    results: dict[str, tuple[str, str]] = {}  # by label: the result in the group, and the value that it replaces
+    results: dict[str, tuple[str, str]] = {}  # for each label, the result in the group and the value that it replaces
     for label, ref, fused in zip(parts.op.output_labels, parts.outputs, writers, strict=True):
         heads = _only_reader(graph, ref)
         result = ref
@@ -120,7 +121,7 @@ def _into_one(graph: Graph) -> Graph:
         if node.name in inside:
             into = node.op.into(inside[node.name][1])
             assert into is not None
-            if node.name == min(inside, key=list(graph.by_name).index):  # the first that writes
+            if node.name == min(inside, key=list(graph.by_name).index):  # the first node that writes into the tensor
                 nodes.append(Node(whole, NewFeatures(join.type.width), node.inputs[:1], (join.type,)))
             nodes.append(replace(node, op=into, inputs=(*node.inputs, whole), types=(join.type, *node.types[1:])))
             whole = node.name

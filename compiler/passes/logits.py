@@ -1,4 +1,4 @@
-"""Makes the program `logits`, which exported files contain: the part of `score` before the loss."""
+"""Builds the program `logits` for exported files: the part of `score` before the loss."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ SCORE, LOGITS = "score", "logits"
 
 
 def with_logits(programs: Programs) -> Programs:
-    """Returns the programs `score` and `logits`, without those of training and decoding.
+    """Returns the programs `score` and `logits`, without the programs for training and decoding.
 
     The inputs of `logits` are those inputs of `score` that the logits depend on. The output is the logits of each
     token, f32 [B, T, V].

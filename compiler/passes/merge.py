@@ -1,4 +1,4 @@
-"""Merges several graphs, the variants, into one list of nodes (anti-unification). Each node has the set of variants
+"""Merges several graphs, the variants, into one list of nodes (anti-unification). Each merged node records the variants
 that run it.
 
 Variants are blocks of one module list that differ in some nodes, or programs that differ only in a cache. Generated
@@ -16,9 +16,9 @@ from specc.compiler.ir.op import Op
 from specc.compiler.ir.types import Dim, TensorType
 from specc.compiler.ops.dropout import Dropout
 
-NONE = "None"  # the value of an argument that a variant does not have
+NONE = "None"  # the argument that is passed if a variant does not have the value
 Where = frozenset[int]
-Operand = tuple[tuple[str, Where], ...]  # each value read, with the variants that read it
+Operand = tuple[tuple[str, Where], ...]  # each value that is read, with the variants that read it
 Kind = Callable[[Graph, Node], object]
 
 
@@ -73,7 +73,7 @@ class Merged:
         variants: The graphs.
         slots: The merged nodes, in an order that is valid for every variant.
         outputs: The values to return, by label.
-        variables: Maps each value that shares a variable to the first value of that variable.
+        variables: Maps each value that shares a variable to the first value that the variable holds.
     """
 
     variants: tuple[Graph, ...]
@@ -107,8 +107,8 @@ class Merged:
 
 
 def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Merges graphs that were lowered from similar parts, and lets their values share variables. The arguments have the
-    same meaning as in `align`."""
+    """Merges graphs that were lowered from similar parts, and assigns shared variables to their values. The arguments
+    are those of `align`."""
     merged = align(graphs, labels, kind)
     for _ in range(len(merged.slots) * 4 + 16):  # each round resolves one conflict
         variables = _Variables(merged)
@@ -123,14 +123,14 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
     """Merges graphs that were lowered from similar parts, without shared variables.
 
     Args:
-        graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. A dim of
-            1 token equals a dim of T tokens.
+        graphs: The variants. Nodes are merged if their names, ops, epilogues, parameters and types are equal. In this
+            comparison, a dim of 1 token equals a dim of T tokens.
         labels: The outputs to return, or None for all. A variant may lack some of them.
         kind: An additional key, e.g. of the kernel. Only nodes with equal keys are merged.
     """
     groups = _matched(graphs, kind)
     while (slots := _ordered(graphs, _united(graphs, groups))) is None:
-        # the orders of the variants contradict each other: the first shared node is separated
+        # the variants run shared nodes in contradictory orders, so the first shared node is not shared
         at = next(i for i, nodes in enumerate(groups) if len(nodes) > 1)
         groups[at : at + 1] = [{variant: node} for variant, node in groups[at].items()]
     values = _values(slots)
@@ -172,7 +172,8 @@ def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> li
     groups = list(groups)
     while True:
         slots: list[Slot] = []
-        taken = {name for graph in graphs for name, _ in graph.inputs}  # one variant's input may be another's node
+        # A value may be an input of one variant and a node of another
+        taken = {name for graph in graphs for name, _ in graph.inputs}
         for nodes in groups:
             slots.append(Slot(free([next(iter(nodes.values())).name], taken.__contains__), nodes))
             taken.add(slots[-1].name)
@@ -326,9 +327,9 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Returns whether the values must have different variables. They must if both are live at once in some variant,
-        or if one is an optional input. Generated code tests whether an optional input is None, so its variable is never
-        reassigned."""
+        """Returns whether the values must have different variables. They must differ if both are live at once in some
+        variant, or if one is an optional input. Generated code tests whether an optional input is None, so its variable
+        is never reassigned."""
         if self.computed_at[a] == self.computed_at[b] == -1 or self.optional & {a, b}:
             return True
         return any(
@@ -338,8 +339,8 @@ class _Variables:
         )
 
     def roots(self) -> Mapping[str, str]:
-        """Maps every value that shares a variable to the first value of that variable. If an input shares the variable,
-        it is the first."""
+        """Maps every value that shares a variable to the first value that the variable holds. If an input shares the
+        variable, the input is the first."""
         return {
             ref: min(members, key=lambda member: (self.computed_at[member], member))
             for ref, members in self.sets.items()

@@ -1,12 +1,12 @@
-"""Computes linear layers that read the same value as one product.
+"""Merges linear layers that read the same value into one matrix product.
 
-The forward is one product with the concatenated matrices, and so are both gradients: that of the input reads the
-concatenated gradients of the outputs, and the rows of that of the matrix belong to the matrices. Each matrix remains a
-parameter of its own.
+The forward pass is one product with the concatenated matrices. Each gradient is one product too: the gradient of the
+input reads the concatenated gradients of the outputs, and the gradient of the matrices has the rows of all matrices.
+Each matrix remains a separate parameter.
 
-Torch's compiler writes a gradient that it computes itself into its part of the concatenated gradients, and so do the
-kernels of some fused groups, which the pass `join_groups` joins. The results of other kernels, attention and fused
-groups are copied there.
+Some gradients are written directly into the tensor of concatenated gradients: those that Torch's compiler computes, and
+those of fused groups that the pass `join_groups` can join. The gradients of all other kernels, attention and fused
+groups are copied into it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,14 +21,14 @@ from specc.compiler.passes.join_groups import writer
 from specc.compiler.passes.requests import Patterns, Requests, whole_sequences
 from specc.compiler.programs.programs import Programs
 
-ALIGNMENT = 8  # features: 16 bytes of bf16, which kernels load at once
+ALIGNMENT = 8  # in features: 16 bytes of bf16, which kernels load at once
 
 
 def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
-    """Returns the programs over whole sequences with one product for linear layers that read the same value.
+    """Returns the programs. In those over whole sequences, one product replaces linear layers that read the same value.
 
-    Layers in fused groups are not merged. Programs that decode are unchanged: the matrices are most of what they read,
-    and each step would concatenate them.
+    Layers in fused groups are not merged. Decoding programs are unchanged: each step would have to concatenate the
+    matrices, which are most of the bytes that it reads.
 
     Args:
         programs: The programs, with fused groups.
@@ -44,8 +44,8 @@ def merge_linears(programs: Programs, patterns: Patterns) -> Programs:
 
 @dataclass
 class _Moved:
-    """The numbers per token that one product in place of several moves and saves, over all calls of functions that have
-    the layers. `copied` are the layers whose gradients are copied."""
+    """The numbers per token that a merged product moves in addition, and those that it saves, summed over all calls of
+    the functions that contain the layers. `copied` are the layers whose gradients are copied."""
 
     costs: int = 0
     saves: int = 0
@@ -53,7 +53,7 @@ class _Moved:
 
     @property
     def refusal(self) -> str | None:
-        """The reason why one product would move more numbers, or None."""
+        """The reason why the merged product would move more numbers; None if it would not."""
         if self.costs <= self.saves:
             return None
         return (
@@ -66,11 +66,11 @@ Balance = Mapping[tuple[str, ...], _Moved]
 
 
 def _balance(programs: Programs) -> Balance:
-    """Returns what merging moves and saves, by the names of the layers, so that equal layers of all blocks are treated
-    alike.
+    """Returns the numbers that merging moves and saves, by the names of the layers, so that equal layers of all blocks
+    are treated alike.
 
-    Several products write as many gradients of the input, which are read again and added. One product writes the sum,
-    and reads a concatenation, into which gradients that are results of kernels are copied.
+    Separate products each write a gradient of the input, and these gradients are read again and added. A merged product
+    writes the sum directly. It reads concatenated gradients, into which the results of kernels must be copied.
     """
     balance: dict[tuple[str, ...], _Moved] = {}
     calls = {(graph.name, at): graph for graph, at in whole_sequences(programs)}
@@ -136,7 +136,7 @@ def _layers(graph: Graph) -> Iterator[Sequence[Node]]:
 
 
 def _aligned(layers: Sequence[Node]) -> Sequence[Node]:
-    """Returns the layers whose outputs can be parts of one product that all kernels read."""
+    """Returns the layers whose outputs can be parts of one product, with the alignment that all kernels need."""
     return [layer for layer in layers if _features(layer) % ALIGNMENT == 0]
 
 
@@ -176,8 +176,8 @@ def _readers(graph: Graph, ref: str) -> Sequence[Node]:
 
 
 def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
-    """Returns whether the gradient of a value is the result of a single kernel, attention or fused group, and not
-    computed by Torch's compiler."""
+    """Returns whether the gradient of a value is the result of a single kernel, attention or fused group. If not,
+    Torch's compiler computes it."""
     if ref in dict(graph.outputs).values():
         return True
     if writer(programs, graph, ref) is not None:
@@ -192,7 +192,7 @@ def _is_copied(programs: Programs, graph: Graph, ref: str) -> bool:
 
 
 def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
-    """Returns the graph with one product in place of the layers."""
+    """Returns the graph, in which one product replaces the layers."""
     first = layers[0]
     matrices = tuple(layer.inputs[1] for layer in layers)
     labels = _labels(layers)
@@ -214,7 +214,7 @@ def _applied(graph: Graph, layers: Sequence[Node]) -> Graph:
 
 
 def _labels(layers: Sequence[Node]) -> tuple[str, ...]:
-    """Returns the shortest ends of the layers' paths that differ, as identifiers."""
+    """Returns the shortest path suffixes that distinguish the layers, as identifiers."""
     paths = [layer.name.split(".") for layer in layers]
     for length in range(1, max(map(len, paths))):
         labels = tuple("_".join(path[-length:]) for path in paths)

@@ -18,11 +18,11 @@ def assign_optimizers(programs: Programs, train: TrainSpec) -> Programs:
 
 
 def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-    """Returns parameter name -> index into `optimizers`, in the order of `shapes`.
+    """Maps each parameter name, in the order of `shapes`, to an index into `optimizers`.
 
     Raises:
-        LoweringError: If an optimizer matches no remaining parameter, if an optimizer refuses a parameter, or if no
-            optimizer matches a parameter. Lists all problems.
+        LoweringError: If an optimizer matches no remaining parameter, if an optimizer matches a parameter that it
+            cannot update, or if no optimizer matches a parameter. Lists all problems.
     """
     owner = {
         name: next((i for i, optimizer in enumerate(optimizers) if matches(optimizer.match, name)), None)

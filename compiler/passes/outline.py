@@ -10,7 +10,7 @@ from specc.compiler.ir.types import TensorType
 from specc.compiler.passes.merge import NONE, Kind, Merged, Slot, Where, align, free, merge
 from specc.compiler.passes.roll import STATES, Loop
 
-WORTH = 3  # a section without a loop over blocks becomes a method only if it has more nodes than this
+WORTH = 3  # a section that contains no loop over blocks becomes a method only if it has more nodes than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Section(Op):
 
 @dataclass(frozen=True)
 class Outlined:
-    """The result of `outline`. `programs` call methods in place of their common parts. `methods` are the merged graphs
-    of the methods, by name. A program that consists entirely of a common part becomes a method, so it is not in
+    """The result of `outline`. `programs` call methods instead of repeating common parts. `methods` maps the name of
+    each method to its merged graph. A program that consists entirely of a common part becomes a method and is not in
     `programs`."""
 
     programs: tuple[Graph, ...]
@@ -60,12 +60,12 @@ def outline(
 
     Args:
         graphs: The programs, rolled and aligned.
-        sides: The first words of node names that stand for a side of the model, such as `encoder`.
+        sides: The first words of node names that denote a part of the model, such as `encoder`.
         taken: The names of the model's methods.
         reserved: Names that no argument may have.
         kind: Returns an additional key of a node. Only nodes with equal keys are merged.
-        distinguishes: Returns whether the arguments of a method distinguish its variants. If they do not, a section of
-            fewer programs is tried.
+        distinguishes: Returns whether the arguments of a method distinguish its variants. If they do not, a section
+            that fewer programs share is tried.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -84,7 +84,7 @@ def outline(
         name = programs[whole].name if whole is not None else _method_name(slots, sides, taken | methods.keys())
         section = _Section(merged, where, slots, name, sides, reserved, whole)
         if any(refs.keys() < where for refs in section.returned.values()):
-            continue  # a program does not compute all that the method returns
+            continue  # a program need not compute every output of the method
         if any(map(section.reads_itself, where)):
             continue
         method = merge(section.bodies(), kind=kind)
@@ -107,14 +107,14 @@ def _is_section(graph: Graph, variant: int, slots: Sequence[Slot]) -> bool:
 
 
 def _section(merged: Merged, where: Where) -> Sequence[Slot]:
-    """Returns the slots that all programs `where` run. Some slots of only some of these programs are included: those
-    between common slots, and those whose values common slots read."""
+    """Returns the slots that all programs `where` run. Slots that only some of these programs run are included if they
+    are between common slots, or if common slots read their values."""
     slots = [slot for slot in merged.slots if slot.where <= where]
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     read = {slot.name: {ref for operand in slot.inputs for ref, _ in operand} for slot in slots}
     chosen = {slot.name for slot in slots if slot.where == where and not isinstance(slot.node.op, Section)}
     inputs = {name for name, _, _ in merged.inputs()} & {ref for name in chosen for ref in read[name]}
-    producers: set[str] = set()  # transitive producers of the common nodes
+    producers: set[str] = set()  # all nodes on which common nodes depend
     for slot in reversed(slots):
         if slot.name in chosen | producers:
             producers |= {makers[ref] for ref in read[slot.name] if ref in makers}
@@ -164,7 +164,7 @@ class _Section:
             variant: {slot.nodes[variant].name for slot in slots if variant in slot.nodes} for variant in where
         }
         self.inputs = self._inputs()
-        if whole is not None:  # the program that the method replaces is called as before
+        if whole is not None:  # the method is called like the program that it replaces
             order = [name for name, _ in merged.variants[whole].inputs]
             places = {n: order.index(r[whole]) if r.get(whole) in order else len(order) for n, r in self.inputs.items()}
             self.inputs = {name: self.inputs[name] for name in sorted(places, key=lambda name: places[name])}
@@ -191,8 +191,8 @@ class _Section:
         return names
 
     def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """Returns candidate names of a parameter, the most frequent first. The candidates are the names that the passed
-        values have in the programs, and the names that loops give to these values."""
+        """Returns candidate names of a parameter, the most frequent first. The candidates are the names of the passed
+        values in the programs, and the names that loops give to these values."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]
@@ -216,7 +216,7 @@ class _Section:
                         if ref in read:
                             values.setdefault((slot.name, j), {})[variant] = ref
         outputs: list[dict[int, str]] = []
-        for refs in values.values():  # values that replace each other across programs are one output
+        for refs in values.values():  # values that correspond to each other in different programs form one output
             twins = (known for known in outputs if not known.keys() & refs.keys() and self._read_alike(known, refs))
             if (twin := next(twins, None)) is not None:
                 twin |= refs
@@ -282,7 +282,7 @@ class _Section:
         call = Node(self.name, op, tuple(passed.values()), types)
         first = next(i for i, node in enumerate(graph.nodes) if node.name in section)
         rest = [node for node in graph.nodes[first:] if node.name not in section]
-        ahead = needed(rest, call.inputs)  # the producers of the call's arguments precede it
+        ahead = needed(rest, call.inputs)  # nodes that compute the arguments of the call precede it
         nodes = (*graph.nodes[:first], *ahead, call, *(node for node in rest if node not in ahead))
         read = {ref for node in nodes for ref in node.inputs}
         inputs = tuple(entry for entry in graph.inputs if not entry[0].startswith(STATES) or entry[0] in read)
@@ -310,6 +310,6 @@ def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
 
 
 def _parts(name: str, sides: frozenset[str]) -> Sequence[str]:
-    """Returns the words of a node's path, without the word that stands for a side of the model."""
+    """Returns the words of a node's path, without a first word such as `encoder`."""
     parts = name.split(".")
     return parts[1:] if parts[0] in sides and len(parts) > 1 else parts

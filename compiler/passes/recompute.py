@@ -1,4 +1,4 @@
-"""Moves the parts of blocks that `train.recompute` names into functions that the backward pass computes again."""
+"""Moves the parts of blocks that `train.recompute` names into functions that the backward pass recomputes."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,15 +12,15 @@ from specc.compiler.programs.programs import LoweringError, Programs, owner
 from specc.compiler.spec.train import BLOCK, TrainSpec
 from specc.compiler.strict import Path, Problem
 
-PREFIX = "recomputed_"  # of the functions
+PREFIX = "recomputed_"  # the name prefix of the functions
 
 
 def recompute(programs: Programs, train: TrainSpec) -> Programs:
-    """Returns the programs with each part of a block that `train.recompute` names as a function of its own.
+    """Returns the programs, in which each part of a block that `train.recompute` names is a separate function.
 
     The function keeps the names of the nodes, so that values, weights and random numbers of dropout are unchanged.
-    `Programs.recomputed` lists the functions whose results the backward pass computes again. For `block`, these are the
-    functions of the blocks themselves.
+    `Programs.recomputed` lists the functions that the backward pass recomputes. For `block`, these are the functions of
+    the blocks themselves.
 
     Args:
         programs: The programs, with fused groups.
@@ -57,7 +57,7 @@ def recompute(programs: Programs, train: TrainSpec) -> Programs:
 
 
 def recomputable_parts(programs: Programs) -> tuple[str, ...]:
-    """Returns the parts of the blocks that are trained which have products or attention."""
+    """Returns the parts of trained blocks that contain matrix products or attention."""
     nodes = (node for name in _trained(programs) for node in programs.function(name).nodes if "." in node.name)
     return tuple(dict.fromkeys(n.name.partition(".")[0] for n in nodes if n.op.matrix or isinstance(n.op, Fused)))
 
@@ -70,7 +70,7 @@ def _trained(programs: Programs) -> tuple[str, ...]:
 
 
 def recomputed_places(programs: Programs) -> Iterator[tuple[str, str]]:
-    """Yields each function that the backward pass computes again, with the path pattern of its part of the model."""
+    """Yields each function that the backward pass recomputes, with the path pattern of its part of the model."""
     for name in programs.recomputed:
         is_part = name.partition(".")[2].startswith(PREFIX)
         part = programs.function(name).nodes[0].name.partition(".")[0] if is_part else ""
@@ -86,7 +86,7 @@ def _is_in(part: str, node: Node) -> bool:
 
 
 def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
-    """Yields the problems of recomputing whole blocks."""
+    """Yields the problems that prevent the recomputation of whole blocks."""
     if not trained:
         yield Problem(_path(0), "S295", "the model has no blocks to recompute", "remove recompute")
     for name in trained:
@@ -96,15 +96,15 @@ def _whole(programs: Programs, trained: Sequence[str]) -> Iterator[Problem]:
 
 
 def _refusal(graph: Graph, nodes: Sequence[Node]) -> str:
-    """Returns the reason why nodes of a graph cannot run twice in a pass; empty if they can."""
+    """Returns the reason why nodes of a graph cannot run twice per training step; empty if they can."""
     states = {ref for ref, type in graph.types.items() if type.storage == STORAGE}
     recorded = next((node.name for node in nodes if states.intersection(node.inputs)), "")
     return f"{recorded} records the largest magnitudes of its inputs, once in each pass" if recorded else ""
 
 
 def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Graph]) -> Graph:
-    """Returns a function with a call in place of the nodes of a part. Adds the function of the part to `parts`, unless
-    an equal one is there.
+    """Returns the function of a block, in which a call replaces the nodes of a part. Adds the function of the part to
+    `parts`, unless `parts` has an equal one.
 
     Raises ValueError with the reason if the part cannot be a function.
     """
@@ -113,7 +113,7 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
     others = [node for node in graph.nodes if node not in inside]
     if reason := _refusal(graph, inside):
         raise ValueError(reason)
-    late: set[str] = set()  # values of other nodes that depend on the part
+    late: set[str] = set()  # values of nodes outside of the part that depend on the part
     for node in graph.nodes:
         if node in inside:
             if cyclic := late.intersection(node.inputs):
@@ -149,12 +149,12 @@ def _outlined(programs: Programs, graph: Graph, part: str, parts: dict[str, Grap
 
 
 def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, Graph]) -> str:
-    """Adds a function to those of the class of a graph's block, and returns its name. Blocks with equal functions share
-    one, because they share a class.
+    """Adds a function to the class of a graph's block, and returns its name. Blocks of one class share the function if
+    theirs are equal.
 
     Args:
         graph: the graph that calls the function.
-        method: the name of the method, to which a number is appended if other functions have it.
+        method: the name of the method. A number is appended if another function has this name.
         function: the function.
         functions: all functions by name, to which the function is added.
     """
@@ -168,7 +168,8 @@ def add_method(graph: Graph, method: str, function: Graph, functions: dict[str, 
 
 
 def _input_names(refs: Sequence[str]) -> dict[str, str]:
-    """Returns a name for each value that a part reads: the last word of the value's name that is free."""
+    """Returns a name for each value that a part reads: as many last words of the value's path as make the name
+    unique."""
     names: dict[str, str] = {}
     for ref in refs:
         words = ref.replace(":", "_").split(".")

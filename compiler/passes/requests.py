@@ -1,4 +1,4 @@
-"""The graphs of programs over whole sequences, and the nodes of these graphs that a key of the spec names."""
+"""The graphs of whole-sequence programs, and those of their nodes that a key of the spec names."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ Patterns = Sequence[str] | Literal["auto"]
 
 def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
     """Yields every graph that a whole-sequence program runs, with each path at which it runs. Programs that
-    fake-quantize are skipped."""
+    fake-quantize inputs are skipped."""
     rounded = {phase.train for phase in programs.phases if phase.rounds}
     for name in (name for name in programs.whole if name not in rounded):
         program = programs.program(name)
@@ -27,7 +27,8 @@ def whole_sequences(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 @dataclass
 class Requests:
-    """The nodes that a pass rewrites: all for which the pass expects a gain, or those that a key of the spec names.
+    """The nodes that a pass rewrites: those that a key of the spec names or, by default, all for which the pass expects
+    a gain.
 
     A pattern names a node if it matches the path of the node or of a part that contains the node. A pattern that has no
     effect is an error, which states the reason.
@@ -43,14 +44,14 @@ class Requests:
     step: str
     key: str
     patterns: Patterns
-    _places: dict[str, dict[str, None]] = field(default_factory=dict)  # by graph, the paths at which it runs
+    _places: dict[str, dict[str, None]] = field(default_factory=dict)  # for each graph, the paths at which it runs
     _used: set[int] = field(default_factory=set)
     _problems: list[Problem] = field(default_factory=list)
     _rewritings: dict[Rewriting, None] = field(default_factory=dict)
 
     def run(self, rewrite: Callable[[Graph], Graph]) -> Programs:
         """Returns the programs with `rewrite` applied to every function that only whole-sequence programs call. Layers
-        outside of functions run once per pass, and remain as they are.
+        outside of functions run only once per pass and are not rewritten.
 
         Raises:
             LoweringError: If a pattern matches no node that the pass rewrites, only some of the nodes with the same
@@ -79,7 +80,7 @@ class Requests:
         return replace(self.programs, functions=functions, rewritings=rewritings)
 
     def names(self, graph: Graph, node: str) -> bool:
-        """Returns whether a node that can be a part of a rewriting is to be rewritten."""
+        """Returns whether the spec or the pass selects a node that can be rewritten."""
         if self.patterns == "auto":
             return True
         paths = self._paths(graph, node)
@@ -112,7 +113,7 @@ class Requests:
         self._report(Problem((self.key, at), "S304", f"{', '.join(self._shown(graph, nodes))}: {reason}", hint))
 
     def _report(self, problem: Problem) -> None:
-        """Adds a problem, unless the same pattern already has one of this kind."""
+        """Adds a problem, unless the same pattern already has a problem of this kind."""
         if all((other.path, other.code) != (problem.path, problem.code) for other in self._problems):
             self._problems.append(problem)
 

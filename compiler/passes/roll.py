@@ -1,4 +1,4 @@
-"""Replaces the calls of a stack of blocks, one call per block, by one node: a loop over a module list."""
+"""Replaces the calls of a stack of blocks, one call per block, with one node: a loop over a module list."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,7 @@ class Loop(Op):
         earlier: The inputs that are outputs of earlier runs. An entry has the name of the input, the label of the
             output (empty for the residual stream), and pairs of a run that reads the input and the earlier run whose
             output it reads.
-        returns: The labels of the outputs of blocks besides the residual stream and the state.
+        returns: The labels of the blocks' outputs other than the residual stream and the state.
         joined: The path of the list of join modules. A join module joins the output of an earlier run to the stream.
         join_methods: Pairs of the block after a join and the method of the join module, if this is not `forward`.
         runs: The block indices in the order in which they run.
@@ -95,8 +95,8 @@ def method_of(call: Node) -> str:
 
 
 def roll(programs: Programs, graph: Graph) -> Graph:
-    """Returns the program with one node per stack of blocks. The inputs and outputs that are the states of single
-    blocks are removed."""
+    """Returns the program with one node per stack of blocks. Inputs and outputs that are the state of a single block
+    are removed."""
     graph = without_scoring_groups(programs, graph)
     nodes: list[Node] = []
     state = {name for name, _ in graph.inputs if name.startswith(STATES)}
@@ -123,7 +123,7 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
     """Yields groups of adjacent nodes, in order. The calls of blocks of one module list form a group. A call that reads
-    the value of the previous call also belongs to its group. Any other node is a group by itself."""
+    the result of the previous call also belongs to the group of that call. Any other node is a group by itself."""
     run: list[Node] = []
     for node in nodes:
         place = field_of(node)
@@ -184,7 +184,7 @@ def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
 
 
 def returns_of(graph: Graph) -> Iterator[str]:
-    """Yields the labels of the outputs of a block's function besides the residual stream and the state."""
+    """Yields the labels of the outputs of a block's function other than the residual stream and the state."""
     state = {name for name, _ in graph.inputs}
     return (label for label, _ in graph.outputs[1:] if label not in state)
 
@@ -228,8 +228,8 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
     """Returns rolled programs in which all loops over a list have the same inputs in the same order.
 
-    If a loop lacks an input, it receives the value that another program passes for this input. If the program of the
-    loop does not compute this value before the loop, the input is `None`.
+    A loop that lacks an input receives the value that another program passes for this input, or `None` if its program
+    does not compute this value before the loop.
     """
     loops = [(node.op, node.inputs) for graph in graphs for node in graph.nodes if isinstance(node.op, Loop)]
 

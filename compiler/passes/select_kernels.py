@@ -17,12 +17,13 @@ from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 
 Planned = tuple[Group | None, Graph, Node]  # a node that needs a kernel, with its group and graph
-MANY = 4096  # the size of a symbolic dim when the save choices of a group are compared by bytes
+MANY = 4096  # the size that symbolic dims have when the save choices of a group are compared by bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What kernels are chosen for: the target, the measurements, and whether kernels must be deterministic."""
+    """The conditions of a choice of kernels: the target, the measurements, and whether kernels must be
+    deterministic."""
 
     target: Target
     lock: Lock
@@ -42,7 +43,7 @@ def select_kernels(
         programs: The programs, with fused groups.
         target: The target to compile for.
         title: The title of the plan.
-        source: The path of the spec, as generated files state it.
+        source: The path of the spec that generated files contain.
         lock: The measurements.
         deterministic: Whether every kernel must return the same bits in repeated calls.
 
@@ -51,7 +52,7 @@ def select_kernels(
 
     Raises:
         LoweringError: If no kernel accepts a node, or if names of kernels clash. Lists all such nodes with reasons.
-        LockError: If a lock entry cannot be followed.
+        LockError: If the kernel of a lock entry no longer accepts the node.
     """
     request = _Request(target, lock, deterministic)
     choices: list[Choice] = []
@@ -116,7 +117,8 @@ def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: T
     """Returns the save choices of a group, and the chosen one: the choice in the lock, or the choice that moves the
     fewest bytes. A tie selects the default."""
     group = options[0].group
-    name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))  # differs by variant
+    # Differs between the save choices
+    name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))
     label = group_pattern(programs, group, group.scope)
     choices = SaveChoices(label, name, options, min(options, key=_moved), None)
     measured = lock.group(target.name, name, choices.sites)
@@ -184,8 +186,8 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
 
 
 def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
-    """Returns the kernel of a lock entry. Raises LockError if the kernel no longer accepts the node. The error names
-    the lock's file."""
+    """Returns the kernel of a lock entry. Raises LockError if the kernel no longer accepts the node; the error names
+    the lock file."""
     file = f"{site.module}.lock.json"
     try:
         kernel = locked_kernel(entry)
@@ -193,7 +195,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
         raise LockError(f"{file}, {site.target.name}: {error.message}", error.hint) from None
     reason: str | None = dict(rejected).get(kernel.name, "computes something else")
     if any(other.name == kernel.name for other in taking):
-        reason = kernel.rejects(site)  # also checks the measured tile
+        reason = kernel.rejects(site)  # the kernel also checks the measured tile
     if reason is not None:
         message = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
         raise LockError(f"{file}, {site.target.name}: {message}", MEASURE_AGAIN)
@@ -201,8 +203,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
 
 
 def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """Yields the choices. If several nodes have the same file, the file is rendered again with the labels of all these
-    nodes."""
+    """Yields the choices. A file that several nodes share is rendered again, with the labels of all these nodes."""
     labels: dict[str, list[str]] = {}
     for choice in choices:
         labels.setdefault(choice.rendered.module, []).append(choice.site.label)
@@ -234,8 +235,8 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
         if not choice.rendered.files:
             continue
         function, file = symbol(site)
-        # Without an epilogue, a function name contains only the op. `Plan.called` then calls functions by file, so that
-        # e.g. steps of 8 bits and of 16 bits can coexist.
+        # Without an epilogue, a function name contains only the op. `Plan.called` then calls functions by the name of
+        # the file, so that steps of 8 bits and of 16 bits, for example, can coexist.
         first = functions.setdefault(file if site.epilogue is None else function, site)
         alike = files.setdefault(file, site)
         message = ""

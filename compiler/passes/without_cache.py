@@ -1,5 +1,5 @@
-"""Splits `score` into two programs for decoding without a cache. The first reads the source. The second reads all
-tokens written so far."""
+"""Splits `score` into two programs for decoding without a cache. The first program reads the source. The second reads
+all tokens that were written so far."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from specc.compiler.ops.sequence import Shift
 from specc.compiler.programs.programs import Programs
 
 READ, WRITE = "encode", "logits"
-SIDE = "decoder."  # prefix of the names of nodes that a decoder without a cache recomputes for each token
+SIDE = "decoder."  # the name prefix of nodes that a decoder without a cache recomputes for each token
 
 
 def uncached(programs: Programs) -> Programs:
@@ -50,7 +50,7 @@ def uncached(programs: Programs) -> Programs:
 
 
 def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Returns two lists of nodes: those whose values do not change while the target is written, and the others without
+    """Returns two lists of nodes: those whose values stay the same while the target is written, and all others except
     the shift and the loss."""
     written = {shift.name, score.inputs[1][0]}
     read, write = [], []

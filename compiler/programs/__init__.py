@@ -1,2 +1,2 @@
-"""Programs over one parameter table, their cost, and two checks of generated modules: torch.fx traces and float64
-references."""
+"""Programs over one parameter table, their cost, and two checks of generated modules: by torch.fx traces, and against
+float64 references."""

@@ -1,4 +1,5 @@
-"""The cost of a model: parameters, floating-point operations and bytes, per node or per token, from the graph."""
+"""The cost of a model, computed from its graphs: parameters, floating-point operations and bytes, per node or per
+token."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ class NodeCost:
         name: the full name of the node.
         op: the name of its op.
         flops: the number of floating-point operations.
-        bytes: the bytes that the node moves if it reads each input once and writes each output once.
+        bytes: the number of bytes that the node moves if it reads each input once and writes each output once.
         matrix: whether the op is a matrix product or attention.
     """
 
@@ -66,8 +67,7 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def cached_numbers(programs: Programs, tokens: int) -> int:
-    """Returns how many numbers the cache of one sequence of `tokens` tokens holds, in the program that extends
-    sequences; 0 without such a program."""
+    """Returns how many numbers the cache holds for a sequence of `tokens` tokens; 0 if no program extends sequences."""
     return sum(type.count(sizes) for type, sizes in _caches(programs, tokens))
 
 
@@ -80,12 +80,13 @@ def _caches(programs: Programs, tokens: int) -> Iterator[tuple[TensorType, Mappi
     """Yields the type of each tensor of the cache, with the sizes of its symbolic dims."""
     caches = {name: type for graph in programs.programs for name, type in graph.inputs if name.startswith("cache.")}
     for type in caches.values():
-        pages = -(-tokens // int(type.shape[1])) if type.shape[0] == "P" else 0  # the second dim is that of a page
+        # The second dim is the positions of a page
+        pages = -(-tokens // int(type.shape[1])) if type.shape[0] == "P" else 0
         yield type, {"B": 1, "S": tokens, "P": pages}
 
 
 def used_parameters(programs: Programs) -> int:
-    """Returns the number of parameters that one token uses. Of the experts, only those chosen for the token count."""
+    """Returns the number of parameters that one token uses. Only the experts that are chosen for the token count."""
     graph = flatten(programs, programs.program("train"))
     shares = {param.name: 1.0 for param in programs.params}
     for node in graph.nodes:
@@ -99,7 +100,7 @@ def flops_per_token(programs: Programs, tokens: int) -> int:
     """Returns the operations of matrix products and attention in a forward pass over one window, divided by its tokens.
 
     A model with a source also reads a source of `tokens` tokens. Training takes three times as many operations, because
-    each product has two gradients of the same cost.
+    each matrix product has two gradients of the same cost.
     """
     costs = node_costs(programs, "train", {"B": 1, "T": tokens, "S": tokens})
     return sum(cost.flops for cost in costs if cost.matrix) // tokens
@@ -110,8 +111,8 @@ def decode_cost(programs: Programs, rows: int, tokens: int) -> tuple[int, int]:
     The first number is the operations of matrix products and attention. The second is the bytes of the parameters and
     the cache, each read once.
 
-    A lookup reads only the rows of its table that it returns. Experts are read only if a text uses them, and at most
-    once.
+    A lookup reads only those rows of a table that it returns. An expert is read at most once, and only if a text uses
+    it.
     """
     sizes = {"B": rows, "T": 1, "S": tokens}
     graph = flatten(programs, programs.program("decode"))

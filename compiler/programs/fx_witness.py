@@ -30,8 +30,8 @@ class Mismatch(Exception):
 
 
 def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
-    """Returns the fx graph of one method of a generated module. A call of a function of model.py is one node of the
-    trace."""
+    """Returns the fx graph of one method of a generated module. A call of a function that model.py defines is one node
+    of the trace."""
     import types
 
     from torch import arange, fx
@@ -68,7 +68,7 @@ def _whole_groups(source: ModuleType) -> Iterator[None]:
 
 @contextmanager
 def _plain_methods(source: ModuleType) -> Iterator[None]:
-    """A context in which the methods that a backward pass computes again run as other methods do."""
+    """A context in which the methods that a backward pass recomputes run like other methods."""
     classes = [value for value in vars(source).values() if isinstance(value, type)]
     wrapped = [(c, n, v) for c in classes for n, v in list(vars(c).items()) if hasattr(v, "__wrapped__")]
     try:
@@ -81,7 +81,8 @@ def _plain_methods(source: ModuleType) -> Iterator[None]:
 
 
 def _recorded(group: Any) -> Callable[..., Any]:
-    """Returns a replacement of `group.apply`. fx records it as one call of a function with the name of the group."""
+    """Returns a replacement for `group.apply`, which fx records as one call of a function with the name of the
+    group."""
     apply = group.apply
 
     def run(*args: Any) -> Any:
@@ -121,7 +122,7 @@ def compare(
         groups: the name of the function that runs each fused group, by the group's name.
 
     Returns:
-        By the name of each graph node, the traced node that computes it.
+        A mapping from the name of each graph node to the traced node that computes it.
 
     Raises:
         Mismatch: if the trace and the graph differ.
@@ -160,7 +161,8 @@ def check_types(
     checked = 0
 
     class Checked(fx.Interpreter):
-        """Compares each value as soon as it is computed, because in-place ops may change the value later."""
+        """An interpreter that compares each value as soon as it is computed, because in-place ops may change the value
+        later."""
 
         def run_node(self, n: fx.Node) -> Any:
             nonlocal checked
@@ -195,8 +197,8 @@ def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int
 
 @dataclass
 class _Comparison:
-    """Compares plan and trace by walking both at the same time, from the output back to the inputs. `seen` maps plan
-    nodes to the traced nodes that compute them."""
+    """Compares plan and trace by traversing both at once, from the output back to the inputs. `seen` maps plan nodes to
+    the traced nodes that compute them."""
 
     graph: Graph
     scalars: Mapping[str, float]
@@ -205,8 +207,8 @@ class _Comparison:
     waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
 
     def run(self, traced: "fx.Graph") -> dict[str, "fx.Node"]:
-        """Compares all nodes, beginning at the only output. Returns, by the name of each plan node, the traced node
-        that computes it."""
+        """Compares all nodes, beginning at the only output. Returns a mapping from the name of each plan node to the
+        traced node that computes it."""
         (output,) = (node for node in traced.nodes if node.op == "output")
         ((_, ref),) = self.graph.outputs
         self.value(ref, output.args[0])
@@ -256,8 +258,8 @@ class _Comparison:
             self.kernel(node, actual, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
 
     def group(self, node: Node, function: str, actual: Any) -> None:
-        """Checks a fused group. It is a function call or, if the group has a gradient, an application of an autograd
-        function.
+        """Checks a fused group. The trace must contain a function call or, if the group has a gradient, an application
+        of an autograd function.
 
         The rows of an argument may be flattened to one dim. The result is then unflattened.
         """
@@ -291,7 +293,8 @@ class _Comparison:
 
     def call(self, node: Node, wanted: TorchCall, actual: Any) -> None:
         """Checks a call. torch.fx records some positional arguments by keyword."""
-        name = self.called(actual).removesuffix(".default")  # the overload of a Torch op
+        # An overload of a Torch op has the name of the op as its prefix
+        name = self.called(actual).removesuffix(".default")
         self.expect(name == wanted.recorded, node.name, f"is a call of {wanted.recorded}", actual)
         count, keywords = len(wanted.args), dict(wanted.keywords)
         arguments = (*actual.args, *(value for key, value in actual.kwargs.items() if key not in keywords))
@@ -321,7 +324,8 @@ class _Comparison:
                 actual = actual.args[0]
             self.value(values[expr.name], actual)
         elif not variables(expr):  # Python evaluates constants before fx traces them
-            value, filled = number(expr), self.called(actual) == "full_like"  # for functions that accept only tensors
+            # Some functions accept only tensors, so a number is passed as a tensor
+            value, filled = number(expr), self.called(actual) == "full_like"
             have = actual.args[1] if filled and len(actual.args) == 2 else actual
             self.expect(have == value, node.name, f"has the number {value}", actual)
         elif isinstance(expr, Neg) and isinstance(expr.a, Binary) and expr.a.op in ("*", "/"):

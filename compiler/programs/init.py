@@ -23,8 +23,7 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def reading(name: str, message: str, *further: str) -> AfterValidator:
-    """Returns a validator that accepts an expression if it reads `name` and no other names than `name` and
-    `further`."""
+    """Returns a validator that accepts an expression if it reads `name`, and otherwise only names in `further`."""
 
     def check(text: str) -> None:
         if name not in variables(parse(text, (name, *further))):
@@ -59,7 +58,7 @@ class Init(StrictModel):
     """One initialization of a parameter. Exactly one field is set.
 
     A number may be a formula over `fan_in` (the columns of the matrix), `fan_out` (the rows) and `layers` (the number
-    of blocks of the model; in an encoder-decoder, of both sides together).
+    of blocks of the model; in an encoder-decoder, of encoder and decoder together).
 
     Attributes:
         normal: the standard deviation of a normal distribution.

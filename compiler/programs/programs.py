@@ -15,7 +15,8 @@ from specc.compiler.strict import Path, Problem
 
 
 class LoweringError(Exception):
-    """Raised if a valid spec does not describe a valid model. `problems` hold the spec paths and the reasons."""
+    """Raised if a spec is valid in itself but does not describe a valid model. `problems` contains the spec paths and
+    the reasons."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
@@ -24,7 +25,7 @@ class LoweringError(Exception):
 
 @contextmanager
 def refused_at(path: Path, hint: str, related: tuple[tuple[str, Path], ...] = ()) -> Iterator[None]:
-    """Reports a TypeRuleError as a problem of the part of the spec at `path`.
+    """A context manager that reports a TypeRuleError as a problem of the part of the spec at `path`.
 
     Args:
         path: the spec path.
@@ -51,7 +52,7 @@ class Parameter:
         init: the initialization.
         storage: the format in which the deployed model stores it; empty if it is not quantized.
         optimizer: the index into `train.optimizers`; None until an optimizer is assigned.
-        training: whether only programs of training read it, so that artifacts do not have it.
+        training: whether only training programs read it. Artifacts do not contain such a parameter.
     """
 
     name: str
@@ -83,8 +84,8 @@ class Group:
         chunks: the number of chunks of rows that are computed one after another. With more than one chunk, the
             gradients of a chunk are computed right after its results. Only the intermediate values of one chunk then
             exist at a time.
-        results: the number of results, which are the first outputs of `forward`. The first inputs of `backward` are
-            their gradients.
+        results: the number of results. They are the first outputs of `forward`, and their gradients are the first
+            inputs of `backward`.
     """
 
     name: str
@@ -100,7 +101,7 @@ class Group:
 
     @property
     def inlined(self) -> bool:
-        """True if the nodes of the group are part of the programs that run it."""
+        """True if the programs that run the group contain its nodes directly."""
         return not self.backward.outputs and self.chunks == 1
 
     @property
@@ -113,10 +114,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase of a training run. It ends when the share `until` of the run is done.
+    """A phase of a training run. It ends after the fraction `until` of the run.
 
     Attributes:
-        until: the share of the run at which the phase ends, from 0 to 1.
+        until: the fraction of the run at which the phase ends, from 0 to 1.
         train: the program that trains the model.
         score: the program that scores the model.
         rests: the parameters that neither of the two programs reads.
@@ -136,7 +137,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class DerivedWeight:
-    """A matrix that a block computes from its parameters alone.
+    """A matrix that a block computes only from its parameters.
 
     Attributes:
         at: the path of the block.
@@ -191,14 +192,13 @@ class Programs:
             `score`.
         context: the maximum number of tokens of a sequence; None if unknown.
         buffers: tensors that programs read but no optimizer owns: the inverse scales of quantized inputs.
-        constants: the values of the spec's formulas: a name for generated code, the value, the formula.
-        sizes: the names of dims: the name, the size, the description.
-        recomputed: the functions whose values a backward pass computes again instead of reading them from memory.
-        derived: the functions of blocks that compute matrices from parameters alone. Training computes each once per
-            step.
-        layers: the value of `layers` in formulas: the number of blocks, of both sides in an encoder-decoder; 1 if there
-            are no blocks.
-        rewritings: the effects and refusals of the passes that choose nodes themselves.
+        constants: the values of the spec's formulas: triples of a name for generated code, the value, and the formula.
+        sizes: the named dims: triples of the name, the size, and a description.
+        recomputed: the functions whose values the backward pass recomputes instead of reading them from memory.
+        derived: the functions of blocks that compute matrices only from parameters. Training runs each once per step.
+        layers: the value of `layers` in formulas: the number of blocks, in an encoder-decoder that of encoder and
+            decoder together; 1 if there are no blocks.
+        rewritings: the effects and the refusals of those passes that select nodes.
     """
 
     name: str
@@ -220,7 +220,7 @@ class Programs:
 
     @property
     def stored(self) -> tuple[Parameter, ...]:
-        """The parameters that artifacts have."""
+        """The parameters that artifacts contain."""
         return tuple(param for param in self.params if not param.training)
 
     @property
@@ -246,7 +246,7 @@ class Programs:
                 paths.setdefault(node.op.callee, []).append(node.op.at)
         for function in self.functions:
             for node in function.nodes:
-                if isinstance(node.op, Call):  # a part of the function, at the same path
+                if isinstance(node.op, Call):  # a function that is a part of this one runs at the same path
                     paths.setdefault(node.op.callee, []).extend(paths.get(function.name, ()))
         return {name: tuple(at) for name, at in paths.items()}
 
@@ -281,7 +281,7 @@ class Programs:
 
 
 def in_dtype(programs: Programs, dtype: str) -> Programs:
-    """Returns the programs, in which the dtype `dtype` replaces COMPUTE, the placeholder of the compute dtype."""
+    """Returns the programs, in which `dtype` replaces COMPUTE, the placeholder for the compute dtype."""
 
     def change(type: TensorType) -> TensorType:
         return TensorType(type.shape, dtype, type.storage) if type.dtype == COMPUTE else type
@@ -292,8 +292,8 @@ def in_dtype(programs: Programs, dtype: str) -> Programs:
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "", derived: bool = True) -> Graph:
-    """Returns `graph` with every call replaced by the nodes of its function, under full names. Loops over time are not
-    expanded.
+    """Returns `graph`, in which every call is replaced with the nodes of its function, under full names. Loops over
+    time are not expanded.
 
     A scalar argument of a call is named `$place.name`. `scalar_values` returns the values of these scalars.
 
@@ -343,8 +343,8 @@ def _inlined(
         graph: Graph, at: str, run: str, values: dict[str, str], dims: Mapping[Dim, Dim], region: str = ""
     ) -> list[str]:
         """Adds the nodes of `graph` and returns the references of its outputs. Names of parameters begin with `at`,
-        names of nodes with `run`. `values` replace its references, and `dims` its dims, such as S for T in an
-        encoder. `region` is that of the nodes."""
+        names of nodes with `run`. `values` replaces references, and `dims` replaces dims, such as T with S in an
+        encoder. `region` becomes the region of the nodes."""
         prefix, scope = (f"{name}." if name else "" for name in (run, at))
 
         def place(ref: str) -> str:

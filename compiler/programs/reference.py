@@ -1,5 +1,5 @@
-"""The second check of a generated module: runs the program in float64 with the plain Torch references of the ops. The
-references share no code with generated modules."""
+"""The second check of a generated module: runs the program in float64 with the plain Torch references of its ops, which
+share no code with generated modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -8,7 +8,7 @@ from specc.compiler.ir.types import Tensor, Tensors
 from specc.compiler.ops.region import Scan
 from specc.compiler.programs.programs import Programs, flatten, scalar_values
 
-# Called with each node, which has its full name, and the node's inputs and outputs.
+# A function that is called with each node (under its full name), its inputs and its outputs.
 Observe = Callable[[Node, list[Tensor], tuple[Tensor, ...]], None]
 
 
@@ -43,8 +43,8 @@ def run(
     def outputs_of(graph: Graph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs of a flattened graph by label.
 
-        The outputs of a node have the precision of its inputs. A node without floating-point inputs, such as sinusoidal
-        positions, has none to inherit, so its floating-point outputs are cast to `dtype`.
+        The outputs of a node have the precision of its inputs. The floating-point outputs of a node without
+        floating-point inputs, such as sinusoidal positions, are cast to `dtype`.
         """
         values = {**inputs, **fixed}
         for node in graph.nodes:
@@ -77,8 +77,8 @@ def run(
 def node_value(node: Node, inputs: list[Tensor], every: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
     """Returns all outputs of one node, including its epilogue.
 
-    `every` are all rows of the inputs, and `inputs` may be a sample of these rows. Outputs without rows, such as a sum
-    over rows, are computed from `every`.
+    `every` holds all rows of the inputs, and `inputs` may be a sample of these rows. Outputs without rows, such as a
+    sum over rows, are computed from `every`.
     """
     import torch
 

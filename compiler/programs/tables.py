@@ -10,7 +10,7 @@ from specc.compiler.programs.init import Init
 from specc.compiler.programs.programs import LoweringError, Parameter, Programs
 from specc.compiler.strict import Path, Problem
 
-TRAIN = "train"  # the prefix of the names of programs that only training runs
+TRAIN = "train"  # the name prefix of programs that only training runs
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Tables:
         graphs: the functions, by name.
         params: the parameters, by path.
         scored: the paths of the parameters that are read outside of training programs.
-        refused: the initializations that a parameter cannot have, each with the first such parameter and the reason.
+        refused: the initializations that some parameter cannot have, each with the first such parameter and the reason.
         owners: the class of the functions that run at each path.
         constants: the value and the text of each formula, by the name of the constant in generated code.
         sizes: the sizes with their descriptions, by the name in generated code, such as `D` for a number of features.
@@ -121,8 +121,7 @@ class Tables:
         return graph
 
     def program(self, b: Builder, outputs: Mapping[str, str]) -> Graph:
-        """Builds a program without unused nodes and returns it. Adds the parameters and constants of the program to the
-        tables."""
+        """Builds a program without unused nodes, adds its parameters and constants to the tables, and returns it."""
         graph = _read(b.build(outputs))
         for path, type in graph.params:
             self._add(path, type, b.inits[path])

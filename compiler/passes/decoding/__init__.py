@@ -1,1 +1,1 @@
-"""Passes of the programs that append one token to each text."""
+"""Passes over the programs that append one token to each text."""

@@ -1,4 +1,4 @@
-"""Replaces the weights of decoding steps by the packed codes and scales that an artifact of the spec stores."""
+"""Replaces the weights of decoding steps with the packed codes and scales that an artifact of the spec stores."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,11 @@ CODES, SCALE = "_codes", "_scale"  # suffixes of the names of buffers
 
 
 def packed_weights(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """Returns the programs in which every `RowLinear` reads codes and scales, if all its weights are stored so.
+    """Returns the programs, in which every `RowLinear` reads codes and scales if all of its weights are stored as
+    codes.
 
     Weights may have different numbers of bits in the blocks that share a function. Such a function is copied for each
-    combination of types. Buffers hold codes and scales. `rewritings` states the bits of each node, and the reason why a
+    combination of types. Buffers hold codes and scales. `rewritings` records the bits of each node, or the reason why a
     product reads floats.
 
     Args:
@@ -48,7 +49,7 @@ class _Packing:
         functions: the functions of the new programs, by name.
         buffers: the type of each buffer, by full name.
         bits: the numbers of bits of each node that reads codes, by full name.
-        reasons: the reason of each product that reads floats, by full name.
+        reasons: for each product that reads floats, the reason, by full name.
     """
 
     programs: Programs
@@ -106,7 +107,8 @@ class _Packing:
         yield f"{weight}{SCALE}", TensorType((n,), "f16", STORAGE)
 
     def _function(self, name: str, at: str) -> Graph:
-        """Returns the function as it runs at `at`, under its name, or under another one if the types differ."""
+        """Returns the function as it runs at `at`. It gets another name if its types differ from those of the function
+        with this name."""
         body = self.graph(self.programs.function(name), at)
         owner, _, method = name.partition(".")
         others = {graph.name for graph in self.programs.functions} - {name}
@@ -115,7 +117,7 @@ class _Packing:
         return next(graph for graph in graphs if self.functions.setdefault(graph.name, graph) == graph)
 
     def rewritings(self) -> Iterator[Rewriting]:
-        """Yields what the pass did to each node, with one entry for blocks that are alike."""
+        """Yields the effect of the pass on each node, with one entry for all blocks with the same effect."""
         texts: dict[str, set[int]] = {}
         for name, bits in self.bits.items():
             texts.setdefault(_pattern(name), set()).update(bits)

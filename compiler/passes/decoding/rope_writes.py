@@ -1,4 +1,4 @@
-"""Joins the rotation of queries and keys, and the writes of their rows to a cache, in decoding steps."""
+"""Joins the rotation of queries and keys with the writes of rows to a cache, in decoding steps."""
 
 from dataclasses import dataclass, replace
 
@@ -13,11 +13,11 @@ from specc.compiler.programs.programs import Programs
 
 
 def rope_writes(programs: Programs) -> Programs:
-    """Returns the programs with a `RopeWrite` in place of the rotations of q and k by the same angles and of the writes
-    of the rotated k and of v to a cache, with their rounding to codes, if nothing else reads the written rows. For
-    latents, the row is v and the rotated k. Angles are read from a table.
+    """Returns the programs, in which a `RopeWrite` replaces these nodes: the rotations of q and k by the same angles,
+    the rounding of the rotated k and of v to codes, and their writes to a cache. Nothing else may read the written
+    rows. For latents, a row consists of v and the rotated k. Angles are read from a table.
 
-    A ring is written before attention reads it, in programs that extend texts by one token. Attention masks the
+    In programs that extend texts by one token, a ring is written before attention reads it. Attention masks the
     position that the token replaces."""
     single = all(dict(graph.inputs)["ids"].shape[1] == 1 for graph in programs.programs)
     graphs, functions = (
@@ -29,8 +29,8 @@ def rope_writes(programs: Programs) -> Programs:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The nodes that write a row to a cache: its rounding to codes, if it is rounded, and a write for the row or for
-    codes and scales."""
+    """The nodes that write a row to a cache: the rounding to codes, if the cache holds codes, and the writes of the
+    row, or of its codes and scales."""
 
     codes: tuple[Node, ...]
     writes: tuple[Node, ...]
@@ -54,8 +54,8 @@ def _rewritten(graph: Graph, context: int | None, single: bool) -> Graph:
 
 
 def _from_table(graph: Graph, node: Node, context: int) -> Node:
-    """Returns the node; for angles of positions themselves, not of numbers computed from them, one that reads a
-    table."""
+    """Returns a node that reads the angles from a table, if they are the angles of the positions themselves. Returns
+    the node unchanged if they are computed from other numbers."""
     if not isinstance(node.op, RopeAngles):
         return node
     positions = graph.by_name.get(node_of(node.inputs[0]))
@@ -65,8 +65,8 @@ def _from_table(graph: Graph, node: Node, context: int) -> Node:
 
 
 def _joined(graph: Graph, k: Node, rope: Rope, single: bool) -> Graph:
-    """Returns the graph with a `RopeWrite` that writes the rotated keys `k`; the graph itself if other nodes read what
-    it would replace."""
+    """Returns the graph with a `RopeWrite` that writes the rotated keys `k`. Returns the graph unchanged if other nodes
+    read the values that would be replaced."""
     concat = next((node for node in graph.consumers[k.name] if isinstance(node.op, Concat)), None)
     if concat is not None and (graph.uses(k.name) > 1 or concat.inputs[1] != k.name):
         return graph
@@ -83,7 +83,7 @@ def _joined(graph: Graph, k: Node, rope: Rope, single: bool) -> Graph:
         return graph
     ring = first.op.ring if isinstance(first.op, CacheWrite) else None
     op = RopeWrite(rope.neighbors, concat is not None, bool(keys.codes), ring, isinstance(first.op, PagedWrite))
-    writes = (first, *values.writes[:1], *keys.writes[1:], *values.writes[1:])  # the order of `stored`
+    writes = (first, *values.writes[:1], *keys.writes[1:], *values.writes[1:])  # in the order of `stored`
     new = [write.inputs[1] for name, write in zip(op.stored, writes, strict=True) if name in op.new]
     inputs = (q.inputs[0], k.inputs[0], v, *k.inputs[1:], *(write.inputs[0] for write in writes), *first.inputs[2:])
     types = (q.type, *(write.type for write in writes), *(graph.types[ref] for ref in new))
@@ -99,7 +99,7 @@ def _joined(graph: Graph, k: Node, rope: Rope, single: bool) -> Graph:
 
 
 def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Returns the other nodes that depend on the members, in order."""
+    """Returns the nodes outside of `members` that depend on a member, in order."""
     names = {node.name for node in members}
     later: list[Node] = []
     for node in graph.nodes:
@@ -110,13 +110,13 @@ def _later(graph: Graph, members: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _stored(graph: Graph, row: str, single: bool, only: bool) -> _Stored | None:
-    """Returns the nodes that write a row to a cache; None if there are none, or if others read what they write.
+    """Returns the nodes that write a row to a cache; None if there are none, or if other nodes read the written values.
 
     Args:
         graph: the graph.
         row: the row, [B, T, G, C].
         single: whether the graph extends texts by one token, so that a ring may be written before it is read.
-        only: whether others may not read the row itself.
+        only: whether no other node may read the row itself.
     """
     codes = tuple(node for node in graph.consumers[row] if isinstance(node.op, ToCodes))
     if len(codes) > 1 or (codes and only and graph.uses(row) > 1):
@@ -145,8 +145,8 @@ def _reads_ring(node: Node, ring: tuple[int, int]) -> bool:
 
 
 def _values(graph: Graph, k: Node, keys: _Stored, single: bool) -> list[tuple[str, _Stored]]:
-    """Returns the other rows that are written where the keys are, in the same form, and are not rotated, with the nodes
-    that write them."""
+    """Returns the rows that are written to the same positions and in the same form as the keys but are not rotated,
+    with the nodes that write them."""
     rows = []
     for node in graph.nodes:
         if node.op == keys.writes[0].op and node.inputs[2:] == keys.writes[0].inputs[2:] and node not in keys.writes:

@@ -1,5 +1,5 @@
-"""Rewrites the programs of decoding steps for few rows: linear layers with the norm before them and the operations
-after them, and all layers of one input, become single nodes."""
+"""Rewrites the programs of decoding steps for few rows. A linear layer, the norm before it and the operations after it
+become one node, and so do all layers of one input."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,15 +11,15 @@ from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs.programs import Programs
 
-STEPS = ("decode", "step")  # programs that extend texts by a token, with a contiguous cache and with one in pages
+STEPS = ("decode", "step")  # the programs that extend texts by one token, with a contiguous and with a paged cache
 
 
 def row_linears(programs: Programs) -> Programs:
     """Returns the programs that extend texts, with every linear layer as a `RowLinear`.
 
-    A pointwise node that is the only reader of a product becomes its epilogue, and takes the products of the same input
-    that only it reads. Other products of one input become one node. An RMS norm that only products read becomes a part
-    of each.
+    A pointwise node that is the only reader of a product becomes its epilogue. If it is also the only reader of other
+    products of the same input, these join the same node. All remaining products of one input become one node. An RMS
+    norm that only products read becomes a part of each of them.
 
     Raises:
         ValueError: if the model has no such program.
@@ -41,8 +41,8 @@ def row_linears(programs: Programs) -> Programs:
 
 
 def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
-    """`titles` are the epilogues of the names of kernels so far."""
-    for name in tuple(graph.by_name):  # names of readers change, so the nodes are read again
+    """Returns the rewritten graph. `titles` maps the kernel names so far to their epilogues."""
+    for name in tuple(graph.by_name):  # the rewrite changes the names of readers, so the nodes are looked up again
         node = graph.by_name.get(name)
         if node is not None and isinstance(node.op, Pointwise) and (products := tuple(_only_read_by(graph, node))):
             graph = _with_epilogue(graph, node, products, titles)
@@ -60,7 +60,8 @@ def _rewritten(graph: Graph, titles: dict[str, Pointwise]) -> Graph:
 
 
 def _only_read_by(graph: Graph, reader: Node) -> Iterator[Node]:
-    """Yields the products that can take the node as their epilogue: those of one input, which have its shape."""
+    """Yields the products whose epilogue the node can become: they multiply one input and have the shape of the
+    node."""
     first: Node | None = None
     shapes = (reader.type.shape, (reader.type.width,))
     if any(graph.types[ref].shape not in shapes or not graph.types[ref].floating for ref in reader.inputs):
@@ -93,7 +94,7 @@ def _with_epilogue(graph: Graph, reader: Node, products: tuple[Node, ...], title
 
 
 def _together(graph: Graph, products: list[Node]) -> Graph:
-    """Replaces products of one input by one node, in the place of the first."""
+    """Replaces products of one input with one node, at the position of the first."""
     first = products[0]
     inputs = (first.inputs[0], *(product.inputs[1] for product in products))
     types = tuple(product.type for product in products)
