@@ -1,8 +1,7 @@
-"""Layout of the sections of an artifact, derived from the arrays that a spec stores.
-
-The runtime's `artifact` package defines the format. Arrays whose names differ only in numbers have the same role, such
-as the codes of all `blocks.*.mlp.up`. The arrays of a role are concatenated along rows into one stream. Small roles of
-the same kind share a stream. A stream is cut between rows into sections.
+"""The layout of an artifact's sections, derived from the arrays that a spec stores. The runtime's `artifact` package
+defines the file format. Arrays whose names differ only in numbers have the same role, such as the codes of all
+`blocks.*.mlp.up`. The arrays with one role are concatenated along rows into one stream. Small roles of the same kind
+share a stream. A stream is cut between rows into sections.
 """
 
 import re
@@ -13,14 +12,15 @@ from enum import IntEnum
 from specc.compiler.quant.scheme import Stored
 
 CHUNK_BYTES = 512 * 2**10  # the largest size of a section, before compression
-JOIN_BYTES = 16 * 2**10  # smaller roles share a stream: each section costs an entry, and brotli starts anew in it
-DATA_DIGEST_BYTES = 64  # the size of the section of data digests
-CODEC_BYTES = 16  # the headers of brotli or LZMA2 blocks in a text section that does not compress
+# Smaller roles share a stream, because each section needs a header entry, and brotli starts without history in it
+JOIN_BYTES = 16 * 2**10
+DATA_DIGEST_BYTES = 64  # the size in bytes of the section that holds the digests of the data
+CODEC_BYTES = 16  # the bytes of brotli or LZMA2 block headers in a text section that does not compress
 PREFIX_BYTES, ENTRY_BYTES, DIGEST_BYTES = (
     80,
     44,
     32,
-)  # the parts of the header: its start, one entry per section, its digest
+)  # the sizes of the header's parts: its start, one entry per section, its digest
 
 
 class Kind(IntEnum):
@@ -39,7 +39,8 @@ class Kind(IntEnum):
 
 ITEM_BYTES = dict.fromkeys(Kind, 1)
 ITEM_BYTES |= {Kind.SCALES: 2, Kind.F16: 2, Kind.BF16: 2, Kind.F32: 4, Kind.I32: 4}
-TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)  # at most one section each, before all others, in this order
+# These kinds have at most one section each; they precede all others, in this order
+TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)
 
 
 def kind_of(stored: Stored) -> Kind:
@@ -52,7 +53,7 @@ def kind_of(stored: Stored) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The concatenation of the arrays `members` (indices in the layout) as `rows` rows of `columns` items."""
+    """The concatenation of the arrays `members` (indices into the layout), as `rows` rows of `columns` items."""
 
     kind: Kind
     columns: int
@@ -64,7 +65,7 @@ class Stream:
         return self.columns * ITEM_BYTES[self.kind]
 
     def cuts(self) -> Iterator[int]:
-        """Yields the number of rows of each section. Sections are about equal and at most 512 KiB."""
+        """Yields the number of rows of each section. Sections have about equal sizes, of at most 512 KiB."""
         count = -(-self.rows // (CHUNK_BYTES // self.row_bytes))
         yield from (self.rows * (i + 1) // count - self.rows * i // count for i in range(count))
 
@@ -96,7 +97,7 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
     The header is exact. For a text section, the bound is the size before compression plus CODEC_BYTES.
 
     Args:
-        layout: (parameter name, stored array) of all arrays in order, from `Scheme.stored`.
+        layout: a pair (parameter name, stored array) for each array, in the order of `Scheme.stored`.
         texts: the bytes of each text section: the canonical JSON of the resolved spec, the table of arrays of int8
             products if there are any, and the 64 bytes of data digests.
     """

@@ -21,16 +21,16 @@ class Gptq(PerRow):
     """Error-compensating rounding (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative
     Pre-trained Transformers", arXiv 2210.17323).
 
-    Each row is solved once per clip, and is also rounded to nearest. For each row, the codes with the smallest
+    For each row, the codes are computed once per clip, and also by rounding to nearest. Those with the smallest
     Hessian-weighted error dw H dw^T are selected. Rows are independent, so the error of no row and no matrix exceeds
     the error of rounding to nearest.
 
     Attributes:
         damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
         order: the order in which columns are rounded: by descending diagonal or in natural order.
-        block: the columns that are rounded before the error is propagated to the rest. The block size affects the time.
-            It affects the codes only through float64 rounding.
-        clip_quantiles: the clips, as quantiles of |row|.
+        block: the columns that are rounded before the error is propagated to the rest. The block size affects the
+            speed. It affects the codes only through rounding in float64.
+        clip_quantiles: the clips, as quantiles of the magnitudes in a row.
         clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394),
             instead of quantiles. Such clips give a larger error, but smaller codes, which compress to fewer bytes.
             Rounding to nearest then also uses these clips instead of the maximum of the row.
@@ -63,10 +63,10 @@ class Gptq(PerRow):
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """Quantizes with the Hessian [columns, columns], which must be symmetric positive semidefinite.
 
-        If the parameter has several uses, each group of `row_groups` is solved with the metric of its rows. The
-        matrices [experts, rows, columns] of experts have one Hessian each, of the rows that the expert multiplies.
-        Raises SchemeError as the base class does, and if the Hessian is missing, has another shape, holds NaN or
-        infinity, or is indefinite under the largest damping.
+        If the parameter has several uses, each group of `row_groups` is solved with the metric of its rows. In a
+        parameter of experts, [experts, rows, columns], each expert has its own Hessian, which is measured on the inputs
+        of that expert. Raises SchemeError as the base class does, and if the Hessian is missing, has the wrong shape,
+        contains NaN or infinity, or is not positive definite with the largest damping.
         """
         shape = tuple(weight.shape)
         check_weight(self, weight)
@@ -111,7 +111,8 @@ class Gptq(PerRow):
         return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
 
     def _of_experts(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes each of the matrices [experts, rows, columns]. An expert without rows is rounded to nearest."""
+        """Quantizes each of the matrices [experts, rows, columns]. The matrix of an expert without inputs is rounded to
+        nearest."""
         import numpy as np
 
         assert seen.hessian is not None
@@ -158,7 +159,7 @@ class Gptq(PerRow):
             weighted_error(weight - dequantized(q, s).double(), factor.hessian)
             for q, s in zip(codes, scales, strict=True)
         ]
-        # Rounding to nearest comes first, so that argmin prefers it in a tie.
+        # Rounding to nearest is the first candidate, so that argmin selects it in a tie.
         best = torch.stack(errors).argmin(0)
         each = torch.arange(weight.shape[0], device=weight.device)
         return torch.stack(codes)[best, each], torch.stack(scales)[best, each]

@@ -13,8 +13,9 @@ from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.scheme import SchemeError, Solution, Use
 
 TINY = 1e-300
-SMALLEST_SHARE = 10  # a use with less than 2^-10 of the weight of another counts as 2^-10
-LARGEST_DAMPING = 10.0  # in mean diagonals; with more damping the solution is practically rounding to nearest
+SMALLEST_SHARE = 10  # a use whose weight is less than 2^-10 of another's is treated as having 2^-10 of it
+# Relative to the mean diagonal; with more damping, the solution is practically rounding to nearest
+LARGEST_DAMPING = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class Factor:
 def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
     """Divides the rows of a parameter into groups whose metrics nearly agree up to a factor.
 
-    The metric of row i is sum_u rows_ui columns_u over the uses u. GPTQ factorizes one metric per group: the weights of
-    the uses in it, relative to the largest of the row, are rounded to powers of 2, of at least 2^-10. Two uses have at
-    most 21 groups.
+    The metric of row i is sum_u rows_ui columns_u over the uses u. GPTQ factorizes one metric per group. To form
+    groups, the weights of a row's uses are divided by the largest of them and rounded to powers of 2, to at least
+    2^-10. With two uses, there are at most 21 groups.
 
     Args:
         uses: at least one use.
@@ -61,8 +62,8 @@ def row_groups(uses: Sequence[Use]) -> list[tuple[Tensor, Tensor]]:
 def factorize(hessian: Tensor, damping: float, order: Literal["descending", "natural"]) -> Factor:
     """Factorizes `hessian` [n, n], float64, symmetric positive semidefinite.
 
-    Columns without input (a zero on the diagonal) are decoupled and therefore rounded to nearest. If Cholesky fails,
-    the damping is multiplied by 10, up to 10 mean diagonals.
+    Columns without input (a zero on the diagonal) are decoupled, so they are rounded to nearest. If the Cholesky
+    factorization fails, the damping is multiplied by 10, up to 10 times the mean diagonal.
 
     Raises SchemeError if Cholesky fails with the largest damping, or if the Hessian is not finite or has a negative
     diagonal.
@@ -75,7 +76,8 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
     if float(diagonal.min()) < 0:
         raise SchemeError("its Hessian has a negative diagonal, so it is not X^T X of any input")
     dead = diagonal == 0
-    # Divided by the largest entry first, because a sum of diagonals near the maximum of float64 would overflow.
+    # The Hessian is divided by its largest entry first, because a sum of diagonal entries near the maximum of float64
+    # would overflow.
     largest = torch.where(hessian.abs().max() > 0, hessian.abs().max(), torch.ones_like(diagonal[0]))
     scaled = hessian / largest
     live = scaled.diagonal()[~dead]
@@ -107,7 +109,7 @@ def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -
     """Returns the codes of `weight`, as whole numbers in float64 [rows, n].
 
     Columns are rounded in the order of `factor`, in blocks. The error of a column is applied to the later columns of
-    its block at once, and to the columns after the block in one product at the end of the block.
+    its block immediately, and to the columns after the block by one matrix product at the end of the block.
 
     Args:
         weight: float64 [rows, n].
@@ -137,5 +139,6 @@ def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -
 
 
 def weighted_error(delta: Tensor, hessian: Tensor) -> Tensor:
-    """Returns dw H dw^T for each row of `delta` [rows, n], float64, at least 0."""
+    """Returns dw H dw^T for each row dw of `delta` [rows, n], in float64. Negative results of rounding are replaced
+    with 0."""
     return (delta @ hessian).mul_(delta).sum(1).clamp_(min=0.0)

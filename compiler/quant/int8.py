@@ -1,4 +1,4 @@
-"""Products on int8 codes: quantization of weights, inputs and biases, with sums in int32."""
+"""Matrix products on int8 codes, with sums in int32: the quantization of weights, inputs and biases."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,32 +14,33 @@ from specc.compiler.quant.rows import LARGEST_SCALE, SMALLEST_SCALE, PerRow, arr
 from specc.compiler.quant.scheme import Array, Range, SchemeError, Seen, Stored, check_arrays, check_codes, check_weight
 from specc.compiler.strict import later
 
-LARGEST_OFFSET = 2**30  # largest |code| of a bias: with it, sums of int8 products fit in int32
-SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # limits of an input's scale, so that f32 suffices for all values
-EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # candidates; 0 is one scale for all features
-QUIETEST = 2.0**-6  # least range of a feature relative to the largest: features rare in calibration may be larger later
+LARGEST_OFFSET = 2**30  # the largest |code| of a bias, with which the sums of int8 products fit in int32
+SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # limits of an input scale, within which f32 can represent all values
+EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # candidate exponents; 0 gives one scale for all features
+# The smallest range of a feature relative to the largest, because a feature that is rare in calibration may become
+# larger later
+QUIETEST = 2.0**-6
 LEAST_DAMPING, BLOCK = 1e-9, 128  # the least damping and the block size of GPTQ's solver
-# The least |w| of a row that sets its step, as a fraction of the largest |w| of the matrix. A row with a smaller
-# maximum has the step of a row at this limit.
+# The smallest maximum of a row, relative to the largest |w| of the matrix. A row with a smaller maximum gets the step
+# of a row with this maximum.
 FAINTEST = 2.0**-12
 
 
 class Int8(PerRow):
-    """Products computed on int8 codes.
-
-    A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. The input of the product is quantized
-    with one scale s_in, the largest magnitude in calibration divided by 127. The bias of the product is int32, round(b
-    / (s_in * s_w)), and is added exactly to the int32 sums. All codes are symmetric, without a zero point.
+    """Matrix products that are computed on int8 codes. A weight [N, K] is stored as codes in [-127, 127] with one scale
+    s_w per row. The input of the product is quantized with one scale s_in, which is the largest magnitude during
+    calibration divided by 127. The bias of the product is int32, round(b / (s_in * s_w)), and is added exactly to the
+    int32 sums. All codes are symmetric, without a zero point.
 
     Attributes:
         weights: `per_tensor` uses one scale for all rows of a matrix.
         activations: `per_channel` uses a scale s_in r_k with r_k <= 1 for each feature k of the input, and rounds the
-            weights W_nk r_k. The product is unchanged, and features of small magnitude have more precision
-            (SmoothQuant, Xiao et al. 2022; here the exponent minimizes the expected error, see `input_scale`).
-        activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does: the input is s_in
-            (q1 + q2 / 254) with two codes q1 and q2, and each code is multiplied in int8 by the weight. For the hidden
-            weights of an LSTM, the input is h, which is rounded at every step.
-        correction_rank: 0, because a correction would add a float product.
+            weights W_nk r_k. The result is unchanged, but features of small magnitude have more precision (SmoothQuant,
+            Xiao et al. 2022; the exponent is chosen to minimize the expected error, see `input_scale`).
+        activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does. The input is then
+            s_in (q1 + q2 / 254) with two int8 codes q1 and q2, each of which is multiplied by the weight. For the
+            hidden weights of an LSTM, the input is h, which is rounded at every step.
+        correction_rank: always 0, because a correction would add a floating-point product.
     """
 
     integer: ClassVar[bool] = True
@@ -49,7 +50,7 @@ class Int8(PerRow):
     weights: Literal["per_channel", "per_tensor"] = "per_channel"
     activations: Literal["per_tensor", "per_channel"] = "per_tensor"
     activation_bits: Literal[8, 16] = later(8)
-    correction_rank: Annotated[int, Field(ge=0, le=0)] = later(0)  # a correction would add a float product
+    correction_rank: Annotated[int, Field(ge=0, le=0)] = later(0)  # a correction would add a floating-point product
 
     def label(self) -> str:
         inputs = [" per channel"] if self.activations == "per_channel" else []
@@ -75,7 +76,8 @@ class Int8(PerRow):
         raise SchemeError("int8 needs the measured range of the product's input, but nothing was calibrated")
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored arrays of its weight.
+        """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored arrays of the weight of
+        the same product.
 
         Raises SchemeError if these are missing, or if a value cannot be quantized.
         """
@@ -95,11 +97,11 @@ class Int8(PerRow):
         return {**arrays_of(codes, scale, shape), "input_scale": input_scale}
 
     def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, input_scale: Array) -> Tensor:
-        """Returns the codes of GPTQ. Returns the codes `nearest` for rows whose error GPTQ does not reduce.
+        """Returns the codes that GPTQ computes. For rows whose error GPTQ does not reduce, returns the codes `nearest`.
 
         `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies rounded values of x_k / r_k, so
         the solver uses the second moments of these values, including the variance of the rounding. The damping is this
-        variance, and at least LEAST_DAMPING.
+        variance, but at least LEAST_DAMPING.
         """
         import torch
 
@@ -123,14 +125,13 @@ class Int8(PerRow):
         return self.activations == "per_channel"
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the scale f32 [1] or [K] of an input that `weights`, [N, K] each, multiply.
+        """Returns the scale, f32 [1] or [K], of an input that is multiplied by `weights`, [N, K] each. For an input of
+        zeros, the scale is 1 / 127.
 
-        For an input of zeros, the scale is 1 / 127.
-
-        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127. `top` is the largest of all largest_k. `a` is
-        the value of EXPONENTS that minimizes the expected squared error of all sums. The error is the sum over n and k
-        of two terms: s_k^2 / 12 * W_nk^2 for rounding the input, and step_n^2 / 12 * E[x_k^2] / s_k^2 for rounding W_nk
-        s_k to the step of row n. Inputs of 16 bits use the same exponent as inputs of 8 bits.
+        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where `top` is the maximum of largest_k over k,
+        and `a` is the value of EXPONENTS that minimizes the expected squared error of all sums. The error is the sum
+        over n and k of two terms: s_k^2 / 12 * W_nk^2 for rounding the input, and step_n^2 / 12 * E[x_k^2] / s_k^2 for
+        rounding W_nk s_k to the step of row n. 16-bit inputs use the same exponent as 8-bit inputs.
         """
         top = float(seen.largest.max())
         if not self.input_by_feature or not top:
@@ -201,8 +202,8 @@ class Int8(PerRow):
         one input scale per tensor, 2 % are added for brotli-11 on the small matrices of int8 models. Scales per feature
         give the weights heavier tails, so nothing is added. For a bias, the estimate is 5 of the 8 bytes per number.
 
-        Source: poly_attn after 30 steps has 413 kB with one input scale per tensor, and 406 kB with scales per feature.
-        Per number of a bias, the code takes 1.7 bytes and the scale 3.1 bytes.
+        These numbers were measured with poly_attn after 30 steps: 413 kB with one input scale per tensor, and 406 kB
+        with scales per feature. For each number of a bias, the code takes 1.7 bytes and the scale 3.1 bytes.
         """
         if len(shape) == 1:
             return 5 * shape[0]
@@ -212,7 +213,7 @@ class Int8(PerRow):
 
 
 def steps(weight: Mapping[str, Array]) -> Tensor:
-    """Returns s_in * s_w, f32 [N], the value of one unit of the int32 sums. `weight` are the stored arrays of the
+    """Returns s_in * s_w, f32 [N], the value of one unit of the int32 sums. `weight` holds the stored arrays of the
     weight."""
     import torch
 

@@ -10,8 +10,8 @@ from specc.compiler.ir.types import Tensor
 from specc.compiler.quant.scheme import Array, SchemeError, Stored
 
 GROUP = 64
-LEFT, RIGHT = (-2, 1), (-8, 7)  # smallest and largest code
-DAMPING = 0.01  # in mean diagonals, added to the Hessian's diagonal before its factorization
+LEFT, RIGHT = (-2, 1), (-8, 7)  # the smallest and the largest code
+DAMPING = 0.01  # relative to the mean diagonal; added to the Hessian's diagonal before the factorization
 SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 
 
@@ -62,11 +62,12 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     known = min(rank, s.numel())
     left = error.new_zeros(rows, rank)
     left[:, :known] = u[:, :known] * s[:known]
-    # -2 has a larger range than 1, so the largest entry of a column is made negative
+    # codes reach from -2 to 1, so the largest entry of a column is made negative
     left *= -left.gather(0, left.abs().argmax(0, keepdim=True)).sign()
     left_scale = _scale(left.abs().amax(0) / 1.5)
     codes = (left / left_scale.double()).round().clamp(*LEFT)
-    right = torch.linalg.pinv(codes * left_scale.double()) @ error  # best for this L, in any metric of the outputs
+    # The best R for this L, in any metric of the outputs
+    right = torch.linalg.pinv(codes * left_scale.double()) @ error
     grouped = torch.nn.functional.pad(right, (0, -columns % GROUP)).reshape(rank, -1, GROUP)
     right_scale = _scale(grouped.abs().amax(2) / 7.5)
     right_codes = (grouped / right_scale.double()[..., None]).round().clamp(*RIGHT).flatten(1)[:, :columns]
@@ -79,14 +80,14 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     rest = error - product(arrays).to(error)
     if float((rest @ metric * rest).sum()) >= float((error @ metric * error).sum()):
         arrays["left"][:] = arrays["right"][:] = (
-            0  # the scales are constant too, so that the arrays compress to almost nothing
+            0  # the scales are also constant, so that the arrays compress to almost nothing
         )
         arrays["left_scale"][:] = arrays["right_scale"][:] = SMALLEST_SCALE
     return arrays
 
 
 def product(arrays: Mapping[str, Array]) -> Tensor:
-    """Computes L R in float64 on the CPU, summed in the order of the ranks, so that all devices have the same result.
+    """Computes L R in float64 on the CPU, adding one rank at a time, so that the result does not depend on the device.
 
     Raises SchemeError if the arrays cannot be a result of `correction`.
     """

@@ -8,7 +8,7 @@ from specc.compiler.quant.scheme import ITEM_BYTES, Array, Scheme, SchemeError, 
 
 
 class Unquantized(Scheme):
-    """The parameter as floats, rounded to nearest even. Any shape, including scalars.
+    """Stores the parameter as floats, rounded to nearest even. All shapes are accepted, including scalars.
 
     Attributes:
         dtype: the dtype of the floats.

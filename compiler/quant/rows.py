@@ -1,8 +1,8 @@
-"""Symmetric integer codes with one float16 scale per row: the common base of `round`, `gptq` and `int8`.
+"""Symmetric integer codes with one float16 scale per row: the base class of `round`, `gptq` and `int8`.
 
 A value is code * scale, with the code in [-(2^(bits-1) - 1), 2^(bits-1) - 1] stored in one byte. Codes are not packed:
-brotli compresses whole bytes almost to their entropy. Packed bits compress worse: 13 % larger at int6, 25 % at int5. A
-row is the values along the last axis.
+brotli compresses whole bytes almost to their entropy. Packed bits compress worse: files are 13 % larger at int6, and 25
+% larger at int5. A row is the values along the last dim.
 """
 
 import math
@@ -30,10 +30,10 @@ class PerRow(Scheme):
 
     Attributes:
         bits: the bits of a code.
-        clip_floor: the least |w| that maps to the largest code. Rows with smaller values share one step and therefore
-            compress better. The records of parameter-golf use 1.0, so that a scale is at least 1/31 at int6. With 0,
-            each row has a separate step.
-        correction_rank: the rank of a low-rank correction of the rounding error, in 2 and 4 bits.
+        clip_floor: the smallest |w| that maps to the largest code. Rows with only smaller values share one step, and
+            therefore compress better. Records of parameter-golf use 1.0, so that a scale is at least 1/31 at int6. With
+            0, each row has a separate step.
+        correction_rank: the rank of a low-rank correction of the rounding error, which is stored in 2 and 4 bits.
     """
 
     scheme: str
@@ -121,8 +121,8 @@ class PerRow(Scheme):
         """Returns the float16 row scales that map each value of `clip` (the |w| of the largest code) to `top`.
 
         Scales have the shape of `clip`. They are rounded up to float16, so that no value within the clip exceeds the
-        largest code. A scale is at least 2^-24. A row of zeros has this scale. Raises SchemeError if a scale exceeds
-        float16.
+        largest code. A scale is at least 2^-24, which is the scale of a row of zeros. Raises SchemeError if a scale
+        exceeds float16.
         """
         exact = self._exact_scales(clip)
         if float(exact.max()) > LARGEST_SCALE:
@@ -139,12 +139,14 @@ class PerRow(Scheme):
         return (codes * scale).reshape(weights.shape)
 
     def normal_clip(self, columns: int) -> float:
-        """Returns the approximate least clip, in standard deviations, of normal rows with `columns` values."""
+        """Returns the approximate smallest clip, in standard deviations, of normally distributed rows with `columns`
+        values."""
         return normal_clip(columns)
 
     @abstractmethod
     def clip_without_data(self, rows: Tensor) -> Tensor:
-        """Returns the |w| of the largest code for each of the rows [N, columns], selected without a Hessian."""
+        """Returns, for each of the rows [N, columns], the |w| that gets the largest code. It is selected without a
+        Hessian."""
 
     def _exact_scales(self, clip: Tensor) -> Tensor:
         return (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)
@@ -160,9 +162,8 @@ def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
 
 
 def largest_rank(shape: tuple[int, ...]) -> int:
-    """Returns the largest useful rank of a correction: a matrix has no more ranks than rows or columns.
-
-    It is 0 for the matrices of experts, which cannot be corrected.
+    """Returns the largest useful rank of a correction: the rank of a matrix is at most its number of rows and its
+    number of columns. The result is 0 for the matrices of experts, which cannot be corrected.
     """
     return min(shape) if len(shape) == 2 else 0
 
@@ -196,7 +197,7 @@ def _rounded_up(exact: Tensor) -> Tensor:
 
 
 def row_quantile(magnitude: Tensor, quantile: float) -> Tensor:
-    """Returns the `quantile` of each row of `magnitude`, linearly interpolated. Rows must be sorted."""
+    """Returns the `quantile` of each row of `magnitude`, with linear interpolation. The rows must be sorted."""
     position = quantile * (magnitude.shape[1] - 1)
     low = math.floor(position)
     high = min(low + 1, magnitude.shape[1] - 1)

@@ -1,7 +1,7 @@
 """The interface of quantization schemes: the arrays stored for a parameter, and the conversions in both directions.
 
 A new scheme is a subclass of `Scheme` in a new module of this folder. docs/extending.md has the steps.
-runtime/quantize/assignment.py decides which parameter has which scheme.
+runtime/quantize/assignment.py decides the scheme of each parameter.
 """
 
 import math
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 else:
-    Array = Any  # the compiler can be imported without numpy
+    Array = Any  # so that the compiler can be imported without numpy
 
 StoredType = Literal["i8", "i32", "f16", "bf16", "f32"]
 
@@ -39,8 +39,8 @@ class SchemeError(ValueError):
 class Stored:
     """One stored array of a parameter, such as its codes or its row scales.
 
-    `dtype` "i8" is one signed code per byte, and "i32" one per four bytes. "bf16" arrays are numpy uint16 with the 16
-    bits.
+    `dtype` "i8" is one signed code per byte, and "i32" one per four bytes. "bf16" arrays are numpy uint16 arrays that
+    hold the 16 bits.
     """
 
     suffix: str
@@ -61,7 +61,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Calibration statistics of the input x [.., K] of a product, in f64.
+    """Calibration statistics of the input x [.., K] of a matrix product, in f64.
 
     Attributes:
         largest: the largest magnitude of each feature [K].
@@ -83,11 +83,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A report on how a Hessian was used to solve for a matrix.
+    """A report on the use of a Hessian in quantizing a matrix.
 
     Attributes:
-        requested: the requested damping, in mean diagonals of the Hessian.
-        damping: the damping with which Cholesky succeeded, in mean diagonals.
+        requested: the requested damping, relative to the mean diagonal of the Hessian.
+        damping: the damping with which the Cholesky factorization succeeded, relative to the mean diagonal.
         dead: the number of columns without input, which were rounded to nearest.
     """
 
@@ -100,7 +100,7 @@ class Solution:
 class Use:
     """A use of a parameter [N, K]. An error d of the parameter raises the loss by 1/2 sum_i rows_i d_i columns d_i^T.
 
-    If a parameter has several uses, such as a tied embedding table, the increases of the loss add up.
+    If a parameter has several uses, as a tied embedding table does, the increases of the loss add up.
 
     Attributes:
         rows: the weight of each row, f64 [N], at least 0.
@@ -113,14 +113,14 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Calibration data of the product that a parameter is the weight or bias of.
+    """Calibration data for a parameter that is the weight or the bias of a matrix product.
 
     Attributes:
         hessian: X^T X [K, K] of the input of a weight.
         input_scale: the scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
         weight: for a bias, the stored arrays of the weight of the same product.
-        solved: called with a `Solution` if the Hessian is used.
-        uses: the uses of a parameter, if `hessian` does not describe all of them. They replace it.
+        solved: a function that is called with a `Solution` if the Hessian is used.
+        uses: the uses of the parameter, if `hessian` does not describe all of them. If set, they replace `hessian`.
     """
 
     hessian: Tensor | None = None
@@ -131,10 +131,10 @@ class Seen:
 
 
 class Scheme(StrictModel):
-    """Base of all schemes. A subclass names itself by a `scheme` Literal and adds its settings."""
+    """The base class of all schemes. A subclass is identified by a `scheme` Literal, and adds its settings."""
 
     needs_hessian: ClassVar[bool] = False
-    # The deployed model multiplies by the integer codes, instead of dequantizing them on load.
+    # The deployed model multiplies the integer codes themselves, instead of dequantizing them when it is loaded.
     integer: ClassVar[bool] = False
     has_grid: ClassVar[bool] = False
 
@@ -144,15 +144,15 @@ class Scheme(StrictModel):
 
     @abstractmethod
     def bits_per_value(self) -> float:
-        """Returns the bits of one stored value without scales. The plan groups parameters by this number."""
+        """Returns the bits of one stored value, not counting scales. The plan groups parameters by this number."""
 
     @abstractmethod
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         """Returns the arrays that are stored for a parameter of `shape`, in file order."""
 
     def row_codes(self, shape: tuple[int, ...]) -> int | str:
-        """Returns the number of bits of the stored `codes` of a parameter of `shape` if each value is its code times
-        the `scale` of its row. Otherwise returns the reason why a kernel cannot decode the parameter that way."""
+        """Returns the number of bits of the stored `codes`, if each value of a parameter of `shape` is its code times
+        the `scale` of its row. Otherwise returns the reason why a kernel cannot decode the parameter in this way."""
         return f"{self.label()} has no codes"
 
     @abstractmethod
@@ -163,18 +163,19 @@ class Scheme(StrictModel):
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
         """Converts `weight` (any float dtype and device) to the arrays of `stored`, by suffix.
 
-        `hessian` is X^T X [columns, columns] up to a positive factor. Schemes with `needs_hessian` False ignore it.
-        Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value is out of
-        range.
+        `hessian` is X^T X [columns, columns], up to a positive factor. Schemes whose `needs_hessian` is False ignore
+        it. Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value is out
+        of range.
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
-        """Returns the scale f32 [1] or [K] of the input of `weights`, [N, K] each, or None if it is not rounded."""
+        """Returns the scale, f32 [1] or [K], of the input of `weights`, [N, K] each; None if the scheme does not round
+        inputs."""
         return None
 
     @property
     def input_bits(self) -> Literal[8, 16]:
-        """Returns the bits of the input of a product, if the scheme rounds inputs."""
+        """Returns the number of bits of a product's input, if the scheme rounds inputs."""
         return 8
 
     @property
@@ -197,9 +198,9 @@ class Scheme(StrictModel):
     def on_grid(self, weights: Tensor) -> Tensor:
         """Quantizes and dequantizes without calibration data, for fake quantization.
 
-        `weights` is [P, ...]: P parameters of one shape, each rounded separately. The result is f32 of the same shape
-        on the same device, computed without synchronizing with it. Values out of range are clipped. Raises SchemeError
-        if `has_grid` is False.
+        `weights` is [P, ...]: P parameters of one shape, each rounded separately. The result is f32, with the same
+        shape and on the same device. It is computed without synchronizing with the device. Values out of range are
+        clipped. Raises SchemeError if `has_grid` is False.
         """
         raise SchemeError(f"{self.label()} has no grid to round to")
 
@@ -207,7 +208,7 @@ class Scheme(StrictModel):
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
         """Estimates the bytes of the parameter in an artifact, after compression and before weights exist.
 
-        The estimate is approximately an upper bound: trained weights take less.
+        The estimate is approximately an upper bound, because trained weights take fewer bytes.
         """
 
     def with_bits(self, bits: int) -> Self:
@@ -226,7 +227,8 @@ class Scheme(StrictModel):
 
 
 def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) -> tuple[Scheme, ...]:
-    """Returns the scheme with each supported number of bits and clip: ascending bits, then descending clip."""
+    """Returns the scheme with each supported combination of bits and clip, sorted by ascending bits, then by descending
+    clip."""
     schemes: list[Scheme] = []
     for width in sorted(set(bits)):
         try:

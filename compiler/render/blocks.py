@@ -38,15 +38,15 @@ DERIVED = "@derived"
 
 @dataclass
 class Tables:
-    """The module constants of generated code (tables) that distinguish the blocks of a list.
+    """The module constants of generated code, called tables, that distinguish the blocks of a list.
 
     Attributes:
         taken: the names of other constants.
         texts: the definition of each constant, by name.
         values: the value of each constant as text, by name.
-        layers: the names of constants that are sets of blocks, by module list and set.
-        arguments: the names of constants that are the blocks which receive an optional argument, by module list and
-            argument.
+        layers: the names of the constants that hold sets of blocks, by module list and set.
+        arguments: the names of the constants that hold the blocks which receive an optional argument, by module list
+            and argument.
     """
 
     taken: frozenset[str] = frozenset()
@@ -56,7 +56,7 @@ class Tables:
     arguments: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, place: str, name: str, text: str, comment: str, layers: Sequence[int] = ()) -> str:
-        """Adds a table and returns its name. Returns an existing table if it has the same text and preferred name.
+        """Adds a table and returns its name. An existing table with the same text and preferred name is used again.
 
         Args:
             place: the path of the module list.
@@ -76,8 +76,8 @@ class Tables:
         return chosen
 
     def of(self, place: str, layers: frozenset[int], name: str) -> str:
-        """Returns the name of the table that holds the set `layers` of a list. Adds the table, called `name`, if there
-        is none."""
+        """Returns the name of the table that holds the set `layers` of a list. If there is none, adds one called
+        `name`."""
         known = self.layers.get((place, layers))
         return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with {name}", tuple(layers))
 
@@ -102,7 +102,7 @@ class BlockClass:
         flags: the boolean arguments.
         begin_flags: the boolean arguments of `begin`.
         keeps: whether `forward` has an argument for the cache.
-        make: the expression that creates one module, in a comprehension over `layer`.
+        make: the expression that creates one module, for use in a comprehension over `layer`.
     """
 
     context: ClassContext
@@ -118,8 +118,8 @@ class BlockClass:
 class _Uses:
     """The functions that the blocks of a module list run.
 
-    `layers` maps the name of each function to the blocks that run it. `state` are the names of inputs that are state.
-    `scalars` maps each scalar to its value in each block. `formulas` maps scalars to their formulas.
+    `layers` maps the name of each function to the blocks that run it. `state` holds the names of the inputs that are
+    state. `scalars` maps each scalar to its value in each block. `formulas` maps scalars to their formulas.
     """
 
     place: str
@@ -228,7 +228,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
 
 
 def _part(plan: Plan, graph: Graph, reserved: frozenset[str], decorator: str) -> Function:
-    """Returns the method of a part of a block, with its decorator."""
+    """Returns the method that computes a part of a block, with its decorator."""
     merged = merge([graph], [label for label, _ in graph.outputs], Speller(plan).kernel)
     body = Body(merged, Speller(plan), reserved=reserved, constants=constants_of(plan))
     doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs]).removeprefix(" -> ")
@@ -259,7 +259,7 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
 
 
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Collection[str] = ()) -> list[Fact]:
-    """Returns conditions on attributes of a block, which distinguish variants with equal arguments.
+    """Returns conditions on attributes of a block that distinguish variants with equal arguments.
 
     Args:
         merged: the variants.
@@ -277,7 +277,7 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     exclusive: set[tuple[frozenset[int], str]] = set()
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
         graphs = [graph for graph in merged.variants if name in graph.by_name]
-        # blocks differ in the nodes that they have, and in the operation or the sizes of a node
+        # blocks may differ in which nodes they have, and in the operation or the sizes of a node
         forms = {graph.name: (graph.by_name[name].op, graph.by_name[name].types) for graph in graphs}
         for form in (None, *dict.fromkeys(forms.values())):
             having = uses.having(graph for graph in graphs if form in (None, forms[graph.name]))
@@ -288,8 +288,8 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], taken: Coll
     weighted = {node.name for graph in merged.variants for node in graph.nodes if any(r[0] == "@" for r in node.inputs)}
 
     def rank(having: frozenset[int], name: str) -> tuple[bool, bool, bool]:
-        """Ranks a name for a condition. In order of preference, the name is that of a layer that only some blocks have,
-        of a node that other blocks lack, or of a node with weights."""
+        """Ranks a name for a condition. The preferred name is that of a layer that only some blocks have, then that of
+        a node that other blocks lack, then that of a node with weights."""
         return name.partition(".")[0] in common, (having, name) not in exclusive, name not in weighted
 
     for having, names in sorted(groups.items(), key=lambda entry: min(rank(entry[0], name) for name in entry[1])):
@@ -318,8 +318,8 @@ def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserv
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """Returns the inputs other than state, in this order: the inputs of all variants, those of some blocks, those of
-    some programs."""
+    """Returns the inputs other than state, in this order: those of all variants, those of only some blocks, those of
+    only some programs."""
 
     def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
         having = uses.having(merged.variants[variant] for variant in entry[2])
@@ -336,10 +336,9 @@ def _begin(
     attributes: dict[str, frozenset[int]],
     conditions: set[str],
 ) -> tuple[Function, tuple[str, ...]]:
-    """Returns the method that creates the state of a block, and the flags among its arguments.
-
-    Adds to `attributes` the attributes that the method needs, each with the blocks in which the attribute is true. Adds
-    to `conditions` the names of all conditions that the method reads.
+    """Returns the method that creates the state of a block, and the flags among its arguments. The attributes that the
+    method needs are added to `attributes`, each with the blocks in which it is true. The names of all conditions that
+    the method reads are added to `conditions`.
     """
     merged = merge(begins, kind=Speller(plan).kernel)
     flags = flag_variants([_flags(graph, begins) for graph in begins])
@@ -391,7 +390,7 @@ def _init(uses: _Uses, attributes: Mapping[str, frozenset[int]], tables: Tables,
     order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
     where: dict[str, str] = {}
     shapes: dict[str, str] = {}
-    # a set of layers that a condition in `forward` tests is named after this condition
+    # if a condition in `forward` tests a set of layers, the set is named after the condition
     tests = {name: tables.of(uses.place, at, name.removeprefix("self.")) for name, at in attributes.items()}
     for path in dict.fromkeys(path for graph in uses.functions for path, type in graph.params if not type.storage):
         having = uses.having(graph for graph in uses.functions if path in dict(graph.params))

@@ -15,14 +15,14 @@ from specc.compiler.passes.merge import NONE, Merged, Move, Operand, Slot, Where
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 
-BODY = 112  # the most columns of a line of a method's body
-THOUGHT = 5  # the highest `_cost` of a line, which has at most one product, fused group or kernel
-STATE = ("cache", "state")  # arguments that hold the state of earlier tokens
+BODY = 112  # the most columns of a line in a method's body
+THOUGHT = 5  # the highest `_cost` of a line; a line has at most one product, fused group or kernel
+STATE = ("cache", "state")  # the arguments that hold the state of earlier tokens
 SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})
-TEST = re.compile(r"\b(?:if|and|or)\b")  # the words of conditions: one per fact that a line tests
+TEST = re.compile(r"\b(?:if|and|or)\b")  # the words that precede the facts that a line tests
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 Guarded = tuple[Where, str]  # a line with the variants that run it
-Group = tuple[Where, Sequence[str]]  # lines that the same variants run
+Group = tuple[Where, Sequence[str]]  # lines that are run by the same variants
 
 
 class Indistinguishable(LookupError):
@@ -31,7 +31,7 @@ class Indistinguishable(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A condition in generated code that holds in the variants `where` and in no others.
+    """A condition in generated code that holds in the variants `where`, and in no other variants.
 
     `name` is an argument or an attribute, which is never reassigned. If `optional`, the condition is `name is not
     None`; otherwise, it is `name`.
@@ -42,7 +42,7 @@ class Fact:
     optional: bool = False
 
     def text(self, holds: bool) -> str:
-        """Returns the condition, or its negation."""
+        """Returns the source text of the condition if `holds`, and of its negation otherwise."""
         if self.optional:
             return f"{self.name} is {'not ' * holds}None"
         return f"{'not ' * (not holds)}{self.name}"
@@ -82,12 +82,12 @@ class Body:
         wanted: preferred names of some values.
         unpacks: the assigned names, the text and the variants of each line that unpacks state. A line is inserted
             before the first read of one of its names.
-        constants: the names of constants, by the digits of their values.
+        constants: the names of constants, by the text of their values.
         regions: adds the lines of a node that is not an expression. Returns False for other nodes.
         guarded: the lines, each with its variants.
         texts: the text of each value that has been assigned.
         held: all values that were assigned to each name.
-        pending: computed values that are not assigned to a name yet. Their text can be inlined into the line of a
+        pending: values that are computed but not yet assigned to a name. Their text can be inlined into the line of a
             reader.
         conditions: the names of the facts that conditions use.
         position: the index of the current node.
@@ -148,7 +148,7 @@ class Body:
         """Adds a line for the variants `where`, by default those of the current node."""
         guard = self.guard if where is None else where
         at = len(self.guarded)
-        if guard == self.merged.every:  # a common line moves before independent guarded lines
+        if guard == self.merged.every:  # a line of all variants moves before guarded lines that are independent of it
             assigned = text.partition(" = ")[0].split(", ") if " = " in text else []
             while at and self.guarded[at - 1][0] != guard and _independent(self.guarded[at - 1][1], text, assigned):
                 at -= 1
@@ -164,7 +164,7 @@ class Body:
 
     def _branches(self, lines: Sequence[Guarded], every: Where) -> Sequence[str]:
         """Returns the text of guarded lines, with as few conditions as possible, and notes the facts that it tests."""
-        key = (*lines, (every, ""))  # statements within statements reach the same lines many times
+        key = (*lines, (every, ""))  # cached, because nested statements process the same lines many times
         if key not in self._branch_texts:
             before, self.conditions = self.conditions, set()
             text = self._fewest_tests(_grouped(lines), every)
@@ -177,8 +177,8 @@ class Body:
         """Returns the text of groups of guarded lines.
 
         Adjacent lines of the same variants form a group. A statement contains one group, two groups with opposite
-        conditions, or several groups in the two branches of one fact. `best[n]` is the best text of the first n groups
-        (dynamic programming).
+        conditions, or several groups that are divided between the two branches of one fact. `best[n]` is the best text
+        of the first n groups (dynamic programming).
         """
         best: list[tuple[int, tuple[str, ...], set[str]]] = [(0, (), set())]
         for end in range(1, len(groups) + 1):
@@ -229,8 +229,8 @@ class Body:
     def _joined(
         self, others: Where, every: Where, condition: str, group: Sequence[str], other: Sequence[str]
     ) -> Sequence[str] | None:
-        """Returns shorter lines for two lines that assign the same variable under opposite conditions: a conditional
-        expression, or a first line and a conditional addition. Returns None if the lines do not have this form.
+        """Returns shorter text for two lines that assign the same variable under opposite conditions: a conditional
+        expression, or an assignment followed by a conditional addition. Returns None if neither form applies.
 
         Args:
             others: the variants of the second line.
@@ -262,7 +262,7 @@ class Body:
         return text
 
     def _tests(self, where: Where, every: Where) -> tuple[set[str], str]:
-        """Returns the names of the facts in a condition of `condition`, and its text."""
+        """Returns the names of the facts in the condition that `condition` returns, and its text."""
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         facts = sorted(self.facts, key=lambda fact: fact.name not in STATE and fact.name not in read)
         options = [
@@ -284,7 +284,7 @@ class Body:
         text, size, heavy = self._text_of(slot)
         if slot.node.op.in_place and not any(ref in self._reads for ref in slot.outputs):
             self._release_state(slot)
-            self.line(text)  # an in-place op, whose result is its first input
+            self.line(text)  # an in-place op returns its first input
             self.texts[slot.name] = self.text(slot.inputs[0])
         elif len(slot.node.types) == 1 and self._may_wait(slot):
             self.pending[slot.name] = (text, size, heavy)
@@ -301,7 +301,8 @@ class Body:
         """Returns the expression of the node, the complexity of the expression, and whether it contains a heavy node
         (see `_heavy`).
 
-        A pending input is assigned first if the expression would contain it twice, or if the line would be too complex.
+        If the expression would contain a pending input twice, or if the line would be too complex, the input is
+        assigned to a name first.
         """
         for i, operand in enumerate(slot.inputs):
             if self._waits(operand) and (self._repeats(slot, i) or len(self._reads[operand[0][0]]) > 1):
@@ -322,7 +323,7 @@ class Body:
         return self.spelled(slot, args), size, bool(heavy) or _heavy(slot.node)
 
     def spelled(self, slot: Slot, args: Sequence[str]) -> str:
-        """Returns the text of a node, given the texts of its inputs."""
+        """Returns the text of a node. `args` are the texts of its inputs."""
         graph, node = self.merged.variants[slot.first], slot.node
         text = self.spell(graph, node, args)
         if text is None:
@@ -375,7 +376,8 @@ class Body:
             (key for key in self.pending if len(self._reads[key]) > 1 and self._at[self._slots[key].name] < at), None
         ):
             self.write(earlier)
-        if ref not in self.pending:  # already assigned, because an earlier value takes a name that this value reads
+        # Already assigned, because the name of an earlier value was one that this value reads
+        if ref not in self.pending:
             return
         self.ahead, self.guard = True, slot.where
         self.assign(slot, self.pending.pop(ref)[0])
@@ -431,7 +433,7 @@ class Body:
         if isinstance(node.op, Move):
             node = self._slots[node_of(self._stands_for(slot))].node
         returned = [self.wanted[ref]] if ref in self.wanted else []
-        returned += [self.text(slot.inputs[0])] if node.op.in_place else []  # the state itself
+        returned += [self.text(slot.inputs[0])] if node.op.in_place else []  # an input that is the state itself
         returned += [
             label
             for label, operand in self.merged.outputs
@@ -486,12 +488,12 @@ class Body:
 
 
 def constants_of(plan: Plan) -> Mapping[str, str]:
-    """Maps the digits of each constant to its name. Formulas of the spec define the constants."""
+    """Maps the text of each constant's value to the constant's name. Formulas of the spec define the constants."""
     return {repr(value): name for name, value, _ in plan.programs.constants}
 
 
 def _branched(condition: str, first: Sequence[str], second: Sequence[str]) -> Iterator[str]:
-    """Yields the lines of an `if` statement; without `else` if there is no second branch."""
+    """Yields the lines of an `if` statement. It has an `else` only if there is a second branch."""
     yield from (f"if {condition}:", *(f"    {text}" for text in first))
     if second and second[0].startswith("if ") and all(text.startswith((" ", "el")) for text in second[1:]):
         yield from (f"el{second[0]}", *second[1:])

@@ -14,7 +14,7 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Group, class_name, group_functions
 from specc.compiler.render.body import BODY, Body
 
-WIDTH = 116  # the most columns of a line of a class body
+WIDTH = 116  # the most columns of a line in a class body
 LOCALS = frozenset({"F", "Tensor", "nn", "torch", "math", "weights", "self", "kept", "block", "outputs", "i", "layer"})
 LOCALS |= {"earlier", "state", "cache", "name", "shape"}
 
@@ -64,7 +64,7 @@ def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation
         body: The body, after all of its lines are written.
         name: The name of the method.
         doc: The docstring of the method.
-        arguments: The arguments besides `self`, with annotations.
+        arguments: The arguments other than `self`, with annotations.
         annotation: The annotation of the result; by default, as many tensors as the body returns.
 
     Returns:
@@ -146,8 +146,8 @@ class Speller:
 
     Attributes:
         plan: the plan.
-        flags: the flags that are true in each program, such as `training`.
-        sections: for each method that several programs call, the flags among its arguments.
+        flags: for each program, the flags that are true in it, such as `training`.
+        sections: the flags among the arguments of each method that several programs call.
         keeper: the name of the argument of programs that holds the state.
     """
 

@@ -1,4 +1,4 @@
-"""Renders each fused group that is not part of a program as an autograd.Function."""
+"""Renders each fused group that is not inlined into a program as an autograd.Function."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from specc.compiler.render.function import LOCALS, Function, Speller, docstring,
 NO_NAMES: Mapping[str, str] = {}
 ADD_SHARE = TorchCall(
     "add_share", tuple(map(Input, range(4)))
-)  # the total, the result of a chunk, the rows of the chunk, all rows
+)  # the names of the total, the result of a chunk, the rows of the chunk, and all rows
 
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
     """A fused group as an autograd.Function, without a backward if no gradient flows through it.
 
-    `saved` are the values that the forward saves. `restored` are the names of the saved values in the backward; it is
-    empty if the backward only passes them on. `calls` are the support functions that the forward calls in addition to
-    those of the group's nodes.
+    `saved` lists the values that the forward saves. `restored` lists their names in the backward; it is empty if the
+    backward only passes them on. `calls` lists the support functions that the forward calls in addition to those of the
+    group's nodes.
     """
 
     name: str
@@ -117,8 +117,8 @@ def chunked_context(plan: Plan, group: Group, name: str, groups: list[Group]) ->
 
 
 def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
-    """Returns the backward of a loss without the products with the incoming gradient `d`, which are the last step of
-    the gradients `names`."""
+    """Returns the backward of a loss without the last step of the gradients `names`, the multiplication by the incoming
+    gradient `d`."""
     last = {name: graph.by_name[ref] for name, ref in graph.outputs if name in names}
     assert all(node.op == SCALED for node in last.values())
     outputs = tuple((name, last[name].inputs[0] if name in last else ref) for name, ref in graph.outputs)
@@ -126,8 +126,8 @@ def _unscaled(graph: Graph, names: Sequence[str]) -> Graph:
 
 
 def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
-    """Splits a graph in two: the nodes that do not depend on rows, and the others, which receive the values of the
-    first as inputs."""
+    """Splits a graph in two: the nodes that do not depend on rows, and all others, which read the values of the first
+    part as inputs."""
     first: list[Node] = []
     known = {name for name, _ in graph.inputs if name not in rows}
     for node in graph.nodes:
@@ -144,7 +144,7 @@ def _split(graph: Graph, rows: Sequence[str]) -> tuple[Graph, Graph]:
 
 
 def _bound(pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """Returns the assignments of texts to names. An assignment of a name to itself is omitted."""
+    """Returns the assignments of texts to names. Assignments of a name to itself are omitted."""
     return [f"{name} = {text}" for name, text in pairs if name != text]
 
 
@@ -157,7 +157,7 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
     returned = [forward.text(ref) for _, ref in group.forward.outputs[: group.results]]
     results = dict(group.forward.outputs)
     types = dict(group.forward.inputs)
-    # A state that passes change in place is an attribute of ctx, because a saved tensor must not change.
+    # State that training changes in place is stored as an attribute of ctx, because a saved tensor must not change.
     states = [label for label in group.saved if label in types and types[label].storage == STATE]
     stored = [label for label in group.saved if label not in states]
     saved = [forward.text(results.get(label, label)) for label in stored]
@@ -212,8 +212,8 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
 
 
 def _read_by_kernels(plan: Plan, group: Group, given: Sequence[str]) -> Sequence[str]:
-    """Returns the gradients of a group's results that kernels need row by row. The gradient of an only result is always
-    among them if the backward has a kernel."""
+    """Returns the gradients of a group's results that kernels need in contiguous rows. If the backward has a kernel and
+    the group has a single result, its gradient is always included."""
     names = [c.site.node.name for c in plan.choices if c.graph == group.backward.name and c.kernel.language != "torch"]
     if len(given) == 1:
         return given if names else []
@@ -250,5 +250,5 @@ def _replaced(lines: Sequence[str], returns: str, pattern: str, text: str) -> tu
 
 
 def _times(text: str, name: str) -> int:
-    """Returns how often Python text reads a variable."""
+    """Returns the number of times that Python text reads a variable."""
     return len(re.findall(rf"(?<![\w.]){name}\b", text))

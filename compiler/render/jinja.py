@@ -42,7 +42,7 @@ def _cpp(value: object) -> str:
 
 
 def _ident(value: object) -> str:
-    """Returns the identifier itself. Raises TypeError if the value is not an identifier."""
+    """Returns the value unchanged. Raises TypeError if it is not an identifier."""
     if isinstance(value, str) and _IDENTIFIER.fullmatch(value):
         return value
     raise TypeError(f"not an identifier: {value!r}")
@@ -73,7 +73,7 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=False,
         auto_reload=False,
-        optimized=False,  # templates contain no constants to fold
+        optimized=False,  # templates contain no constant expressions to fold
     )
     env.filters = {"py": _py, "cpp": _cpp, "ident": _ident, "join": env.filters["join"]}
     return env
@@ -84,11 +84,11 @@ def render(template: str, context: object, source: str, key: str, known: Collect
 
     Args:
         template: the path of the template in `specc.templates`.
-        context: the typed context, `c` in the template.
+        context: the typed context, which the template reads as `c`.
         source: the path of the spec file, for headers.
         key: the plan key, for headers.
-        known: names that the text may read without defining them. They are defined elsewhere in the module of which the
-            text is a part.
+        known: names that the text may read without defining them, because the module that contains the text defines
+            them elsewhere.
 
     Raises:
         TemplateFault: if the template is invalid, reads an undefined name, or renders Python that does not parse or
@@ -108,7 +108,7 @@ def render(template: str, context: object, source: str, key: str, known: Collect
 
 
 def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
-    """Returns the template and line of a rendering error, from the innermost frame of Jinja."""
+    """Returns the template and line of a rendering error, which are those of Jinja's innermost frame."""
     place = template, 1
     for frame, line in traceback.walk_tb(error.__traceback__):
         if (file := frame.f_code.co_filename).endswith(".jinja"):
@@ -119,7 +119,7 @@ def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
 def _require_python(text: str, template: str, known: Collection[str]) -> None:
     """Raises TemplateFault if `text` is not valid Python, or reads a name that is neither defined nor `known`.
 
-    The error states the line of the template that can render the invalid line, if there is such a line.
+    The error states the template line that rendered the invalid line, if it can be determined.
     """
     try:
         names = [*_undefined(symtable.symtable(text, template, "exec"))]
@@ -144,7 +144,7 @@ def _undefined(module: symtable.SymbolTable) -> Iterator[str]:
 
 
 def _renders(written: str, line: str) -> bool:
-    """Returns whether a line of a template can render a line of a text."""
+    """Returns whether a line of a template could have rendered a line of the text."""
     literals = re.split(r"\{\{.*?\}\}", written)
     return any(map(str.strip, literals)) and re.fullmatch(".*".join(map(re.escape, literals)), line) is not None
 

@@ -12,8 +12,8 @@ from specc.compiler.render.blocks import BlockClass, Tables, set_text
 from specc.compiler.render.body import Body
 from specc.compiler.render.function import Function, tensors
 
-CACHE = "cache"  # a list with one tuple per block
-STATE = "state"  # a dict with one tuple per path in the spec
+CACHE = "cache"  # the type of a list with one tuple per block
+STATE = "state"  # the type of a dict with one tuple per path in the spec
 
 
 def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
@@ -53,8 +53,8 @@ def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
 
 
 def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
-    """Returns the possible values of each argument of a block. A value is a pair of the name of an input of the loop
-    and the blocks that read it. In the last pair, None stands for all other blocks."""
+    """Returns the possible values of each argument of a block. A value is a pair: the name of a loop input, and the
+    blocks that read it. In the last pair, None stands for all other blocks."""
     some = dict(loop.some)
     names: dict[str, list[str]] = {}
     for key in sorted(loop.names, key=lambda key: len(some.get(key, loop.runs))):
@@ -68,7 +68,7 @@ def _values(loop: Loop) -> Mapping[str, Sequence[tuple[str, Layers | None]]]:
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
-    """Maps each method of joins other than `forward` to the blocks after a join by this method."""
+    """Maps each join method other than `forward` to the blocks that follow a join by this method."""
     methods = dict.fromkeys(method for _, method in loop.join_methods)
     return {name: [layer for layer, method in loop.join_methods if method == name] for name in methods}
 
@@ -136,8 +136,8 @@ class LoopText:
         return {label: f"all_{label}" if label else "outputs" for label in sorted(read)}
 
     def _table(self, name: str, plain: Mapping[int, str], values: Mapping[int, object]) -> str:
-        """Returns the name of the table that holds the values, or the text `plain` if there is no table. If the tables
-        of variants differ, adds a line that assigns the table of the variant to `name`, and returns `name`."""
+        """Returns the name of the table that holds the values, or the text `plain` if there is no table. If variants
+        have different tables, adds a line that assigns the variant's table to `name`, and returns `name`."""
         named = {variant: self.tables.named(repr(value)) for variant, value in values.items()}
         texts = {**plain, **named}
         text, *others = dict.fromkeys(texts[variant] for variant in sorted(self.slot.nodes))
@@ -200,7 +200,7 @@ class LoopText:
             state = f"{CACHE}[{at}]" if self.keeper == CACHE else f'{STATE}[f"{loop.at}.{{i}}"]'
             state = state if any(loop.keeps for loop in self.loops.values()) else "()"
             if keeping != self.slot.where:
-                body.condition(keeping)  # records the use of the state
+                body.condition(keeping)  # records that the function uses the state
                 state = f"{self.keeper} and {state}"
             arguments.append(f"cache={state}")
         return inner, [*arguments, *_flag_arguments(body, self.slot, block.flags, self.flags)]
@@ -221,7 +221,7 @@ def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping
         if where == slot.where:
             yield f"{flag}=True"
         elif where:
-            body.condition(where)  # records the use of the flag
+            body.condition(where)  # records that the function uses the flag
             yield f"{flag}={flag}"
 
 
@@ -239,7 +239,7 @@ def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, W
     _assign_pending(body, slot.inputs)
     arguments = ", ".join((*map(body.text, slot.inputs), *_flag_arguments(body, slot, block.begin_flags, flags)))
     name = begin.at.rpartition(".")[2]
-    while name in body.reserved or name in body.held:  # the list of blocks may have the name of a value or a function
+    while name in body.reserved or name in body.held:  # the name of the list may also be that of a value or a function
         name = f"{name}_begun"
     key = f'f"{begin.at}.{{i}}"'
     body.line(f"{name} = {{{key}: block.begin({arguments}) for i, block in enumerate(self.{begin.at})}}")

@@ -68,7 +68,7 @@ class ModelContext:
 def model_context(plan: Plan) -> ModelContext:
     """Returns the context of model.py for `plan`.
 
-    `supports` contains template names, which build.py replaces by the templates' text.
+    `supports` contains the names of templates, which build.py replaces with their rendered text.
     """
     programs = plan.programs
     groups = group_contexts(plan)
@@ -145,7 +145,7 @@ def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
 
 
 def _by_number(entry: tuple[str, str]) -> str:
-    """Returns a sort key by which n9 comes before n10, as in import sorters."""
+    """Returns a sort key that places n9 before n10, as import sorters do."""
     return re.sub(r"\d+", lambda digits: digits[0].zfill(12), entry[0])
 
 
@@ -240,8 +240,7 @@ def _reads_cache(programs: Programs, graph: Graph) -> bool:
 
 
 def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], tuple[str, ...]]:
-    """Returns the programs with distinct code, and an alias for each program whose code equals that of an earlier
-    program."""
+    """Returns the programs with distinct code, and an alias for each program with the same code as an earlier one."""
     known: dict[object, Graph] = {}
     aliases: list[str] = []
     for graph in rolled:
@@ -260,7 +259,7 @@ def _taken(programs: Programs) -> frozenset[str]:
 
 
 def _sides(programs: Programs) -> frozenset[str]:
-    """Returns the first words of paths that name a side of the model, such as `encoder`."""
+    """Returns the first words of paths that denote a part of the model, such as `encoder`."""
     paths = [path.split(".") for graph in programs.programs for path, _ in graph.params]
     return frozenset(path[0] for path in paths if len(path) > 2) - {path[0] for path in paths if len(path) == 2}
 

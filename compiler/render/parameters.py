@@ -42,11 +42,11 @@ def parameter_lines(
 
     Args:
         params: the paths and types of the parameters. Those whose type has `storage` become buffers.
-        where: for each parameter that only some instances of the class have, the condition under which an instance has
-            it.
+        where: the condition under which an instance of the class has a parameter, for each parameter that not all
+            instances have.
         modules: paths of modules that other lines create. The returned lines create the parents of these modules.
         table: the table of buffers, by name or as an expression.
-        shapes: the text of the shape of each parameter whose shape depends on the instance.
+        shapes: the shape, as text, of each parameter whose shape depends on the instance.
 
     Returns:
         The lines of the constructor.
@@ -71,7 +71,7 @@ def parameter_lines(
     lines += [f"self.{at} = nn.Module()" for at in empty if at and at not in holders and at not in inside]
     parts = (holder.split(".") for holder in holders)
     above = dict.fromkeys(".".join(words[: i + 1]) for words in parts for i in range(len(words)))
-    shared = {path.rpartition(".")[0] for path in stored}  # modules that instances without the parameters have too
+    shared = {path.rpartition(".")[0] for path in stored}  # modules that also exist in instances without the parameters
     for holder, entries in ((holder, holders[holder]) for holder in above if holder in holders):
         conditions = {otherwise for _, _, otherwise in entries}
         together = conditions.pop() if len(conditions) == 1 and holder not in shared else ""

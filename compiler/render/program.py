@@ -16,11 +16,11 @@ from specc.compiler.render.body import Body, Fact, Indistinguishable, constants_
 from specc.compiler.render.function import Function, Speller, method, optional_arguments, tuple_text, types_doc
 from specc.compiler.render.loops import CACHE, STATE, LoopText, begin_lines
 
-METHODS = {"train": "forward"}  # the training program is `forward`; other programs have their own names
+METHODS = {"train": "forward"}  # the training program becomes the method `forward`; other programs keep their names
 TYPES = {CACHE: "list[tuple[Tensor, ...]]", STATE: "dict[str, tuple[Tensor, ...]]"}
 ONCE = "_once"
 PHASE = "phase"
-FITTING = 72  # characters of a block's state that fit on one line with a comprehension
+FITTING = 72  # the most characters of a block's state that fit on one line with a comprehension
 
 
 def keeper_of(programs: Programs) -> str:
@@ -34,7 +34,7 @@ def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
     """Returns the flags of each program.
 
     `training`: the program trains. `rounded`: the program fake-quantizes the inputs of products. `once`: the program
-    runs each block once. If the blocks have separate methods in a phase of training, the name of these methods is also
+    runs each block once. If the blocks have special methods for a phase of training, the name of these methods is also
     a flag.
     """
     trains = {"train", *(phase.train for phase in programs.phases)}
@@ -200,10 +200,8 @@ def _new_state(body: Body) -> str:
 
 
 def _wanted(merged: Merged) -> dict[str, str]:
-    """Returns preferred names: `x` for the result of a loop over blocks, and the name of the blocks' argument for its
-    initial value.
-
-    The second name applies if all blocks also receive the initial value as an argument.
+    """Returns preferred names. The result of a loop over blocks is `x`. If all blocks also receive the initial value as
+    an argument, the initial value has the name of this argument.
     """
     names: dict[str, str] = {}
     for slot in merged.slots:

@@ -1,4 +1,4 @@
-"""The bytes of weights that a decoding step reads, with floats and with the codes of an artifact."""
+"""The bytes of weights that a decoding step reads, both with floats and with the codes of an artifact."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from specc.compiler.targets import TARGETS
 
 @dataclass(frozen=True)
 class Decoding:
-    """A step that decodes a token of one text, with the kernels for few rows of a GPU target."""
+    """A step that decodes one token of one text, with the GPU kernels for few rows."""
 
     dtype: str
     floats: Programs
@@ -29,7 +29,7 @@ class Decoding:
 
     @cached_property
     def packed_bytes(self) -> int:
-        """The bytes of the parameters that a step of an artifact reads."""
+        """The bytes of the parameters that a step reads if it runs from an artifact."""
         return decode_cost(self.packed, 1, 0)[1]
 
     @property
@@ -39,8 +39,8 @@ class Decoding:
 
 
 def decoding_of(spec: Spec, targets: tuple[str, ...]) -> Decoding | None:
-    """Returns the decoding step of a quantized model on the newest GPU among `targets`. Returns None without a GPU,
-    without quantization, if products are computed in integers, or if the model does not extend texts."""
+    """Returns the decoding step of a quantized model on the newest GPU among `targets`. Returns None if there is no GPU
+    target, if the model is not quantized or does not extend texts, or if its products are computed in integers."""
     target = max(targets, key=lambda name: TARGETS[name].arch)
     if not reads_codes(spec, target):
         return None

@@ -23,7 +23,7 @@ class ErrorPage:
         exit_code: the exit code of a command that ends with this error.
         bad: lines of a spec, or commands, that cause the error; empty if there is no short example.
         message: the error message for `bad`.
-        good: the lines or commands without the error; empty if there is no short example.
+        good: the corrected lines or commands; empty if there is no short example.
     """
 
     code: str
@@ -59,7 +59,7 @@ def page_of(code: str) -> ErrorPage:
 
 
 def _side(change: str, sign: str) -> str:
-    """Returns the lines of a diff with a sign, and the lines around them."""
+    """Returns the lines of a diff that have the sign `sign`, and the unchanged lines around them."""
     lines = [f"  ...{line[2:]}" if line == "@@" else line for line in change.splitlines()]
     return "".join(f"{line[1:]}\n" for line in lines if line[:1] in (" ", sign))
 

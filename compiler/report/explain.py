@@ -18,7 +18,7 @@ class Explained:
     """The kernel of one node on one target.
 
     `target` is the folder of the generated files, for a target or for a deployed plan. `rejected` are the other
-    kernels, each with the reason why it was not chosen. `passes` are the passes that rewrote the node, or refused to,
+    kernels, each with the reason why it was not chosen. `passes` lists the passes that rewrote the node or refused to,
     each with its effect or its reason.
     """
 
@@ -90,14 +90,14 @@ def _passes_of(programs: Programs, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _computed_again(programs: Programs) -> frozenset[str]:
-    """Returns the names of the graphs that the backward pass computes again: functions, and forwards of groups."""
+    """Returns the names of the graphs that the backward pass recomputes: functions, and forwards of groups."""
     again = set(programs.recomputed)
     groups = (group for group in programs.groups if again.intersection(programs.callers[group.name]))
     return frozenset({*again, *(group.forward.name for group in groups)})
 
 
 def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str, str]]:
-    """Yields the path of each node without a choice of kernel, the node, the reason, and the name of its graph."""
+    """Yields, for each node without a chosen kernel, its path, the node, the reason, and the name of its graph."""
     programs = plan.programs
     for graph in programs.graphs:
         for node in graph.nodes:

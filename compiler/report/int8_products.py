@@ -1,4 +1,4 @@
-"""The int8 products of a deployed plan as rows: kernel, extents and padding."""
+"""The int8 matrix products of a deployed plan as rows of a table: kernel, extents and padding."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from specc.compiler.plan.plan import Choice, Plan
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """One product [M, K] x [N, K]^T.
+    """One matrix product [M, K] x [N, K]^T.
 
     `m` is an expression over the sizes of the programs. `model_n` and `model_k` are the extents in the model. `n` and
     `k` are the extents in the kernel, padded with zeros.
@@ -65,7 +65,7 @@ def products(plan: Plan) -> Iterator[ProductRow]:
 
 
 def path_of(choice: Choice) -> str:
-    """Returns the product's path in the spec, without suffixes of padding and fusion."""
+    """Returns the product's path in the spec, without the suffixes that padding and fusion add."""
     return choice.site.label.split(" ")[0].removesuffix(".padded")
 
 
@@ -85,8 +85,8 @@ def _model_extents(graph: Graph, product: Node, n: int) -> tuple[int, int]:
 def product_lines(deployed: Mapping[str, Plan]) -> list[str]:
     """Returns the lines about int8 products that `specc plan` prints.
 
-    There is one line per kernel and extents, taken from the first target, because targets differ only in the kernels'
-    language.
+    There is one line for each combination of kernel and extents. The lines are those of the first target, because
+    targets differ only in the languages of their kernels.
     """
     if not deployed:
         return []

@@ -1,4 +1,4 @@
-"""Which entries of a lock apply to a spec."""
+"""Determines which entries of a lock apply to a spec."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ class LockUse:
     idle: tuple[str, ...] = ()
 
     def note(self, spec: Path) -> str:
-        """Returns a note about the entries that do not apply; empty if all apply."""
+        """Returns a note about the entries that do not apply; empty if all entries apply."""
         if not self.idle:
             return ""
         names = ", ".join(self.idle[:SHOWN])

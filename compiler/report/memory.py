@@ -1,8 +1,8 @@
 """The memory of a training step: the tensors of the whole run, and the peak of a forward and backward pass.
 
-A pass is simulated on the flattened training program. The forward keeps the values that the backward reads, and frees
-the others after their last reader. The backward then visits the nodes from the last to the first: it computes the
-gradients of the inputs of a node, and frees the values that no earlier node reads.
+A pass is simulated on the flattened training program. The forward pass keeps the values that the backward pass reads,
+and frees all others after their last reader. The backward pass then visits the nodes from the last to the first. For
+each node it computes the gradients of the inputs, and frees the values that no earlier node reads.
 """
 
 from collections import Counter
@@ -20,16 +20,16 @@ from specc.compiler.spec.train import TrainSpec
 # The number of workspaces of cuBLAS. The forward and the backward run in separate threads, and each thread has one
 # workspace on each of two streams: the stream of steps, and the stream that captures graphs.
 WORKSPACES = 4
-MASTER = BYTES["f32"]  # masters, their gradients, optimizer state and averages are f32
+MASTER = BYTES["f32"]  # master weights, their gradients, optimizer state and averages are f32
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The peak of the bytes that Torch allocates in a training step. On a GPU, it corresponds to
-    `torch.cuda.max_memory_allocated`: the context of CUDA and unused parts of segments are not included.
+    """The peak memory, in bytes, that Torch allocates in a training step. On a GPU, it corresponds to
+    `torch.cuda.max_memory_allocated`, which includes neither the CUDA context nor unused parts of segments.
 
     Attributes:
-        parts: the bytes of each kind of content at the peak, such as parameters.
+        parts: the bytes at the peak, by kind of content, such as parameters.
         groups: the bytes that each fused group saves in a pass, by path.
     """
 
@@ -66,7 +66,7 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
     parts = {
         "masters": 0
         if train.precision.masters == "bf16"
-        else MASTER * count,  # bf16 masters are the weights of the products
+        else MASTER * count,  # with bf16 master weights, matrix products read the masters themselves
         "gradients": MASTER * (count + sum(size for _, size in derived))
         + sum(BYTES[dtype] * size for dtype, size in narrow),
         "optimizer state": MASTER * sum(spec.state_numbers(shape) for spec, shape in owned),
@@ -84,8 +84,8 @@ def memory_of(train: TrainSpec, plan: Plan, graph: Graph, sizes: Sizes) -> Memor
 
 
 def _update_bytes(train: TrainSpec, plan: Plan) -> int:
-    """Returns the most bytes that an update of the parameters allocates at once: those of the most demanding optimizer,
-    and, for masters in bf16, their f32 values and random bits."""
+    """Returns the most bytes that an update of the parameters allocates at once: the allocations of the most demanding
+    optimizer and, for bf16 master weights, their f32 values and random bits."""
     shapes: dict[int, list[tuple[int, ...]]] = {}
     for param in plan.programs.params:
         if param.optimizer is not None:
@@ -97,19 +97,20 @@ def _update_bytes(train: TrainSpec, plan: Plan) -> int:
 
 
 class _Peak:
-    """The most bytes of activations, gradients and temporary values that are in use at once in a pass."""
+    """Computes the most bytes of activations, gradients and temporary values that are in use at once in a pass."""
 
     def __init__(self, simulated: Pass, plan: Plan) -> None:
         self._pass, self._plan, self._graph = simulated, plan, simulated.graph
         ends = {ref for node in simulated.graph.nodes if is_barrier(node) for ref in (*node.inputs, *node.outputs)}
         stored = {self._root(ref) for ref in ends} | {*simulated.saved}
-        self._stored = stored if simulated.compiled else None  # the values that code writes to memory; None: all
+        # The values that compiled code writes to memory; None for all values
+        self._stored = stored if simulated.compiled else None
 
     def bytes(self) -> int:
         return max(self._forward(), self._backward())
 
     def _forward(self) -> int:
-        """Returns the peak of the forward, at whose end only the saved values are left."""
+        """Returns the peak of the forward pass. At its end, only the saved values are left."""
         saved, sizes = self._pass.saved, self._pass.sizes
         last = {self._root(ref): i for i, node in enumerate(self._graph.nodes) for ref in node.inputs}
         ends: Counter[int] = Counter()
@@ -126,9 +127,10 @@ class _Peak:
         return peak
 
     def _backward(self) -> int:
-        """Returns the peak of the backward, which begins with the saved values."""
+        """Returns the peak of the backward pass, which begins with the saved values."""
         saved, learned, views = self._pass.saved, self._pass.learned, self._pass.views
-        first: dict[str, str] = {}  # the first node that reads a saved value, after whose backward it is free
+        # The first node that reads each saved value; the value is freed after the backward of this node
+        first: dict[str, str] = {}
         for node in self._graph.nodes:
             for ref in (*node.inputs, *node.outputs):
                 first.setdefault(self._root(ref), node.name)
@@ -140,7 +142,7 @@ class _Peak:
         waiting = dict(self._pass.again)
         gradients: dict[str, int] = {}
         for node in reversed(self._graph.nodes):
-            if node.region in waiting:  # the backward of a region begins with its forward
+            if node.region in waiting:  # the backward of a recomputed region begins with its forward
                 live += sum(waiting.pop(node.region).values())
                 peak = max(peak, live + sum(gradients.values()))
             if node.outputs[0] not in views:
@@ -178,7 +180,7 @@ class _Peak:
             lasting = {ref for _, ref in group.forward.outputs[: len(node.types)]}
             lasting |= {labels.get(name, name) for name in self._pass.groups[node.name].needed}
         most = live = 0
-        roots: dict[str, str] = {}  # the tensor that a value is, if nodes write to it in place
+        roots: dict[str, str] = {}  # the tensor that a value shares, if nodes write to the value in place
         for inner in nodes:
             if inner.op.written is not None:
                 ref = inner.inputs[inner.op.written]
@@ -196,6 +198,6 @@ class _Peak:
         return most // group.chunks
 
     def _workspace(self, graph: Graph, node: Node) -> int:
-        """Returns the bytes that the kernel of a node allocates for itself."""
+        """Returns the bytes of workspace that the kernel of a node allocates."""
         choice = self._plan.choice(graph, node)
         return sum(type.bytes(self._pass.sizes) for type in choice.kernel.workspace(choice.site)) if choice else 0

@@ -92,7 +92,7 @@ def _facts(summary: Summary) -> Iterator[str]:
 
 
 def rewritten(programs: Programs) -> Iterator[str]:
-    """Yields one sentence for each effect and each refusal of the passes that choose nodes themselves."""
+    """Yields one sentence for each effect and each refusal of the passes that select nodes."""
     alike: dict[tuple[str, str, str], dict[str, None]] = {}
     for rewriting in programs.rewritings:
         key = rewriting.step, rewriting.text, rewriting.refusal
@@ -102,8 +102,8 @@ def rewritten(programs: Programs) -> Iterator[str]:
 
 
 def products_of_8_bits(plan: Plan) -> Iterator[str]:
-    """Yields a phrase for each form of scales: the linear layers that multiply 8-bit floats in training with such
-    scales."""
+    """Yields a phrase for each kind of scale: the linear layers that multiply 8-bit floats with such scales in
+    training."""
     forms: dict[str, dict[str, None]] = {}
     for graph in plan.programs.graphs:
         for node in graph.nodes:
@@ -119,7 +119,8 @@ def products_of_8_bits(plan: Plan) -> Iterator[str]:
 
 
 def joined(plan: Plan) -> Iterator[str]:
-    """Yields where the kernels of products draw dropout or round to 8 bits, and where Torch does, as sentences."""
+    """Yields sentences that state where the kernels of matrix products compute dropout or round to 8 bits, and where
+    Torch does."""
     kernels: dict[str, dict[str, None]] = {}
     torch: dict[str, dict[str, None]] = {}
     for group in plan.programs.groups:
@@ -147,7 +148,7 @@ def _ceilings(target: Target) -> str:
 def _rows(step: Step, plan: Plan) -> list[str]:
     """Returns the table of a target's nodes.
 
-    The nodes of a training step come first, then nodes of other programs only, then nodes that pad or crop.
+    The nodes of a training step come first, then the nodes that only other programs have, then nodes that pad or crop.
     """
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
@@ -199,8 +200,8 @@ def _save_line(choices: SaveChoices) -> str:
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
-    """Yields lines about kernels that were not chosen: those that were measured as slower, and those of packages that
-    are not installed."""
+    """Yields lines about kernels that were not chosen: kernels that were measured to be slower, and kernels of packages
+    that are not installed."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
         yield from ("", "Kernels that were not chosen, where they were measured or could be installed:", "", *shown)
@@ -227,9 +228,8 @@ def _packages(plan: Plan) -> Iterator[str]:
 
 
 def _refused(programs: Programs) -> Iterator[str]:
-    """Yields the reason why a product or attention outside of fused groups cannot be fused, for each fusion.
-
-    Only fusions that can contain the op are listed.
+    """Yields, for each matrix product or attention outside of fused groups, the reason why each fusion refuses it. Only
+    fusions that can contain the op are listed.
     """
     for graph in programs.graphs:
         if graph.name not in programs.whole[:1] and not graph.name.endswith((".forward", ".step")):
@@ -270,7 +270,7 @@ def _padding(programs: Programs) -> Iterator[str]:
     lines: list[str] = []
     for graph in programs.graphs:
         for node in graph.nodes:
-            extent: tuple[str, object, object]  # the dimension, its extent in the model and in the kernel
+            extent: tuple[str, object, object]  # the dim, its extent in the model, and its extent in the kernel
             name = node.name
             if isinstance(node.op, CropColumns):
                 extent = "N", node.op.features, graph.types[node.inputs[0]].width

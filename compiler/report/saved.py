@@ -1,7 +1,7 @@
 """The values that the forward pass of a training program saves for its backward pass.
 
 On the CPU, code is not compiled, and the forward saves what the derivative of each of Torch's operations reads. On a
-GPU, Torch's compiler decides: it saves the values around products, attention and groups, and computes others again.
+GPU, Torch's compiler decides: it saves the values around matrix products, attention and groups, and recomputes others.
 """
 
 from collections import Counter
@@ -22,10 +22,9 @@ _F32 = BYTES["f32"]
 
 
 def aliases(graph: Graph, sizes: Sizes, parts: bool = True) -> Mapping[str, str]:
-    """Maps each value that is a view to the value it is a view of.
-
-    A node returns views if it has one input, computes nothing, and keeps the dtype and, in all of its outputs, the
-    number of elements. If `parts` is false, a node with several outputs returns no views.
+    """Maps each view to the value that it is a view of. A node returns views if it has one input, computes nothing, and
+    preserves the dtype and, over all of its outputs, the number of elements. If `parts` is false, a node with several
+    outputs returns no views.
     """
     views: dict[str, str] = {}
     for node in graph.nodes:
@@ -45,7 +44,7 @@ def is_barrier(node: Node) -> bool:
 
 
 def learned_values(graph: Graph) -> set[str]:
-    """Returns the values that need a gradient, parameters among them."""
+    """Returns the values that need a gradient, including parameters."""
     learned = {f"@{name}" for name, type in graph.params if type.floating}
     for node in graph.nodes:
         if learned.intersection(node.inputs):
@@ -60,8 +59,8 @@ class SavedByGroup:
     Attributes:
         read: the values of the graph that the backward reads: inputs and results of the group.
         needed: the values that the backward reads, by their names in the group.
-        inside: the bytes of the values that the group computes for its backward, without its results.
-        computed: the bytes of all values that the group computes for its backward, results included.
+        inside: the bytes of the values that the group computes for its backward, excluding its results.
+        computed: the bytes of all values that the group computes for its backward, including its results.
     """
 
     read: frozenset[str]
@@ -88,7 +87,7 @@ class Pass:
 
     @cached_property
     def views(self) -> Mapping[str, str]:
-        """Maps each view to the value it is a view of."""
+        """Maps each view to the value that it is a view of."""
         return aliases(self.graph, self.sizes)
 
     @cached_property
@@ -106,7 +105,7 @@ class Pass:
     def saved(self) -> Mapping[str, int]:
         """The bytes of each value that the forward saves for the backward. The keys are those of `_read`.
 
-        For a region that the backward computes again, only the inputs of the region and some of its results are saved.
+        For a recomputed region, only its inputs and some of its results are saved.
         """
         inputs = {self.views.get(ref, ref) for node in self.graph.nodes if node.region for ref in node.inputs}
         inputs = {ref for ref in inputs if self._region(ref) == "" or self._leaves(ref)}
@@ -116,7 +115,7 @@ class Pass:
 
     @cached_property
     def again(self) -> Mapping[str, Mapping[str, int]]:
-        """The bytes of the values that the backward of each region computes again, by region and value."""
+        """The bytes of the values that the backward of each region recomputes, by region and value."""
         regions: dict[str, dict[str, int]] = {}
         for ref, size in self._read.items():
             if self._is_computed_again(ref):
@@ -128,9 +127,9 @@ class Pass:
         return node.region if node is not None else ""
 
     def _leaves(self, ref: str) -> bool:
-        """Returns whether a value of a region is saved, because the caller or another region reads it. If code is not
-        compiled, a value that nodes outside of all regions read is saved too. Torch's compiler computes such a value
-        again."""
+        """Returns whether a value of a region is saved, because the caller or another region reads it. Without
+        compilation, a value that nodes outside of all regions read is also saved; Torch's compiler recomputes such a
+        value."""
         not_saved_for = {self._region(ref), *([""] if self.compiled else [])}
         return ref in self._returned or any(reader.region not in not_saved_for for reader in self._readers.get(ref, ()))
 
@@ -164,7 +163,8 @@ class Pass:
             size = node.op.saved_inside([self.graph.types[ref] for ref in node.inputs], node.types, self.sizes)
             if isinstance(node.op, Scan):
                 step = flatten(self.programs, self.programs.function(node.op.callee), at=node.op.at)
-                read = {name for name, _ in step.inputs[node.op.carried :]}  # read by all steps, or parts of a sequence
+                # Values that all steps read, or parts of a sequence
+                read = {name for name, _ in step.inputs[node.op.carried :]}
                 saved_in_step = Pass(step, self.programs, self.sizes, self.compiled).saved.items()
                 size = node.types[-1].extents(self.sizes)[1] * sum(
                     size for ref, size in saved_in_step if ref not in read
@@ -183,8 +183,8 @@ class Pass:
         }
 
     def _saved_by(self, node: Node) -> SavedByGroup:
-        """Returns the values that a group saves. If the compiler moves nodes of the backward to the forward, the
-        results of these nodes are saved instead of their inputs."""
+        """Returns the values that a group saves. If Torch's compiler moves nodes of the backward to the forward, their
+        results are saved instead of their inputs."""
         assert isinstance(node.op, Fused)
         group, sizes = self.programs.group(node.op.group), self.sizes
         outside = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
@@ -195,7 +195,8 @@ class Pass:
         types = {**dict(group.backward.inputs), **group.backward.types}
         inside = {name: types[name] for name in sorted(needed) if name not in outside}
         size = sum(type.bytes(sizes) // (group.chunks if has_rows(type) else 1) for type in inside.values())
-        if group.chunks > 1:  # the gradients are computed with the results; sums of those of weights are in f32
+        # The gradients are computed together with the results; gradients of weights are summed in f32
+        if group.chunks > 1:
             gradients = [types[ref] for _, ref in group.backward.outputs]
             wide = (0 if has_rows(type) else _F32 * type.count(sizes) for type in gradients)
             size += sum(max(type.bytes(sizes), sums) for type, sums in zip(gradients, wide, strict=True))
@@ -209,8 +210,8 @@ class Pass:
         """Returns the values of the graph that compiled code saves.
 
         The forward saves the values that the backward passes of products, attention and groups read. Torch's compiler
-        recomputes the values that other derivatives read, from the nearest values that are saved anyway, that a barrier
-        returns, or that it never computes again.
+        recomputes the values that other derivatives read. It starts from the nearest values that are saved anyway, that
+        a barrier returns, or that it never recomputes.
         """
         saved: set[str] = set()
         for node in filter(is_barrier, self.graph.nodes):
@@ -225,8 +226,8 @@ class Pass:
         return saved
 
     def _sources(self, ref: str, saved: Collection[str], final: Collection[str]) -> set[str]:
-        """Returns the values to save so that the backward can read `ref`: the value itself, or the values from which it
-        is computed if these are smaller."""
+        """Returns the values that are saved so that the backward can read `ref`: the value itself, or the values from
+        which it is computed, if these are smaller."""
         waiting, visited, new = [ref], set[str](), set[str]()
         while waiting:
             if (value := waiting.pop()) in visited or value in saved or value[0] in "@$":
@@ -241,13 +242,13 @@ class Pass:
         return {ref} if alone < sources else new
 
     def _never_recomputed(self) -> frozenset[str]:
-        """Returns the values that compiled code saves if the backward needs them, instead of computing them again.
+        """Returns the values that compiled code saves, and does not recompute, if the backward needs them.
 
         They are the results of barriers, of nodes that concatenate, and of nodes that read a value which a barrier has
-        read before: Torch's compiler assumes that computing such a node in the backward would need a kernel of its own.
+        read before: Torch's compiler assumes that recomputing such a node in the backward would need a separate kernel.
         """
         order = {node.name: i for i, node in enumerate(self.graph.nodes)}
-        first: dict[str, int] = {}  # the first barrier that reads a value, or a value computed from it
+        first: dict[str, int] = {}  # the first barrier that reads a value, or another value that is computed from it
         for node in reversed(self.graph.nodes):
             after = min((first[ref] for ref in node.outputs if ref in first), default=len(order))
             reached = order[node.name] if is_barrier(node) else after
@@ -266,7 +267,7 @@ class Pass:
     # Code that is not compiled
 
     def _saved_by_autograd(self) -> tuple[set[str], Counter[str]]:
-        """Returns the values that Torch saves if code is not compiled. Also returns the bytes of saved values without a
+        """Returns the values that Torch saves without compilation. Also returns the bytes of saved values that have no
         name, by the named value that is computed from them."""
         saved: set[str] = set()
         inside: Counter[str] = Counter()
@@ -294,12 +295,12 @@ class Pass:
 
 
 def has_rows(type: TensorType) -> bool:
-    """Returns whether the first dim is one of rows or tokens."""
+    """Returns whether the first dim is a dim of rows or tokens."""
     return bool(type.shape) and isinstance(type.shape[0], str)
 
 
 def moved(group: Group, compiled: bool) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Returns the nodes of the backward of a group that run at the end of the forward, and the others.
+    """Returns two lists of nodes in the backward of a group: those that run at the end of the forward, and all others.
 
     Torch's compiler moves the nodes that do not depend on the gradient of the result, such as the products of a loss.
     """
@@ -314,8 +315,7 @@ def moved(group: Group, compiled: bool) -> tuple[tuple[Node, ...], tuple[Node, .
 
 
 def _needed(group: Group, compiled: bool) -> frozenset[str]:
-    """Returns the values that the backward of a group reads and does not compute, without the gradient of the
-    result."""
+    """Returns the values that the backward of a group reads but does not compute, except the gradient of the result."""
     early, late = moved(group, compiled)
     computed = {ref for node in late for ref in node.outputs}
     known = {*group.saved, *(ref for node in early for ref in node.outputs)}

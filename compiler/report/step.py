@@ -1,8 +1,8 @@
-"""A training step as a table. Each row is one kind of node: how often it runs, its floor, and its time if it was
+"""A training step as a table. Each row describes one kind of node: how often it runs, its floor, and its time if it was
 measured.
 
-A floor is the minimum time of the operations and bytes of a node at the peak rates of the target. The step runs on one
-GPU.
+A floor is the shortest time in which the target could perform a node's operations and move its bytes at peak rates. The
+step runs on one GPU.
 """
 
 import hashlib
@@ -44,10 +44,10 @@ class StepRow:
         calls: the number of calls in a step.
         flops: the operations of one call.
         moved: the bytes that one call reads and writes.
-        floor_ms: the floor of one call; None if the target states no peak rates.
+        floor_ms: the floor of one call; None if the target's peak rates are unknown.
         ms: the time of one call; None if it was not measured.
         site: the node; None for work that is not a node of a graph.
-        choice: the plan's choice of kernel; None if the plan chooses none for the node.
+        choice: the plan's choice of kernel; None if the plan has no kernel for the node.
     """
 
     node: str
@@ -119,14 +119,14 @@ class Step:
 
     @property
     def expected_ms(self) -> float:
-        """The measured time of the whole step. Without it, the sum of the measured times, and of the floors of work
-        that was not measured."""
+        """The measured time of the whole step. If the step was not measured, the sum over its work, with floors in
+        place of missing times."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
     def share(self, work: Work) -> float:
         """Returns the share of the step's time that a class of work takes.
 
-        If no times are known, because the target states no peak rates, returns the share of operations.
+        If no times are known, because the target's peak rates are unknown, returns the share of operations.
         """
         if self.expected_ms:
             return work.expected_ms / self.expected_ms
@@ -136,8 +136,8 @@ class Step:
 def step_of(spec: Spec, plan: Plan) -> Step:
     """Returns the training step of a plan.
 
-    The step has a row for each attention, product and kernel, forward and backward, and a row for each other class of
-    work.
+    The step has a row for each attention, matrix product and kernel, in the forward and the backward pass, and a row
+    for each other class of work.
     """
     train, window, programs = spec.train, spec.model.window, plan.programs
     sizes = {"B": train.at_once(), "T": window, "S": window}
@@ -150,7 +150,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
     for node in graph.nodes:
         rows += (replace(row, calls=row.calls * micro_batches) for row in _rows_of(plan, graph, node, sizes))
     count = sum(param.count for param in programs.params)
-    moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient per value
+    moved = 3 * _pointwise_bytes(graph, sizes)  # the backward pass reads and writes one gradient per value
     for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
         ms = timing.classes.get(name) if timing is not None else None
         floor = plan.target.floor_ms(0, bytes)
@@ -162,7 +162,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
 
 
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
-    """Returns twelve hex digits of the digest of programs, kernels, tiles and sizes of a step."""
+    """Returns twelve hex digits of a digest over the programs, kernels, tiles and sizes of a step."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
     choices = (choice.key for choice in plan.choices if choice.site.node.op.planned)
     words = (str(graph), *groups, *choices, str(tokens), str(sizes), *plan.programs.recomputed)
@@ -171,8 +171,8 @@ def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str
 
 
 def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> Iterator[StepRow]:
-    """Yields the rows of one node of the flattened training program, for one micro-batch. If the backward computes the
-    node again, its forward has two calls."""
+    """Yields the rows of one node of the flattened training program, for one micro-batch. If the backward pass
+    recomputes the node, its forward has two calls."""
     programs, again = plan.programs, 2 if node.region else 1
     if isinstance(node.op, Fused):
         group = programs.group(node.op.group)
@@ -209,7 +209,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
 
 
 class _Rule(Tape):
-    """Records the nodes that a derivative rule adds: suffix, op and input types."""
+    """A tape that records the nodes that a derivative rule adds: suffix, op and input types."""
 
     def __init__(self, node: Node, graph: Graph) -> None:
         self._node = node
@@ -256,7 +256,7 @@ def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]
 
 
 def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int, op: Op | type[Op] = Op) -> StepRow:
-    """Returns the row of work without a kernel. `op` determines the peak rate of the target that applies."""
+    """Returns the row for work without a kernel. `op` determines which of the target's peak rates applies."""
     floor = plan.target.floor_ms(flops // op.speed, moved)
     return StepRow(node, LIBRARY if work == "products" else work, what, TORCH, 1, flops, moved, floor, None)
 
@@ -271,19 +271,19 @@ def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float
 
 
 def _as_computed(type: TensorType) -> TensorType:
-    """Returns the type of a parameter in a training step, whose time does not depend on the storage of the deployed
-    model."""
+    """Returns the type of a parameter in a training step, without its storage: the time of a step does not depend on
+    how the deployed model stores it."""
     return TensorType(type.shape, type.dtype)
 
 
 def without_storage(key: str) -> str:
-    """Returns the key of a node of a training step. Keys in locks may have the storage of matrices, as in
+    """Returns the key of a node without the storage of its matrices. Keys in locks may contain it, as in
     `int5:bf16[512,512]`."""
     return re.sub(r"[\w()]+:(?=\w+\[)", "", key)
 
 
 def words_of(site: Site) -> str:
-    """Returns a description of a node: its op, the formula of its epilogue, and its further outputs."""
+    """Returns a description of a node: its op, the formula of its epilogue, and its additional outputs."""
     epilogue = site.epilogue
     words = site.node.op.words + (f", `{epilogue.outputs[0]}`" if epilogue is not None else "")
     saved = ", ".join((epilogue or site.node.op).output_labels[1:])
@@ -308,13 +308,14 @@ def _pattern(name: str) -> str:
 
 
 def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the least bytes that the work between products, attention and groups moves in a forward pass.
+    """Returns the fewest bytes that the work between matrix products, attention and groups can move in a forward pass.
 
     All nodes between the same barriers are modeled as one kernel. The kernel reads each input once, and writes each
     value that other kernels read once.
     """
     views, parts = aliases(graph, sizes, parts=False), aliases(graph, sizes)
-    computed: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether a kernel between barriers computes it
+    # For each value, its stage, and whether a kernel between barriers computes it
+    computed: dict[str, tuple[int, bool]] = {}
     read: set[tuple[int, str]] = set()
     written: set[str] = set()
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Estimates the bytes of an artifact from the spec alone, and warns if the budget may be too small."""
+"""Estimates the size of an artifact from the spec alone, and warns if the budget may be too small."""
 
 import json
 import zlib
@@ -13,8 +13,9 @@ from specc.compiler.quant.artifact_sections import DATA_DIGEST_BYTES, overhead_b
 from specc.compiler.quant.scheme import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
-ROW_BYTES = 24  # compressed size of a row of the table of arrays of int8 products
-ROUNDED = 1024  # the overhead is rounded up to a multiple of this, so that small changes of a spec do not change it
+ROW_BYTES = 24  # compressed bytes per row of the table of int8 arrays
+# The overhead is rounded up to a multiple of this, so that it does not change with small changes of a spec
+ROUNDED = 1024
 FRAME_BYTES = 24  # the most bytes that compression adds to a section
 
 
@@ -61,12 +62,12 @@ class Storage:
 
 
 def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
-    """Returns the estimated bytes of an artifact of `spec`, by the rules of `quant`.
+    """Returns the estimated bytes of an artifact of `spec` that is quantized by the rules of `quant`.
 
     Args:
         spec: the spec.
         programs: the programs of the spec, which hold the parameters.
-        target: the name of a target to lower to for the warnings.
+        target: the target for which the spec is lowered to compute the warnings.
     """
     schemes = allocation(spec.quant, programs.stored)
     rows = tuple(_rows(spec, schemes, programs))
@@ -94,7 +95,7 @@ def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[Store
 
 
 def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
-    """Returns the estimated bytes of an artifact besides its arrays. The spec in an artifact has one rule per
+    """Returns the estimated bytes of an artifact in addition to its arrays. The spec in an artifact has one rule per
     tensor."""
     data = spec.model_dump(mode="json")
     if spec.quant is not None:
@@ -127,8 +128,8 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
-    """Yields two lines if no choice of `quant.allocate` may fit the budget: the least bytes, and the largest parameters
-    with fixed bits."""
+    """Yields two lines if possibly no choice of `quant.allocate` fits the budget: the fewest bytes, and the largest
+    parameters with fixed bits."""
     if (quant := spec.quant) is None or (allocate := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()

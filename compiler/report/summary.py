@@ -30,7 +30,7 @@ def quantity(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Returns a time as text: a whole number from 100 on, else three significant digits."""
+    """Returns a time as text: a whole number if it is at least 100, otherwise three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -40,7 +40,8 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """The main facts about the plans of a spec. `deployed` are the plans that run from an artifact, if they differ."""
+    """The main facts about the plans of a spec. `deployed` holds the plans that run from an artifact, if they differ
+    from the others."""
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -48,8 +49,8 @@ class Summary:
 
     @cached_property
     def main(self) -> Plan:
-        """The plan that the summary describes: the plan of a target with measurements, or else of a target with stated
-        peak rates."""
+        """The plan that the summary describes: that of a target with measurements or, if there is none, of a target
+        with known peak rates."""
         return max(self.plans.values(), key=lambda plan: (plan.locked is not None, bool(plan.target.flops)))
 
     @cached_property
@@ -96,7 +97,7 @@ class Summary:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Sentences about the terms of the loss, if there are several, and about the values that change during the
+        """Sentences that describe the terms of the loss, if there are several, and the values that change during the
         run."""
         terms = [
             f"{term.weight.words if isinstance(term.weight, Schedule) else term.weight} x {term.states or term.kind}"
@@ -127,13 +128,13 @@ class Summary:
 
     @property
     def memory_parts(self) -> str:
-        """The parts of the forecast of the memory of a step, in words, the largest first."""
+        """The parts of the memory forecast for a step, in words, the largest first."""
         parts = sorted(self.step.memory.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
 
     @property
     def gap(self) -> str:
-        """A phrase about the class of work whose measured time exceeds its floor most; empty if nothing was
+        """A phrase that names the class of work whose measured time exceeds its floor most; empty if nothing was
         measured."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
@@ -145,7 +146,8 @@ class Summary:
 
     @property
     def stored(self) -> str:
-        """The bytes of an artifact in words. States whether quantization may choose other bits than the rules."""
+        """The bytes of an artifact in words, with a remark if quantization may choose other bits than those of the
+        rules."""
         storage = self.storage
         against = f", {100 * storage.bytes / storage.budget:.1f} % of {storage.budget:,}" if storage.budget else ""
         rules = ", with the bits of the rules" if storage.chosen else ""
@@ -170,7 +172,7 @@ class Summary:
 
     @property
     def recomputed(self) -> str:
-        """The parts whose values the backward pass computes again, in words; empty if there are none."""
+        """The parts that the backward pass recomputes, in words; empty if there are none."""
         return ", ".join(dict.fromkeys(place for _, place in recomputed_places(self.main.programs)))
 
     @property
@@ -208,7 +210,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
     rows += [f"  {summary.choice}"] if summary.choice else []
     rows += decoding_lines(summary.decoding)
     rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.step_time}; memory {summary.memory}")
-    if summary.deployed:  # their products have separate lines
+    if summary.deployed:  # their matrix products have separate lines
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
     else:
         rows += (_work_line(summary, work) for work in step.works)
