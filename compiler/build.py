@@ -27,8 +27,8 @@ from specc.compiler.text.source import Source
 if TYPE_CHECKING:
     from specc.compiler.report.lock_use import LockUse
 
-DEPLOYED = "deployed"  # subfolder of a target's folder with the model that runs from an artifact
-DECODING = "decoding"  # the name of plans of decoding steps, which no build writes
+DEPLOYED = "deployed"  # in a target's folder, the subfolder of the model that runs from an artifact
+DECODING = "decoding"  # the name of plans for decoding steps, which no build writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,8 @@ class Planned:
 
     Attributes:
         spec: the checked spec.
-        plans: target name -> plan.
-        deployed: target name -> plan of the model that runs from an artifact, for targets where it differs from
-            `plans`.
+        plans: the plan of each target, by name.
+        deployed: the plan of the model that runs from an artifact, for each target where it differs from `plans`.
         lock: the measurements that the plans use.
     """
 
@@ -97,7 +96,7 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
     problems: list[Problem] = []
     for target in targets or spec.targets:
         try:
-            if source is not None:  # without a source, `specc eval` reports problems of its settings itself
+            if source is not None:  # without a source, `specc eval` itself reports the problems of its settings
                 problems += [problem for problem in _of_evaluation(spec, target) if problem not in problems]
             plans[target] = pipeline.plan(spec, target, name, lock)
             if (other := pipeline.deployed_plan(spec, target, name)) is not None:
@@ -143,7 +142,7 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
 
 
 def _source_name(spec: Spec) -> str:
-    """Returns the path of the spec as generated files state it."""
+    """Returns the path of the spec that generated files contain."""
     return f"specs/{spec.name}.yaml"
 
 
@@ -161,7 +160,7 @@ def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str],
         force: whether to overwrite files that were edited by hand or built from another spec file.
 
     Returns:
-        (state, file) of each file that changed; the state is `new`, `changed` or `removed`.
+        A pair (state, file) for each file that changed. The state is `new`, `changed` or `removed`.
 
     Raises:
         SpecError: if the spec is invalid or cannot be planned.
@@ -195,7 +194,7 @@ def canonical(spec: Spec) -> str:
 
 
 def spec_of(text: str | bytes) -> Spec:
-    """Parses the output of `canonical`, also of an old version.
+    """Parses the output of `canonical`. Texts of old versions are accepted.
 
     Raises:
         pydantic.ValidationError: if the text is not a valid spec.
@@ -265,8 +264,8 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
 
 @contextmanager
 def _rendering(plan: Plan, node_of: Callable[[], str], source: Source | None) -> Iterator[None]:
-    """A context that adds the node, the target and the spec line to a TemplateFault raised within it. `node_of` returns
-    the path of the node; an empty one stands for model.py."""
+    """A context manager that adds the node, the target and the spec line to a TemplateFault raised in its body.
+    `node_of` returns the path of the node; an empty path stands for model.py."""
     from specc.compiler.render.jinja import TemplateFault
 
     try:
@@ -285,8 +284,7 @@ def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
 
     No build writes them.
 
-    Raises ValueError if the model cannot be rewritten by `passes.without_cache`, and LoweringError if it cannot be
-    lowered.
+    Raises ValueError if `passes.without_cache` cannot rewrite the model, and LoweringError if it cannot be lowered.
     """
     return model_files(pipeline.uncached_plan(spec, target, _source_name(spec)))
 
@@ -344,9 +342,10 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """Returns the path of the spec relative to its project for the manifest, if this path is not `_source_name`."""
+    """Returns the path of the spec relative to its project, for the manifest, if this path differs from
+    `_source_name`."""
     path = Path(source.file) if source is not None else Path()
-    if path.suffix != ".yaml":  # not a spec file: a text, or the spec stored with a run
+    if path.suffix != ".yaml":  # the spec is not a file: it is a text, or was stored with a run
         return {}
     within = f"specs/{path.name}" if path.absolute().parent.name == "specs" else path.name
     return {"source": within} if within != _source_name(spec) else {}
@@ -354,8 +353,7 @@ def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
     """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper. A node
-    may have another op in programs that extend texts. It then has one entry per op, and the key of an entry is the path
-    followed by the op."""
+    whose op differs in programs that extend texts has one entry per op, whose key is the path followed by the op."""
     ops: dict[str, dict[str, Rendered]] = {}
     for choice in plan.choices:
         if choice.rendered.files:

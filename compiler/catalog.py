@@ -1,4 +1,4 @@
-"""Registries of features: all module-level instances or classes of a kind inside one package."""
+"""Registries of features: all module-level instances, or all classes, of a kind in one package."""
 
 import importlib
 import pkgutil

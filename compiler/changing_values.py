@@ -15,8 +15,8 @@ from specc.compiler.expr import ExprError, number, parse, variables
 from specc.compiler.strict import ExprText, NonNegativeFloat, Path, Positive, Problem, StrictModel, Unit
 
 M = TypeVar("M", bound=StrictModel)
-MOST = 64  # points of a schedule
-TIMES = 101  # shares of a run at which a formula is checked
+MOST = 64  # the most points of a schedule
+TIMES = 101  # the number of shares of a run at which a formula is checked
 
 
 class Schedule(StrictModel):
@@ -86,7 +86,7 @@ def points_of(schedule: object) -> tuple[tuple[float, Any], ...]:
 
 
 def values_of(field: str, value: object) -> Iterator[tuple[Path, Any]]:
-    """Yields each value of a schedule, or a constant, with its path; nothing if the field is unset."""
+    """Yields each value of a schedule, or a constant, with its path. Yields nothing if the field is unset."""
     if isinstance(value, Schedule):
         yield from (((field, "at", i, 1), point) for i, (_, point) in enumerate(value.at))
     elif value is not None:
@@ -104,7 +104,7 @@ def change_shares(part: StrictModel) -> tuple[float, ...]:
 
 
 def settled(part: M, share: float) -> M:
-    """Returns a part of a spec in which each schedule is replaced by its value at a share of the run."""
+    """Returns a part of a spec, in which each schedule is replaced with its value at a share of the run."""
     data = part.stated()
     if not any(_points_in(data)):
         return part
@@ -150,7 +150,7 @@ def formula(most: float = math.inf) -> AfterValidator:
             try:
                 value = formula_at(text, t)
             except ExprError as error:
-                if not error.message.endswith("a finite number"):  # a mistake in the text, at a column
+                if not error.message.endswith("a finite number"):  # a syntax error, whose column is known
                     raise
                 raise ExprError(f"{error.message}, at t = {t:g}", hint="t is from 0 to 1") from None
             if not -1e-12 <= value <= most:
@@ -195,7 +195,8 @@ class ForcingSchedule(Schedule):
 
 
 class SegmentSchedule(Schedule):
-    """A value that changes at the points. Programs for each value are compiled before the clock of the run starts."""
+    """A value that changes only at the points. Programs for each value are compiled before the clock of the run
+    starts."""
 
     by: Literal["share"] = "share"
     between: Literal["step"] = "step"

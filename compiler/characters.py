@@ -6,9 +6,9 @@ from pydantic import AfterValidator, Field
 
 from specc.compiler.strict import StrictModel
 
-PAD, START, STOP = 0, 1, 2  # padding, first input of the decoder, end of a line
+PAD, START, STOP = 0, 1, 2  # padding, the first input of the decoder, and the end of a line
 MARKS = 3
-MOST = 2**8 - MARKS  # largest number of characters: data files store a token id in one byte
+MOST = 2**8 - MARKS  # the largest number of characters, because data files store a token id in one byte
 
 
 def _distinct(chars: str) -> str:

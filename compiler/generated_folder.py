@@ -14,7 +14,7 @@ from typing import Literal
 from specc.compiler.errors import FULL, EnvironmentProblem, SpeccError
 
 MANIFEST = "manifest.json"
-NEXT = ".manifest.next.json"  # manifest of a build in progress: identifies the files of an interrupted build
+NEXT = ".manifest.next.json"  # the manifest of a build in progress, which identifies the files of an interrupted build
 TEMPORARY = ".specc-tmp"
 Files = Mapping[str, str]
 State = Literal["changed", "missing", "extra", "line endings"]
@@ -27,7 +27,7 @@ class OtherSource(SpeccError):
 
 
 class StaleCode(SpeccError):
-    """Raised if a committed generated file is not what its spec builds. Exit code 2."""
+    """Raised if a committed generated file differs from what its spec builds. Exit code 2."""
 
     code = "G002"
 
@@ -70,7 +70,7 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
 
 
 def changes(folder: Path, files: Files) -> tuple[tuple[str, str], ...]:
-    """Returns (state, name) of each file that a build would change, sorted by name. Writes nothing.
+    """Returns a pair (state, name) for each file that a build would change, sorted by name. Writes nothing.
 
     The state is `new`, `changed`, or `removed` for a file of an earlier build.
     """
@@ -109,8 +109,8 @@ def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
     """Returns a unified diff of two sets of files, sorted by name.
 
     Args:
-        old: file name -> old text.
-        new: file name -> new text.
+        old: the old texts, by file name.
+        new: the new texts, by file name.
         before: the path prefix of old files in the headers of the diff, such as `a/generated`.
         after: the path prefix of new files in the headers.
 
@@ -131,11 +131,11 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
 
     Args:
         folder: the generated folder; it is created if missing.
-        files: file name -> text. Must include the manifest.
+        files: the texts, by file name, including the manifest.
         force: whether to overwrite hand edits and files built from another spec file.
 
     Returns:
-        (state, name) of each changed file, sorted by name; the state is `new`, `changed` or `removed`.
+        A pair (state, name) for each changed file, sorted by name. The state is `new`, `changed` or `removed`.
 
     Raises:
         HandEdited: if a file was edited by hand and `force` is False, or if a subfolder is a link. Nothing is written.
@@ -176,7 +176,7 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
             (folder / name).unlink()
             _prune(folder, (folder / name).parent)
     if any(state != "removed" for state, _ in done):
-        # written last: until then the old manifest lists the other files of earlier builds
+        # written last, because until then the old manifest lists the other files of earlier builds
         replace_file(folder / MANIFEST, files[MANIFEST])
     for path in [path for path in folder.rglob(".*") if _temporary(path)]:
         path.unlink()
@@ -187,7 +187,7 @@ def _require_same_source(folder: Path, files: Files) -> None:
     """Raises OtherSource if the folder was last built from another spec file with the same name."""
     try:
         previous = _source(folder.name, (folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError):  # no manifest or a damaged manifest: the check for hand edits decides
+    except (OSError, ValueError, AttributeError):  # there is no valid manifest, so the check for hand edits decides
         return
     if (source := _source(folder.name, files[MANIFEST])) != previous:
         hint = f"give {source} another `name`, or build with --force to replace the files"
@@ -213,7 +213,7 @@ def _temporary(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a folder, so that only one build at a time writes it. Does nothing on Windows."""
+    """Holds an exclusive lock on a folder, so that only one build at a time writes to it. Does nothing on Windows."""
     try:
         import fcntl
     except ImportError:

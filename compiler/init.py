@@ -15,7 +15,7 @@ MODELINE = "$schema=schema.json"  # editors read the path of the schema from thi
 def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
     """Writes a copy of `origin`, including comments, to `target` under another model name.
 
-    Also writes the schema that the copy names for editors, if it is not beside `target` yet.
+    Also writes the schema that the copy references for editors, if it is not beside `target` yet.
 
     Args:
         origin: the spec to copy.
@@ -25,8 +25,8 @@ def copied(origin: Path, target: Path, name: str, small: bool = False) -> None:
 
     Raises:
         SpeccError: if `target` exists, `name` is not a valid model name, `origin` or the result is not a valid
-            spec, `origin` has no line `name: ...` at the left margin, or no small sizes are valid. Nothing is written
-            then.
+            spec, `origin` has no line `name: ...` at the left margin, or no small sizes are valid. In these cases,
+            nothing is written.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
         raise SpeccError(

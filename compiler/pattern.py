@@ -13,7 +13,7 @@ CHOICES = re.compile(r"(\{[^{}]*\})")
 def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """Splits a pattern into consecutive parts.
 
-    Each part is a tuple of alternatives, and each alternative a tuple of the texts between its stars.
+    Each part is a tuple of alternatives. Each alternative is a tuple of the texts between its stars.
     """
     return tuple(
         tuple(tuple(choice.strip().split("*")) for choice in part[1:-1].split(","))
@@ -35,7 +35,7 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
     return starts
 
 
-@lru_cache(maxsize=2**16)  # the same patterns and names are matched for each target and pass
+@lru_cache(maxsize=2**16)  # cached, because the same patterns and names are matched for each target and pass
 def matches(pattern: str, name: str) -> bool:
     """Returns True if `pattern` matches the whole of `name`: `blocks.*.{up,down}` matches `blocks.3.mlp.up`.
 

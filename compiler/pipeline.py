@@ -36,7 +36,7 @@ from specc.compiler.targets import TARGETS, Target
 
 Form = Literal["trained", "deployed", "uncached", "exported", "decoding", "packed"]
 Pass = tuple[str, Callable[[Programs, Spec, Target], Programs]]
-LOWER, SELECT_KERNELS = "lower", "select_kernels"  # steps before and after all passes: Spec -> Programs -> Plan
+LOWER, SELECT_KERNELS = "lower", "select_kernels"  # the steps before and after all passes: Spec -> Programs -> Plan
 
 ASSIGN_OPTIMIZERS: Pass = ("assign_optimizers", lambda programs, spec, target: assign_optimizers(programs, spec.train))
 ASSIGN_QUANT: Pass = ("assign_quant", lambda programs, spec, target: assign_quant(programs, spec.quant))
@@ -66,9 +66,9 @@ PACKED_WEIGHTS: Pass = ("packed_weights", lambda programs, spec, target: packed_
 LOGITS: Pass = ("logits", lambda programs, spec, target: with_logits(programs))
 
 # The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
-# sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is the form of
-# files for other programs, such as ONNX; `decoding` appends one token to each text, with kernels for few rows; `packed`
-# does so from an artifact, with kernels that decode the stored codes.
+# sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`; `exported` is for files that
+# other programs read, such as ONNX; `decoding` appends one token to each text, with kernels for few rows; `packed` does
+# the same from an artifact, with kernels that decode the stored codes.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "trained": (
         ASSIGN_OPTIMIZERS,
@@ -127,7 +127,7 @@ def lower(spec: Spec, target: str) -> Programs:
     return replace(programs, context=spec.eval.longest)
 
 
-@lru_cache(maxsize=8)  # planning, deployment and counting lower the same programs within one build
+@lru_cache(maxsize=8)  # cached, because planning, deployment and counting lower the same programs within one build
 def _lowered(model: Architecture, name: str, dtype: str, halves: bool, losses: tuple[LossTerm, ...]) -> Programs:
     if dtype != COMPUTE:
         programs = in_dtype(_lowered(model, name, COMPUTE, halves, losses), dtype)
@@ -174,7 +174,7 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
     Args:
         spec: the spec.
         target: the name of the target.
-        source: the path of the spec as generated files state it.
+        source: the path of the spec that generated files contain.
         lock: the measured kernels and tiles.
 
     Returns:
@@ -189,10 +189,9 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
 
 
 def deployed(spec: Spec, target: str) -> Programs | None:
-    """Returns the programs that run from an artifact if some products are computed on int8 codes, else None.
-
-    With None, the weights of the artifact are dequantized to floats for the programs of training. Fusion points of the
-    spec do not apply to deployed programs: the operations after an int8 product become its epilogue. Raises
+    """Returns the programs that run from an artifact, if some matrix products are computed on int8 codes. Otherwise
+    returns None: the weights of the artifact are then dequantized to floats for the ordinary programs. Fusion points of
+    the spec do not apply to deployed programs: the operations after an int8 product become its epilogue. Raises
     LoweringError if the spec cannot be lowered.
     """
     schemes = allocation(spec.quant, lower(spec, target).stored)
@@ -209,9 +208,8 @@ def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
 
 
 def uncached_plan(spec: Spec, target: str, source: str) -> Plan:
-    """Plans a sequence-to-sequence model that decodes without a cache.
-
-    Raises ValueError if the model cannot be rewritten that way, and LoweringError if the spec cannot be lowered.
+    """Plans a sequence-to-sequence model that decodes without a cache. Raises ValueError if the model cannot be
+    rewritten to do so, and LoweringError if the spec cannot be lowered.
     """
     programs = run(spec, target, form="uncached")
     return select_kernels(programs, TARGETS[target], spec.model.title, source)
@@ -226,8 +224,9 @@ def exported_plan(spec: Spec, target: str, source: str) -> Plan:
 
 
 def reads_codes(spec: Spec, target: str) -> bool:
-    """Returns whether steps that append one token to each text read the codes of an artifact: on a GPU, for a quantized
-    model of text without products in integers. Raises LoweringError if the spec cannot be lowered."""
+    """Returns whether steps that append one token to each text can read the codes of an artifact. They can on a GPU,
+    for a quantized model of text whose products are not computed in integers. Raises LoweringError if the spec cannot
+    be lowered."""
     if spec.quant is None or not TARGETS[target].arch:
         return False
     programs = lower(spec, target)
@@ -241,7 +240,7 @@ def decoding_plan(spec: Spec, target: str, source: str, packed: bool = False) ->
     Args:
         spec: the spec.
         target: the name of the target.
-        source: the path of the spec as generated files state it.
+        source: the path of the spec that generated files contain.
         packed: whether the kernels decode the codes of an artifact of the spec.
 
     Raises:

@@ -13,22 +13,22 @@ from specc.compiler.text.round_trip import editable, edited, flow, without_comme
 
 CPU = "cpu"
 CONTEXT = 128
-ROWS = 4  # per step, for a model of text
-LINE_ROWS = 32  # per step, for a model of lines
+ROWS = 4  # tokens per step, for a model of text
+LINE_ROWS = 32  # rows per step, for a model of lines
 STEPS = 20
 LINES = 2000  # training lines, if the data is generated
-SCORED = 4096  # tokens that a validation scores
-SEQUENCES = 32  # windows that calibrate the quantization
+SCORED = 4096  # the number of tokens that a validation scores
+SEQUENCES = 32  # the number of windows that calibrate the quantization
 LEAST_LAYERS = 2
-FEATURES = (128, 192, 256, 384, 512)  # the sizes of the residual stream to choose from
+FEATURES = (128, 192, 256, 384, 512)  # the candidate sizes of the residual stream
 
 
 def small_version(text: str, name: str) -> str:
     """Returns the text of a spec with small sizes, whose run takes a minute on a CPU and needs no files.
 
-    Tokens are bytes, rows have 128 tokens, and the run has 20 steps. A decoder has the fewest layers and then the
-    fewest features with which the spec is valid. All else is unchanged. Comments remain, except those of changed
-    values.
+    Tokens are bytes, rows have 128 tokens, and the run has 20 steps. A decoder has the fewest layers, and then the
+    fewest features, with which the spec is valid. Everything else is unchanged. Comments remain, except those on
+    changed values.
 
     Args:
         text: the text of a valid spec.
@@ -93,13 +93,13 @@ def _read_bytes(data: Any, spec: Spec) -> None:
     _put(data, ("model", "vocab"), BYTE_IDS)
     _put(data, ("model", "context"), min(spec.model.window, CONTEXT))
     for path, _ in spec.model.marks:
-        if _part(data, path[:-1]).get(path[-1]) is not None:  # a mark without a value has the value of another mark
+        if _part(data, path[:-1]).get(path[-1]) is not None:  # a mark without a value takes the value of another mark
             _put(data, path, BYTE_IDS - 1)
 
 
 def _choose(data: Any, path: Path, smaller: Sequence[int]) -> None:
-    """Changes a number to the first of `smaller` with which the spec is valid. The number remains if there is none, or
-    if the spec does not have it."""
+    """Changes a number to the first of `smaller` with which the spec is valid. The number is unchanged if none of them
+    is valid, or if the spec does not set it."""
     part = _part(data, path[:-1])
     if (full := part.get(path[-1])) is None:
         return

@@ -16,7 +16,7 @@ def _usable(name: str) -> str:
     return name
 
 
-# Attributes that a module of the generated code already has: those of torch.nn.Module, and names that specc generates.
+# Attributes that a module in generated code already has: those of torch.nn.Module, and names that specc generates.
 RESERVED = frozenset(
     """
     add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval
@@ -35,7 +35,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 PartName = Annotated[Name, AfterValidator(_usable)]
 # The path of a learned value below its block or layer, such as `residual` or `mix.stream`.
 LearnedName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,2}$")]
-# A node inside a part, such as `act`, or `q.norm` for the norm of an attention's q.
+# The name of a node inside a part, such as `act`, or `q.norm` for the norm of q in attention.
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
 
 # Matches names of parameters or nodes; see pattern.py.
@@ -60,8 +60,8 @@ def accepted_by(parse: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
-One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version number that can only be 1
-Two = Annotated[Literal[2], BeforeValidator(_no_truth)]  # a version number that can only be 2
+One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version number that must be 1
+Two = Annotated[Literal[2], BeforeValidator(_no_truth)]  # a version number that must be 2
 Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -76,8 +76,8 @@ T = TypeVar("T")
 def later(default: Any) -> Any:
     """Declares a field that was added after specs were already in use.
 
-    If the field has its `default`, the canonical text of the spec omits it. A spec that does not use the field keeps
-    its digest, and therefore its runs.
+    The canonical text of a spec omits the field if it has its `default`. A spec that does not use the field therefore
+    keeps its digest, and its runs still match it.
     """
     return Field(default, exclude_if=lambda value: value == default)
 
@@ -115,8 +115,8 @@ class Problem:
 class StrictModel(BaseModel):
     """Base of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
-    `untagged` is True for the default member of a union, which applies if the data state no kind. `described` names a
-    whole file of this model in messages.
+    `untagged` is True for the default member of a union, which applies if the data states no kind. `described` is the
+    word for a whole file of this model in messages.
     """
 
     untagged: ClassVar[bool] = False
@@ -124,19 +124,19 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
-    def __hash__(self) -> int:  # mappings are skipped, because they are not hashable
+    def __hash__(self) -> int:  # models that hold mappings are not cached, because they are not hashable
         values = (getattr(self, name) for name in type(self).model_fields)
         return hash((type(self), *(value for value in values if isinstance(value, Hashable))))
 
     @classmethod
     def parts_by_name(cls, data: Any) -> Iterator[tuple[Path, Any, Any]]:
-        """Yields the parts of the data that are values of mappings from names to parts. Each entry is the path, the
+        """Yields the parts of the data that are keyed by their names in a mapping. An entry consists of the path, the
         expected type, and the data with inherited tags."""
         yield from ()
 
     def stated(self) -> dict[str, Any]:
-        """Returns the fields that were set, as JSON data. Unlike `model_dump`, it needs no serializer, which Pydantic
-        builds anew for each class."""
+        """Returns the fields that were set, as JSON data. Unlike `model_dump`, this needs no serializer, which Pydantic
+        would have to build for each class."""
         known = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
         return {name: _data(value) for name, value in (known | (self.model_extra or {})).items()}
 

@@ -1,6 +1,5 @@
-"""The compilation targets and their features.
-
-Each target is a row of data. No other compiler code depends on its name.
+"""The compilation targets and their features. Each target is a row of data. No other code of the compiler depends on
+the name of a target.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Pydantic models of a spec, and the checks of a spec."""
+"""The Pydantic models of a spec, and the checks of specs."""

@@ -20,7 +20,7 @@ M = TypeVar("M", bound=StrictModel)
 
 
 def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, Source]:
-    """Returns the checked spec of a file (a path) or of a text (a string), and the source, which has the position of
+    """Returns the checked spec of a file (a path) or of a text (a string), and its source, which holds the position of
     each value.
 
     `overrides` are texts `path=value`, which are applied before the check. Raises SpecError with all problems if the
@@ -81,7 +81,8 @@ def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnos
 
 
 def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
-    """Yields the problems that involve several fields, for every model in `value`. Paths are relative to the root."""
+    """Yields the problems that involve several fields, for every Pydantic model in `value`. Paths are relative to the
+    root."""
     if isinstance(value, StrictModel):
         yield from (problem.under(*path) for problem in value.problems())
         for key, name in zip(keys_of(type(value)), type(value).model_fields, strict=True):
@@ -108,9 +109,7 @@ def _problems_of_sound_parts(
             data = data[part]  # type: ignore[index]
         try:
             value = model.model_validate(data)
-        except (
-            ValidationError
-        ):  # the error is reported at another path, because the part may belong to several kinds of model
+        except ValidationError:  # reported at another path, because the part may belong to several kinds of model
             continue
         sound.append(path)
         yield from problems_of(value, path)

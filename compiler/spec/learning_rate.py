@@ -21,13 +21,13 @@ class ScheduleSpec(StrictModel):
     If a shape is set without a span, the warm-down is all of the run after the warm-up.
 
     Attributes:
-        warmup_steps: the steps of the warm-up.
-        warmdown_steps: the last steps of the run, over which the multiplier falls.
+        warmup_steps: the number of warm-up steps.
+        warmdown_steps: the number of steps at the end of the run over which the multiplier falls.
         warmup_fraction: the warm-up as a fraction of the run.
         warmdown_fraction: the warm-down as a fraction of the run.
-        shape: the multiplier in the warm-down: `linear`, `cosine`, or a formula in `t`, the share of the warm-down that
-            is complete, such as `(1 - t) ** 2`.
-        floor: the least multiplier in the warm-down.
+        shape: the multiplier in the warm-down: `linear`, `cosine`, or a formula such as `(1 - t) ** 2`, where `t` is
+            the completed share of the warm-down.
+        floor: the lowest multiplier in the warm-down.
     """
 
     warmup_steps: NonNegative = 0
@@ -39,12 +39,12 @@ class ScheduleSpec(StrictModel):
 
     @property
     def falls(self) -> bool:
-        """Whether the warm-down begins at the end of the warm-up."""
+        """Whether the warm-down begins immediately after the warm-up."""
         return self.shape != "linear" and not (self.warmdown_steps or self.warmdown_fraction)
 
     def of(self, steps: int) -> tuple[int, int]:
         """Returns the number of warm-up steps and of warm-down steps in a run of `steps` steps."""
-        # 0.29 * 100 is slightly less than 29 in floating point
+        # in floating point, 0.29 * 100 is slightly less than 29
         parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
         up, down = (
             max(least, part) for least, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
@@ -60,7 +60,7 @@ class ScheduleSpec(StrictModel):
     def below(self, limit: float) -> float:
         """Returns the largest remaining share of the warm-down at which the multiplier is at most `limit`.
 
-        The shape falls throughout; see `problems`.
+        This requires a shape that never rises; see `problems`.
         """
         low, high = 0.0, 1.0
         if self.shape == "linear":
@@ -76,7 +76,7 @@ class ScheduleSpec(StrictModel):
         Args:
             steps: the steps of the run; None if the run is limited by seconds. The result is then the lowest multiplier
                 of the schedule.
-            last: the position of the update from the end: 1 is the last update, 2 the update before it.
+            last: the position of the update, counted from the end: 1 is the last update.
         """
         span = self.warmdown_fraction or self.warmdown_steps or self.falls if steps is None else self.of(steps)[1]
         if not span:

@@ -1,5 +1,4 @@
-"""Rewrites specs of version 1 and old keys of version 2. The parameters, programs and scores of the model do not
-change."""
+"""Rewrites specs of version 1, and old keys of version 2. The model's parameters, programs and scores do not change."""
 
 import re
 from collections import Counter
@@ -79,7 +78,7 @@ def migrated_text(path: FilePath) -> str | None:
 
 
 def with_all_comments(old: str, new: str) -> str:
-    """Returns the text `new` with the comments of `old` that it lacks, because the migration removed their keys.
+    """Returns the text `new` with the comments of `old` that were lost because the migration removed their keys.
 
     Each comment is inserted before the next line of `old` that occurs exactly once in `new`.
     """
@@ -164,7 +163,7 @@ def _migrate_masks(part: Any) -> None:
 
 
 def _stages(data: Data) -> Iterator[Data]:
-    """Yields the stages of attention of an encoder-decoder."""
+    """Yields the attention stages of an encoder-decoder."""
     model = data.get("model")
     sides = [model.get(side) or () for side in ("encoder", "decoder")] if isinstance(model, MutableMapping) else []
     for part in (part for side in sides for part in side):
@@ -307,8 +306,7 @@ def _migrate_gate(layer: Data) -> None:
 
 
 def _layer_lists(blocks: Data, layers: Sequence[Data], count: int, dim: Any) -> Iterator[dict[str, Any]]:
-    """Rewrites value embeddings, and yields the changes that replace the lists of layers in `values` and
-    `exclude`."""
+    """Rewrites value embeddings. Yields the changes that replace the lists of layers in `values` and `exclude`."""
     for layer in layers:
         title = _title(layer)
         values, fields = layer.pop("values", None), dict[str, Any]()
@@ -347,7 +345,7 @@ def _merge(layer: Data, fields: Mapping[str, Any]) -> None:
 
 
 def _residual(layer: Data) -> str:
-    """Removes the residual factor from a layer. Returns the factor as a prefix of the branch, such as `0.5 * `."""
+    """Removes the residual factor from a layer, and returns it as a prefix of the branch, such as `0.5 * `."""
     factor = layer.pop("residual", None)
     if factor is None:
         return ""

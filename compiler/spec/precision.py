@@ -9,16 +9,16 @@ from specc.compiler.strict import Pattern, Positive, PositiveFloat, Problem, Str
 
 
 class LossScaleSpec(StrictModel):
-    """A factor of the loss that follows the range of f16 (Micikevicius et al., 2018).
+    """A factor of the loss that adapts to the range of f16 (Micikevicius et al., 2018).
 
-    The gradients of a step are divided by the factor before they are clipped. If one is not finite, the step changes
-    neither weights, optimizer state nor average, and the factor falls.
+    The gradients of a step are divided by the factor before they are clipped. If a gradient is not finite, the factor
+    falls, and the step leaves weights, optimizer state and average unchanged.
 
     Attributes:
         initial: the factor at the first step.
         growth: the factor is multiplied by this number after `every` steps in a row with finite gradients.
         backoff: the factor is multiplied by this number after a step with a gradient that is not finite.
-        every: the steps with finite gradients before the factor grows.
+        every: the number of consecutive steps with finite gradients after which the factor grows.
         least: the smallest factor. A gradient that is not finite at this factor ends the run.
     """
 
@@ -38,15 +38,16 @@ class LossScaleSpec(StrictModel):
 class Fp8Spec(StrictModel):
     """Linear layers that multiply 8-bit floats in training: e4m3 for inputs and weights, e5m2 for gradients.
 
-    Each factor of a product is divided by a scale that maps the largest magnitude to the largest value of the format. A
-    GPU has such products from sm89 on; a CPU emulates them. In a fusion point, the scales must be delayed.
+    Each factor of a product is divided by a scale that maps the largest magnitude to the largest value of the format.
+    GPUs have such products from sm89 on; on a CPU they are emulated. In a fusion point, scales must be delayed.
 
     Attributes:
         match: the pattern of the names of the layers, such as `blocks.*.mlp.*` or `head.logits`.
-        scale: one scale per `tensor`, or one per `row` of each factor, along the dim that the product sums over.
-        scaling: `current`: scales follow from the values themselves. `delayed`: scales follow from the largest
-            magnitudes of the last steps, which are part of checkpoints.
-        history: the steps that delayed scales follow from; 16 if unset.
+        scale: one scale per `tensor`, or one per `row` of each factor. Rows extend along the dim that the product sums
+            over.
+        scaling: `current`: scales are computed from the values themselves. `delayed`: scales are computed from the
+            largest magnitudes of the last steps, which are stored in checkpoints.
+        history: the number of steps from which delayed scales are computed; 16 if unset.
     """
 
     match: Pattern
@@ -56,12 +57,12 @@ class Fp8Spec(StrictModel):
 
     @property
     def steps(self) -> int:
-        """The steps that delayed scales follow from."""
+        """The number of steps from which delayed scales are computed."""
         return self.history or 16
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for delayed scales of rows, because rows are other tokens in each step, and for `history`
-        without delayed scales."""
+        """Yields a problem for delayed scales of rows, because a row holds another token in each step, and for
+        `history` without delayed scales."""
         if self.scaling == "delayed" and self.scale == "row":
             message = "scales of rows cannot be delayed, because a row stands for other tokens in each step"
             yield Problem(("scaling",), "S293", message, "use `scaling: current`, or `scale: tensor`")
@@ -74,14 +75,15 @@ class PrecisionSpec(StrictModel):
     """The dtypes of training.
 
     Attributes:
-        compute: the dtype of activations, and of the weights in products. If unset, that of the target: f32 on a CPU,
-            bf16 on a GPU. Sums, losses and norms are f32 in every case.
+        compute: the dtype of activations, and of weights in matrix products. If unset, the dtype of the target: f32 on
+            a CPU, bf16 on a GPU. Sums, losses and norms are always f32.
         masters: the dtype of the weights that optimizers update. With `bf16`, the parameters that the model reads in
-            bf16 have no copy in f32. An update computes in f32 and rounds its result stochastically: up or down with
-            probabilities by the distance, so that updates below the resolution of bf16 add up in expectation (Zamirai
-            et al., 2020, "Revisiting BFloat16 Training", arXiv 2010.06192). It needs `compute: bf16`.
+            bf16 have no copy in f32. An update computes in f32 and rounds its result stochastically, with a probability
+            proportional to the distance, so that updates below the resolution of bf16 add up in expectation (Zamirai et
+            al., 2020, "Revisiting BFloat16 Training", arXiv 2010.06192). It needs `compute: bf16`.
         loss_scale: a factor of the loss during the backward pass, so that small gradients do not vanish: a constant
-            number, or a mapping for a factor that changes. If unset, it changes with `compute: f16`, else it is 1.
+            number, or a mapping for a factor that changes. If unset, the factor changes with `compute: f16`, and is 1
+            otherwise.
         tf32: whether f32 matrix products of a training step on a GPU round their inputs to TF32, which has 10 bits of
             mantissa. Strict f32 does not use tensor cores. Evaluation stays in strict f32.
         fp8: the linear layers that multiply 8-bit floats in training steps. The first rule that matches a layer

@@ -13,7 +13,7 @@ from specc.compiler.text.source import Source, step
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./*()+ -]*(?<! )")
 _WORDS = frozenset(("true", "false", "null", "yes", "no", "on", "off", "y", "n"))
 _TAGS = ("kind", "scheme")  # keys that come first
-_COLUMN = 48  # where comments begin, if the line is short enough
+_COLUMN = 48  # the column at which comments begin, if the line is short enough
 
 
 def resolved_text(spec: Spec, source: Source, overrides: Iterable[str] = ()) -> str:
@@ -58,7 +58,7 @@ def _entry(head: str, value: Any, source: Source, path: Path, depth: int) -> Ite
 
 
 def _item(value: Any, source: Source, path: Path, depth: int) -> Iterator[Line]:
-    """Yields the lines of an item of a list. The first line has the dash."""
+    """Yields the lines of a list item. The first line begins with the dash."""
     lines = list(_mapping(value, source, path, depth + 1)) if isinstance(value, dict) else []
     if not lines:
         yield f"{'  ' * depth}- {_flow(value)}", _origin(source, path)
@@ -83,9 +83,8 @@ def _scalar(value: Any) -> str:
 
 
 def _nearest(source: Source, path: Path) -> tuple[bool, Path]:
-    """Returns whether a value is stated in the source, and the longest prefix of its path that is in the source.
-
-    A value counts as stated if it was derived from a shorter form, such as a text in place of a mapping.
+    """Returns whether the source states a value, and the longest prefix of the value's path that exists in the source.
+    A value also counts as stated if it was derived from a shorter form, such as a text in place of a mapping.
     """
     value = source.data
     for depth, part in enumerate(path):

@@ -33,7 +33,7 @@ RULES = tuple(
 )
 ARCHITECTURES = models(architectures, Architecture, "kind")
 
-if TYPE_CHECKING:  # type checkers cannot see these unions, which are built from the packages' contents
+if TYPE_CHECKING:  # type checkers cannot evaluate these unions, which are built from the contents of packages
 
     class Rule(Scheme):
         match: str
@@ -46,7 +46,8 @@ else:
     AnyScheme = Annotated[Union[SCHEMES], Field(discriminator="scheme")]  # noqa: UP007
     AnyRule = Annotated[Union[RULES], Field(discriminator="scheme")]  # noqa: UP007
     AnyModel = (
-        Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]  # noqa: UP007
+        # Noqa: UP007
+        Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]
     )
     TargetName = Literal[tuple(TARGETS)]
 
@@ -92,10 +93,10 @@ class Allocate(StrictModel):
     Hessians and gradients. Sizes are measured on quantized, compressed data.
 
     Attributes:
-        bits: the bits to choose from. They may be fewer than the rule of a tensor states, so that larger models fit the
-            budget.
-        clip_stds: clips to try with each number of bits, in standard deviations of a row, if the tensor's scheme
-            supports clips. A wider clip has coarser steps, which compress to fewer bytes.
+        bits: the bits to choose from. They may include fewer bits than the rule for a tensor, so that larger models fit
+            the budget.
+        clip_stds: clips to try with each number of bits, in standard deviations of a row, for tensors whose scheme
+            supports clips. A wider clip gives coarser steps, and the codes compress to fewer bytes.
         match: the pattern of the names of the tensors.
     """
 
@@ -104,17 +105,16 @@ class Allocate(StrictModel):
     match: Pattern = "*"
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem if there is only one option."""
+        """Yields a problem if there is only one combination of bits and clips."""
         if len(set(self.bits)) * max(len(set(self.clip_stds)), 1) < 2:
             hint = "list several bits, or several clip_stds"
             yield Problem(("bits",), "S268", "allocate has a single option, so there is nothing to choose", hint)
 
 
 class Correct(StrictModel):
-    """A low-rank correction in 2 and 4 bits (LQER) for the tensors with the largest quantization error.
-
-    Errors are measured at the bits that `allocate` or `promote` chooses. After the correction, the bits of all tensors
-    are chosen again.
+    """A low-rank correction, stored in 2 and 4 bits (LQER), for the tensors with the largest quantization errors. The
+    errors are measured with the bits that `allocate` or `promote` chooses. After the correction, the bits of all
+    tensors are chosen again.
 
     Attributes:
         rank: the rank of the correction.
@@ -132,9 +132,9 @@ class Calibrate(StrictModel):
 
     Attributes:
         sequences: the number of windows.
-        batch: the windows of one forward pass.
+        batch: the number of windows per forward pass.
         source: `train`: windows of the training split, as long as the context. `self`: text that the model generates.
-        length: tokens of a generated window; the context if unset.
+        length: the number of tokens of a generated window; the context if unset.
         temperature: the sampling temperature of generated text.
         begin: the first token of a generated window: the mark between documents (`bos`), or a token drawn uniformly
             from the vocabulary (`uniform`).
@@ -148,7 +148,7 @@ class Calibrate(StrictModel):
     begin: Literal["bos", "uniform"] = later("bos")
 
     def problems(self) -> Iterator[Problem]:
-        """Yields a problem for each sampling setting that is set although `source` is not `self`."""
+        """Yields a problem for each sampling setting that is set without `source: self`."""
         for name in ("length", "temperature", "begin"):
             if self.source != "self" and name in self.model_fields_set:
                 message = f"calibrate has {name}, which only applies to `source: self`"
@@ -172,7 +172,7 @@ class QuantSpec(StrictModel):
         promote: more bits for the most sensitive tensors.
         allocate: a joint choice of bits within the byte budget.
         correct: a low-rank correction of the tensors with the largest error.
-        rules: the schemes of parameters by name. At most one rule may match a parameter.
+        rules: the schemes of parameters whose names match a pattern. At most one rule may match a parameter.
         calibrate: the text that calibrates the quantization.
         budget_bytes: the largest size of the artifact, in bytes.
     """
@@ -238,7 +238,8 @@ class Spec(StrictModel):
 
     @property
     def plain(self) -> "Spec":
-        """The spec without fusion points, merged layers and folded factors: the programs as the model states them."""
+        """The spec without fusion points, merged layers and folded factors: its programs are exactly those of the
+        model."""
         return self.model_copy(update={"fuse": (), "merge": (), "fold": ()})
 
     @property
@@ -247,8 +248,8 @@ class Spec(StrictModel):
 
     @property
     def at_rest(self) -> "Spec":
-        """The spec without quantization-aware training (`train.qat`) and without terms of the loss that have modules,
-        for the model outside training."""
+        """The spec of the model outside of training: without quantization-aware training (`train.qat`), and without
+        loss terms that have modules."""
         losses = tuple(term for term in self.train.losses if not term.count)
         return self.model_copy(update={"train": self.train.model_copy(update={"qat": None, "losses": losses})})
 
@@ -270,7 +271,8 @@ class Spec(StrictModel):
                     yield Problem((*path, "at", i, 0), "S269", message, hint)
 
     def _problems_of_the_prefix(self) -> Iterator[Problem]:
-        """Yields the problems of settings that a prefix excludes. The targets of a prefix are not scored."""
+        """Yields the problems of settings that cannot be combined with a prefix. The targets of a prefix are not
+        scored."""
         least = self.model.unscored + 1
         if least == 1:
             return
@@ -318,7 +320,7 @@ class Spec(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yields the problems that involve several sections of the spec.
 
-        Examples: a target that is listed twice; a window that does not divide the tokens of a step.
+        Examples are a target that is listed twice, and a window that does not divide the tokens of a step.
         """
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:

@@ -13,13 +13,14 @@ Place = Annotated[str, Field(min_length=1, max_length=4096)]
 class StartSpec(StrictModel):
     """Weights that replace initial values before the first step.
 
-    Each name that `take` matches and `skip` does not must be in the model, as a parameter, and in the files, as a
-    tensor of equal shape. All other parameters have their initial values, and all other tensors are ignored.
+    A name is selected if `take` matches it and `skip` does not. Each selected name must be a parameter of the model,
+    and a tensor of equal shape in the files. All other parameters keep their initial values, and all other tensors are
+    ignored.
 
     Attributes:
         path: a run, an artifact, a folder of Transformers, a file `*.safetensors`, or a folder of such files.
-        take: patterns of names to take.
-        skip: patterns of names to leave out.
+        take: patterns of the names to load.
+        skip: patterns of the names to leave out.
     """
 
     path: Place

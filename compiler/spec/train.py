@@ -33,7 +33,7 @@ DATA = models(data, DataKind, "kind")
 OPTIMIZERS = models(optimizers, OptimizerSpec, "kind")
 LOSSES = models(losses, LossTerm, "kind")
 ADAPTATIONS = models(adapt, Adaptation, "kind")
-BLOCK = "block"  # the entry of `recompute` that means whole blocks
+BLOCK = "block"  # the entry of `recompute` that stands for whole blocks
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
@@ -56,7 +56,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-if TYPE_CHECKING:  # type checkers cannot see these unions, which are built from the packages' contents
+if TYPE_CHECKING:  # type checkers cannot evaluate these unions, which are built from the contents of packages
     AnyData = DataKind
     AnyAdaptation = Adaptation
     AnyOptimizer = OptimizerSpec
@@ -72,7 +72,7 @@ class EmaSpec(StrictModel):
     """An exponential moving average of the weights. It replaces the weights when the run ends.
 
     Attributes:
-        decay: the factor of the previous average. The factor of the current weights is 1 - `decay`.
+        decay: the factor of the previous average; the factor of the current weights is 1 - `decay`.
     """
 
     kind: Literal["ema"]
@@ -85,8 +85,8 @@ class SwaSpec(StrictModel):
     The mean of weight samples from the warm-down replaces the weights when the run ends.
 
     Attributes:
-        every: the steps between two samples.
-        below: the multiplier of the learning rate below which sampling begins.
+        every: the number of steps between two samples.
+        below: sampling begins when the learning-rate multiplier falls below this.
     """
 
     kind: Literal["swa"]
@@ -105,9 +105,9 @@ class QatSpec(StrictModel):
     products are measured at the first such step and stored in the artifact.
 
     Attributes:
-        below: the multiplier of the learning rate below which the rounding begins.
-        inputs: whether inputs of int8 products are fake-quantized too, as in the deployed model. Steps are then slower,
-            because recurrences run step by step.
+        below: rounding begins when the learning-rate multiplier falls below this.
+        inputs: whether the inputs of int8 products are also fake-quantized, as in the deployed model. Training steps
+            are then slower, because recurrences run step by step.
     """
 
     below: Annotated[float, Field(gt=0, le=1)] = 0.15
@@ -119,14 +119,15 @@ OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
 
 
 class TrainSpec(StrictModel):
-    """One training run. Exactly one of `steps` and `budget_seconds` is set. It is also the time axis of schedules.
+    """One training run. Exactly one of `steps` and `budget_seconds` is set. It also determines the time axis of
+    schedules.
 
     The size of a step is set either in tokens or in rows. A row is a window of text or a pair of lines.
 
     Attributes:
         data: the training data.
-        micro_batch: the rows of a backward pass on each process. If unset, 8 if the step is in tokens, else all rows of
-            the step.
+        micro_batch: the number of rows per backward pass on each process. If unset, it is 8 if the step size is in
+            tokens, and otherwise all rows of the step.
         tokens_per_step: the size of a step in tokens, over all processes: a number or a schedule.
         batch: the size of a step in rows, over all processes: a number or, for text, a schedule.
         context: the tokens of a row, at most the model's context: a number or a schedule. Each window of text is cut
@@ -138,17 +139,18 @@ class TrainSpec(StrictModel):
         start: weights that replace the initial values: a run, an artifact, a folder of Transformers, a file
             `*.safetensors` or a folder of such files, or a mapping that selects a part of them. If unset, the run
             starts from initial values.
-        deterministic: whether runs of the same seed on the same kind of device have the same bits, with the same number
-            of processes and CPU threads. Kernels that may return other bits in repeated calls are then not used.
+        deterministic: whether two runs with the same seed give the same bits, on the same kind of device and with the
+            same number of processes and CPU threads. Kernels that may return other bits in repeated calls are then not
+            used.
         teacher_forcing: for models of pairs of lines, the probability with which a decoder position receives the target
             token instead of the model's previous output: a number or a schedule.
-        losses: the terms of the training loss, each with a weight. If unset, the loss of the next token alone.
+        losses: the terms of the training loss, each with a weight. If unset, only the loss of the next token.
         optimizers: the optimizers, in order. The first that matches a parameter updates it.
         schedule: the schedule of the learning rate.
-        clip_norm: the largest norm of the gradient over all parameters but those of optimizers of kind `sign`. If
-            unset, gradients are not clipped.
+        clip_norm: the largest norm of the gradient, over all parameters except those of `sign` optimizers. If unset,
+            gradients are not clipped.
         precision: the dtypes of training.
-        recompute: the parts of each block whose values the backward pass computes again, so that they are not kept in
+        recompute: the parts of each block whose values the backward pass recomputes, so that they are not kept in
             memory: names of layers, such as `mlp` and `attention`, or `block` for whole blocks. Losses and gradients do
             not change. If unset, all values that the backward pass reads are kept.
         average: an average of the weights, which replaces them when the run ends.
@@ -156,7 +158,7 @@ class TrainSpec(StrictModel):
         validate_every: the steps between two validations; 0 for a single validation at the end.
         stop_at_loss: ends the run at the first validation at which the loss of the current weights, in nats per target,
             is at most this value. The run logs the seconds of training until then, without compilation and validation.
-        validate_tokens: the tokens of the validation split that a validation reads; all of them if unset.
+        validate_tokens: the number of tokens of the validation split that a validation reads; all if unset.
         checkpoint_every: the steps between two checkpoints; 0 for a single checkpoint at the end.
     """
 
@@ -207,15 +209,15 @@ class TrainSpec(StrictModel):
         return size if self.batch is not None else size // window
 
     def at_once(self, world: int = 1) -> int:
-        """Returns the number of rows of a backward pass on each of `world` processes."""
+        """Returns the number of rows per backward pass on each of `world` processes."""
         if self.micro_batch is not None:
             return self.micro_batch
         smallest = min(size for _, size in points_of(self.batch or 8))
         return 8 if self.batch is None else max(smallest // world, 1)
 
     def pass_tokens(self, window: int, world: int = 1) -> int:
-        """Returns the tokens of one backward pass on all of `world` processes. `window` is the number of tokens of a
-        row."""
+        """Returns the number of tokens of one backward pass on all `world` processes together. `window` is the number
+        of tokens of a row."""
         return self.at_once(world) * world * window
 
     def problems_of_rows(self, window: int, reads: Form) -> Iterator[Problem]:
@@ -307,7 +309,7 @@ class TrainSpec(StrictModel):
     def _problems_of_beginning(self) -> Iterator[Problem]:
         """Yields a problem for each of `qat` and `average` whose threshold the warm-down never reaches."""
         late = [("qat", self.qat.below, 1)] if self.qat is not None else []
-        if isinstance(self.average, SwaSpec):  # the last sample may be taken long before the end
+        if isinstance(self.average, SwaSpec):  # the last sample may be taken up to `every` steps before the end
             every = self.average.every
             if self.steps is not None and every > self.steps:
                 message = f"the average samples the weights every {every} steps, but the run has {self.steps}"
@@ -328,8 +330,8 @@ class BitsSpec(StrictModel):
     """`specc eval` in bits per byte.
 
     Attributes:
-        window: the tokens of a window; the context if unset. A window may exceed the context, unless the model has
-            learned positions.
+        window: the number of tokens per window; the context if unset. A window may exceed the context, unless the model
+            has learned positions.
         stride: the tokens from one window to the next; the window if unset.
         batch: the windows of one forward pass.
         adapt: the settings of `specc eval --adapt KIND`. They do not affect the score.
@@ -345,12 +347,12 @@ class BitsSpec(StrictModel):
 
     @property
     def halves(self) -> bool:
-        """Whether the model needs the two halves of the program `score`, `features` and `nats`."""
+        """Whether the model needs the program `score` split into the programs `features` and `nats`."""
         return self.adapt is not None
 
     @property
     def longest(self) -> int:
-        """The tokens of a scored window; 0 if they equal the context."""
+        """The number of tokens of a scored window; 0 for the context."""
         return self.window or 0
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:
@@ -373,7 +375,7 @@ class BitsSpec(StrictModel):
             yield from (problem.under("adapt") for problem in problems)
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Yields the problems of `adapt` on a model with parameters of these shapes, by name."""
+        """Yields the problems of `adapt` on a model whose parameters have these shapes."""
         if self.adapt is not None:
             yield from (problem.under("adapt") for problem in self.adapt.problems_of(shapes))
 
@@ -393,7 +395,7 @@ class ExactMatchSpec(StrictModel):
     beam: Annotated[int, Field(ge=2, le=64)] | None = None
     batch: Positive = 1024
     lines: Annotated[int, Field(ge=1, le=100_000)] = 100_000
-    halves: ClassVar[bool] = False  # models of lines do not use the halves of `score`
+    halves: ClassVar[bool] = False  # models of lines do not use `features` and `nats`
     longest: ClassVar[int] = 0
 
     def problems_with(self, window: int, reads: Form, bounded: str = "") -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The version of a spec. Rewriting an old spec is the work of migrate.py, which few commands import."""
+"""The version of a spec. migrate.py rewrites old specs; it is a separate module because few commands import it."""
 
 from collections.abc import Mapping
 from typing import Any

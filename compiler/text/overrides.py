@@ -1,4 +1,4 @@
-"""`--set path=value` overrides of spec values. Errors about an overridden value are located in the override."""
+"""`--set path=value` overrides of spec values. Errors about an overridden value point to the override."""
 
 import re
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def _laid(source: Source, text: str) -> Source:
 
 
 def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
-    """Splits a dotted path into keys and indices. Returns them with the character index at which the last part begins.
+    """Splits a dotted path into keys and indices. Also returns the character index at which the last part begins.
 
     Keys of the data may contain dots; the longest matching key is used.
     """

@@ -41,7 +41,7 @@ def flow(value: Any) -> Any:
 
 
 def without_comment(part: Any, key: str | int) -> None:
-    """Removes the comment behind a value in a part of the data from `editable`, but not the empty lines after it."""
+    """Removes the comment after a value in a part of the data from `editable`, but not the empty lines that follow."""
     for token in part.ca.items.get(key, ()):
         if isinstance(token, CommentToken) and token.value.lstrip(" ").startswith("#"):
             token.value = "\n" + token.value.partition("\n")[2]

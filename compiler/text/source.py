@@ -14,7 +14,7 @@ from specc.compiler.text.yaml import MAX_NODES, mark_of, parse
 MAX_BYTES = 1 << 20
 MAX_LINE = 10_000
 STDIN = FilePath("specs/<stdin>")  # represents standard input; located in specs/ so that the locks there apply
-_OWN_PIPES = (FilePath("/dev"), FilePath("/dev/fd"), FilePath("/proc/self/fd"))  # FIFOs here are open already
+_OWN_PIPES = (FilePath("/dev"), FilePath("/dev/fd"), FilePath("/proc/self/fd"))  # FIFOs in this folder are already open
 
 # Control characters, line separators that editors do not show as lines, and marks that reorder text.
 _UNSEEN = re.compile(
@@ -45,9 +45,9 @@ class Source:
         file: the name of the file for messages.
         text: the text of the file.
         data: the content, as dicts, tuples and scalars.
-        keys: path in the data -> position of its key.
-        values: path in the data -> position of its value.
-        spans: path in the data -> (start, end) character indices of the string scalar as written.
+        keys: the position of the key at each path in the data.
+        values: the position of the value at each path in the data.
+        spans: the (start, end) character indices of each string scalar as written, by path in the data.
         overlays: overrides, each with the replaced path. The text of an override begins with the dotted path.
     """
 
@@ -62,8 +62,8 @@ class Source:
     def place(self, path: Path) -> Place:
         """Returns the position to display for a problem at `path`.
 
-        This is the value of a scalar and the key of a list or mapping. If `path` does not exist, its nearest existing
-        parent is used.
+        For a scalar, this is the position of the value, and for a list or mapping, of the key. If `path` does not
+        exist, the nearest existing parent is used.
         """
         known, value = self._known(path)
         return self.key(known) if isinstance(value, dict | tuple) else self.value(known)
@@ -193,7 +193,7 @@ def read_text(path: FilePath) -> str:
         if path == STDIN:
             raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
-            if path.is_fifo() and path.parent not in _OWN_PIPES:  # opening it could block forever waiting for a writer
+            if path.is_fifo() and path.parent not in _OWN_PIPES:  # opening a FIFO could wait for a writer forever
                 hint = "give a file, or `-` for standard input"
                 raise failure(name, "", "S001", "this is a named pipe", hint)
             with path.open("rb") as file:

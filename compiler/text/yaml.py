@@ -229,7 +229,7 @@ class _Reading:
                 self._stop("S003", message, "remove brackets; a spec has about six levels", mark)
             self.stack.append(_Open(path, names={} if isinstance(event, MappingStartEvent) else None))
         elif isinstance(event, ScalarEvent):
-            # An omitted value has no position of its own.
+            # An omitted value has the position of its key.
             empty = event.start_mark.index == event.end_mark.index
             self.values[path] = self.keys.get(path, mark) if empty else mark
             value = self._scalar(event, mark)

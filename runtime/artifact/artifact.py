@@ -2,8 +2,8 @@
 
 The file stores no code. The compiler of the reader lowers the spec, which determines the names and shapes of the
 arrays. If arrays are multiplied in their stored form, the file also states their names and shapes (table.py), which
-must agree with the spec. Every section is hashed before it is decompressed, and decompressed only up to the size that
-the header declares and the spec expects.
+must agree with the spec. The digest of every section is verified before the section is decompressed, and no section is
+decompressed beyond the size that the header declares and the spec expects.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.data_digests import DataDigests
 
 READ_LIMIT = 8 * 2**30
-CACHED_SECTIONS = 256  # at most 220 MB; most sections are unchanged between trials of a bit allocation
+CACHED_SECTIONS = 256  # cached, at most 220 MB: most sections do not change between the trials of a bit allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,8 @@ def read_artifact(
 
     Args:
         path: the artifact.
-        layout_of: returns the (interface digest, layout) that the local compiler derives from the bytes of the spec.
+        layout_of: returns the pair (interface digest, layout) that the local compiler derives from the bytes of the
+            spec.
         limit: the maximum size of all arrays in bytes, checked before they are decompressed.
         judge: called with the text of the table of arrays before any array is decompressed. The text is empty if the
             file has no table. It raises IntegrityError to reject the file.
@@ -216,7 +217,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     The file is not memory-mapped: if a mapped file is truncated, reading it kills the process instead of raising.
     """
     try:
-        # O_NONBLOCK: opening a named pipe must not block.
+        # With O_NONBLOCK, opening a named pipe does not block.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -261,7 +262,7 @@ def _raw_sections(contents: ArtifactContents) -> Iterator[tuple[Kind, int, bytes
 
 @lru_cache(CACHED_SECTIONS)
 def _section(kind: Kind, columns: int, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
-    """Returns the header entry and the compressed bytes of a section. Array sections have the transform that `choose`
+    """Returns the header entry and the compressed bytes of a section. Array sections use the transform that `choose`
     returns."""
     transform = Transform.PLAIN
     if kind not in TEXTS:
@@ -275,7 +276,7 @@ def _section(kind: Kind, columns: int, data: bytes, quality: int, codec: Codec) 
 def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
     """Returns the (stream, number of rows) of every array section.
 
-    Raises IntegrityError if the kinds or raw sizes of the sections are not those of the layout.
+    Raises IntegrityError if the kinds or the raw sizes of the sections differ from those of the layout.
     """
     if header.version == 1:
         plan = list(_plan_1(layout))
@@ -300,7 +301,7 @@ def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
 
 
 def _check(layout: Layout, tensors: Tensors) -> None:
-    """Raises RunFailure if the names, dtypes or shapes of `tensors` are not those of `layout`."""
+    """Raises RunFailure if the names, dtypes or shapes of `tensors` differ from those of `layout`."""
     expected = {(name, stored.suffix): stored for name, stored in layout}
     if len(expected) != len(layout):
         raise RunFailure("the layout names an array twice")

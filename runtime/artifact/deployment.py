@@ -21,7 +21,7 @@ class Deployment:
         schemes: the quantization scheme of each parameter.
         shapes: the shape of each parameter.
         interface: the digest of parameter names, shapes and storage, 32 bytes.
-        code: the SHA-256 of the generated code of all targets, so that it does not depend on the machine.
+        code: the SHA-256 of the generated code of all targets, which does not depend on the machine.
     """
 
     schemes: Mapping[str, Scheme]
@@ -36,7 +36,7 @@ class Deployment:
         programs = next(iter(built.plans.values())).programs
         code = hashlib.sha256()
         for name, text in sorted(built.files.items()):
-            if "/" in name:  # code is in folders; PLAN.md and the manifest are at the top level
+            if "/" in name:  # code is in subfolders; PLAN.md and the manifest are at the top level
                 code.update(f"{name}\n{len(text)}\n{text}".encode())
         return cls(
             allocation(spec.quant, programs.params),

@@ -129,7 +129,7 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
 
 
 def _first_difference(scale: Array, leader: Array) -> str:
-    """Returns text about the first difference between the input scales of a weight and of its leader."""
+    """Describes the first difference between the input scales of a weight and of its leader."""
     if scale.shape != leader.shape:
         return f"{scale.size} and {leader.size} numbers"
     at = int((scale != leader).argmax())

@@ -13,7 +13,8 @@ from specc.runtime.errors import IntegrityError, QuantizeError
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The stored arrays of a model by parameter and suffix, with the schemes and shapes to dequantize them."""
+    """The stored arrays of a model, by parameter and suffix, and the schemes and shapes that are needed to dequantize
+    them."""
 
     schemes: Mapping[str, Scheme]
     shapes: Mapping[str, tuple[int, ...]]
@@ -77,9 +78,9 @@ def entropy_bytes(model: QuantizedModel) -> int:
     """Returns a quick estimate, in bytes, of the compressed arrays, for the search over bit allocations.
 
     The estimate is the order-0 entropy of each parameter's codes, plus 0.5 %, plus all other arrays uncompressed. It
-    needs milliseconds, while brotli of quality 11 needs a minute. On heavy-tailed matrices, the output of brotli 11 was
-    0.2 % above the entropy. Brotli qualities that are fast enough for the search were 4 to 12 % above it. The artifact
-    is always written at full quality, and its size is checked at full quality.
+    takes milliseconds, whereas brotli at quality 11 takes a minute. On heavy-tailed matrices, the output of brotli 11
+    was 0.2 % above the entropy. Brotli qualities that are fast enough for the search were 4 to 12 % above it. An
+    artifact is always written, and its size checked, at full quality.
     """
     codes, others = 0.0, 0
     for name, stored in model.layout():

@@ -42,7 +42,7 @@ MAGIC = b"\x93SPECC\r\n"
 VERSION = 2
 MAX_SECTIONS = 2**16  # 32 GiB of raw data and a header of 2.9 MB
 MAX_SPEC_BYTES = 16 * 2**20
-ORDER_BYTES = 2 * 2**16  # the maximum size of the row order that precedes the data of an ORDERED section
+ORDER_BYTES = 2 * 2**16  # the maximum size of the row indices that precede the data of an ORDERED section
 
 _PREFIX = struct.Struct("<8sHHI32s32s")
 _ENTRY = struct.Struct("<BBHII32s")  # in version 1 the kind has four bytes, of which the last three are 0
@@ -83,7 +83,7 @@ class Header:
         return sum(section.kind in TEXTS for section in self.sections)
 
     def of(self, kind: Kind) -> tuple[Section, ...]:
-        """Returns the sections of one kind, in file order."""
+        """Returns the sections of one kind, in the order of the file."""
         return tuple(section for section in self.sections if section.kind == kind)
 
     @property

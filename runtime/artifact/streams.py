@@ -1,7 +1,7 @@
 """Reversible transforms between the rows of a stream and the raw bytes of a section, for better compression.
 
-Streams and cuts follow from the layout (`specc.compiler.quant.artifact_sections`). A file therefore states only the
-transform of each section.
+Streams and cuts follow from the layout (`specc.compiler.quant.artifact_sections`). A file therefore only has to state
+the transform of each section.
 """
 
 from enum import IntFlag
@@ -17,10 +17,11 @@ from specc.runtime.errors import IntegrityError
 Matrix = npt.NDArray[Any]
 
 SAMPLE_BYTES = 128 * 2**10
-# Twice as fast as quality 11, with the same ranking. Qualities up to 9 split blocks differently and rank differently.
+# This quality is twice as fast as 11 and ranks transforms in the same order. Qualities up to 9 split blocks
+# differently, which changes the order.
 MEASURE_QUALITY = 10
-MAX_ORDERED = 2**16  # the maximum number of rows, as row indices are u16
-_STRIDE = 2  # the minimum stride of SHUFFLED, used for codes of one byte
+MAX_ORDERED = 2**16  # the maximum number of rows, because row indices are u16
+_STRIDE = 2  # the stride of SHUFFLED for codes of one byte
 
 
 class Transform(IntFlag):
@@ -105,8 +106,8 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
 def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform:
     """Returns the transform with the smallest compressed size, measured on a sample of at most `SAMPLE_BYTES`.
 
-    The sample is a submatrix: the larger dimension is halved until the sample is small enough. Cutting both dimensions
-    preserves the gain of transposing, which depends on the shape.
+    The sample is a submatrix: the larger dim is halved until the sample is small enough. Because both dims are cut, the
+    sample preserves the gain from transposing, which depends on the shape.
 
     Args:
         data: whole rows of `stream`.

@@ -1,8 +1,8 @@
 """The table of arrays of an artifact: the name, dtype, shape, memory order and checksum of each array.
 
-The shapes of an artifact follow from its spec. An array that is multiplied in its stored form would be read with the
-shape of the spec even if it was written with another shape. A file with arrays of this kind therefore has an additional
-section, the table, with one JSON line per array.
+An artifact's spec determines the shapes of its arrays. An array that is multiplied in its stored form would be read
+with that shape even if it had been written with another. A file with such arrays therefore has an additional section,
+the table, with one JSON line per array.
 """
 
 import json
@@ -20,8 +20,8 @@ from specc.runtime.errors import IntegrityError
 Array = npt.NDArray[Any]
 Tensors = Mapping[str, Mapping[str, Array]]
 Layout = Sequence[tuple[str, Stored]]  # the arrays of all parameters, in file order
-AGAIN = "quantize the run again"  # the hint of errors about arrays that do not fit
-ROWS, COLUMNS = "rows", "columns"  # memory orders: the last axis is contiguous, or the first
+AGAIN = "quantize the run again"  # the hint of errors about arrays that do not match
+ROWS, COLUMNS = "rows", "columns"  # the memory orders: either the last dim is contiguous, or the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Entry:
     Attributes:
         name: the name of the parameter.
         suffix: the suffix of the array.
-        dtype: the dtype as `Stored` spells it, or numpy's name of a dtype that `Stored` does not have.
+        dtype: the dtype, as `Stored` writes it, or numpy's name for a dtype that `Stored` does not have.
         shape: the shape of the array.
         order: the memory order, ROWS or COLUMNS.
         checksum: the CRC-32 of the items in row-major order.

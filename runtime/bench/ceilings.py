@@ -1,5 +1,5 @@
-"""The peak rates that every kernel is compared with, measured in the same run by a large GEMM and a large copy. For
-kernels that write very little, a large sum replaces the copy."""
+"""The peak rates with which every kernel is compared. They are measured in the same run, with a large GEMM and a large
+copy. For kernels that write very little, a large sum replaces the copy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,10 +8,11 @@ import torch
 
 from specc.runtime.bench.timing import Measured, alternate
 
-SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}  # N of an N x N x N GEMM, bytes of a tensor to copy
+# N of the N x N x N GEMM, and the bytes of the tensor to copy
+SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}
 NEXT_TO_NOTHING = (
     1 / 16
-)  # share of written bytes; below it, memory is faster because it seldom switches between reading and writing
+)  # a share of written bytes; below it, memory is faster, because it seldom switches between reads and writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Ceilings:
     Attributes:
         dtype: the dtype of the GEMM.
         gemm_size: N of the GEMM.
-        gemm: the time of the library's product of two N x N matrices.
+        gemm: the time in which the library multiplies two N x N matrices.
         copy_bytes: the bytes that `copy` and `read` process.
         copy: the time of a copy in device memory, which reads and writes `copy_bytes` bytes.
         read: the time of a sum, which only reads `copy_bytes` bytes.
@@ -56,8 +57,8 @@ class Ceilings:
 
     @property
     def read_bytes_per_second(self) -> float:
-        """The bytes read per second. The rate is at least that of the copy, because the additions may limit a sum on a
-        CPU."""
+        """The bytes read per second. The result is at least the rate of the copy, because on a CPU the additions may
+        limit the speed of a sum."""
         return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 
     def floor_ms(self, work: Work) -> float:
@@ -76,7 +77,7 @@ class Ceilings:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures all peak rates on random normal data."""
+    """Measures all peak rates on normally distributed random data."""
     size, copied = SIZES[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

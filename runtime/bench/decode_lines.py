@@ -1,8 +1,9 @@
-"""Greedy decoding of held-out lines by a model of pairs: with a cache and without, in each dtype, and in int8.
+"""Measures greedy decoding of held-out lines by a model of pairs: with and without a cache, in each dtype, and in int8.
 
 lines/s is the number of lines divided by the seconds from source text to target text in this process. A batch has
 `eval.batch` lines. An untimed pass, which captures CUDA graphs, precedes two timed passes. Weights that are stored as
-int8 run in the deployed programs, and only with the cache. If the spec scores by beam search, it is timed too.
+int8 run in the deployed programs, and only with the cache. If the spec uses beam search for scoring, beam search is
+timed too.
 """
 
 import time
@@ -52,7 +53,7 @@ class DecodeRow:
         ms: the time of a pass over all lines.
         spread: the difference between the times of two passes, divided by the smaller time.
         building: the seconds from the spec to the module on its device, including kernel compilation.
-        first: the seconds by which the first pass is longer than the others.
+        first: the seconds by which the untimed first pass exceeds the others.
         exact: the number of lines that equal their target.
         agreeing: the share of lines equal to those of the decoder with a cache. None for that decoder.
     """
@@ -139,7 +140,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
                     rows.append(replace(row, building=row.building + building))
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # if the dtype is not that of the spec, an error only omits its rows
+            except RuntimeError as error:  # in any dtype other than that of the spec, an error only omits its rows
                 if i == 0:
                     raise
                 missing[dtype] = f"{dtype}: {error}".splitlines()[0]
@@ -168,7 +169,8 @@ def _weights(setup: Setup, path: Path | None) -> _Weights:
 def _builds(
     setup: Setup, weights: _Weights, opened: OpenData, missing: dict[str, str]
 ) -> Iterator[tuple[str, Callable[[], Loaded]]]:
-    """Yields the model in each dtype in which it can compute on the target: first in that of the spec, last in int8."""
+    """Yields the model in each dtype in which it can compute on the target. The dtype of the spec is first, and int8 is
+    last."""
     spec, target, device = setup.spec, setup.target, str(setup.device)
     for dtype, other in spec_in_dtypes(spec, target).items():
         yield dtype, partial(realize, other, target, device, weights.floats, lock=setup.lock)
@@ -190,8 +192,7 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """Returns, for each dtype in which the model can compute on a target, the spec with this dtype. The unchanged spec
-    is first."""
+    """Returns the spec with each dtype in which the model can compute on a target. The unchanged spec is first."""
     specs = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
         model = spec.model.model_copy(update={"dtype": dtype})
@@ -245,5 +246,5 @@ def _timed(setup: Setup, loaded: Loaded, dtype: str, opened: OpenData, missing: 
 
 
 def _equal(texts: list[str], others: list[str]) -> int:
-    """Returns the number of equal lines."""
+    """Returns the number of lines that are equal."""
     return sum(a == b for a, b in zip(texts, others, strict=True))

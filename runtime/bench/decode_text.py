@@ -1,14 +1,15 @@
-"""Greedy decoding of texts of equal length: with a contiguous cache, with a cache in pages, and by Transformers.
+"""Measures greedy decoding of texts of equal length: with a contiguous cache, with a paged cache, and by Transformers.
 
-On a GPU, a step of up to 64 texts has kernels for few rows. A step with library products is measured for comparison.
-Both are measured under torch.compile. With an artifact, a step that reads its codes is also measured.
+On a GPU, a step of up to 64 texts uses kernels for few rows. For comparison, a step that uses library products is also
+measured. Both run under torch.compile. If the weights are from an artifact, a step that reads its codes is measured
+too.
 
-A text has `context` tokens at its end. Its first tokens are random, and are prefilled. Its last tokens are decoded one
-at a time, and timed. Each decoder has one untimed pass, which compiles and captures, and two timed passes. Before a
-decoder is timed, its logits after the same tokens are compared with those of the contiguous cache: those of all texts,
-and of one text for Transformers.
+A completed text has `context` tokens. Its first tokens are random and are prefilled. Its last tokens are decoded one at
+a time, which is timed. Each decoder has one untimed pass, which compiles and captures graphs, and two timed passes.
+Before a decoder is timed, its logits are compared with those of the contiguous cache after the same tokens: the logits
+of all texts, or of one text for Transformers.
 
-Transformers loads the same weights in the same dtype, from a folder in the form of `specc export --format hf`. Its
+Transformers loads the same weights in the same dtype, from a folder in the format of `specc export --format hf`. Its
 `generate` decodes with a dynamic cache, and with a compiled static cache.
 """
 
@@ -52,15 +53,16 @@ DYNAMIC, STATIC = "transformers, dynamic", "transformers, static, compiled"
 BATCHES = {"cuda": (1, 8, 64, 256), "cpu": (1, 8)}
 CONTEXTS = {"cuda": (128, 512, 2048, 8192), "cpu": (128, 512)}
 LEAST = 4  # the minimum tokens of a text: two are prefilled, and two are timed
-TIMED = 64  # default number of timed tokens of a text, at most half of the text
+TIMED = 64  # the default number of timed tokens per text; at most half of a text is timed
 TOLERANCE = {
     "f32": 1e-3,
     "bf16": 0.1,
     "f16": 0.02,
-}  # largest allowed difference of logits, relative to the largest logit
+}  # the largest allowed difference of logits, relative to the largest logit
 GREEDY = Sampling(temperature=0)
 
-Pass = Callable[[Tensor, int], float]  # prefills prompts, decodes a number of tokens, and returns ms per token
+# A function that prefills prompts, decodes a number of tokens, and returns the ms per token
+Pass = Callable[[Tensor, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,10 @@ class TextRow:
     Attributes:
         decoder: the name of the decoder.
         batch: the number of texts.
-        context: the tokens of a text at its end.
-        tokens: the timed tokens of each text.
-        token: the time of a step, which decodes one token of each text.
-        first: the seconds of the untimed pass beyond those of a timed pass.
+        context: the number of tokens of a completed text.
+        tokens: the number of timed tokens of each text.
+        token: the time of a step, which decodes one token for each text.
+        first: the seconds by which the untimed pass exceeds a timed pass.
         floor_ms: the minimum time of a step at the peak rates.
         error: the largest difference of its logits from those of the contiguous cache, relative to the largest logit.
             None for the contiguous cache.
@@ -109,7 +111,7 @@ class TextDecoding:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The sizes, the tolerance and the peak rates that all rows of one batch and context share."""
+    """The sizes, the tolerance and the peak rates for all rows with one batch and context."""
 
     batch: int
     context: int
@@ -125,14 +127,14 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Decoder:
-    """A decoder, whose objects are created for each batch and context.
+    """A decoder. Its objects are created for each batch and context.
 
     Attributes:
         logits: returns the logits after the given tokens, i64 [rows, T]. All tokens except the last are prefilled, and
             the last is decoded.
-        passes: returns the function to time, for a number of texts and a number of tokens of a text at its end.
+        passes: returns the function to time, for a number of texts and a number of tokens of a completed text.
         programs: the programs whose parameters and cache a step reads.
-        most: the largest number of texts whose step runs these programs; None for no limit.
+        most: the largest number of texts for which a step runs these programs; None for no limit.
     """
 
     logits: Callable[[Tensor], Tensor]
@@ -156,7 +158,7 @@ def measure(
         ceilings: the peak rates that determine floors.
         weights: a run or an artifact. None for the initial weights of training.
         batches: the numbers of texts; empty for BATCHES.
-        contexts: the numbers of tokens of a text at its end; empty for the entries of CONTEXTS that the model allows.
+        contexts: the numbers of tokens of a completed text; empty for the entries of CONTEXTS that the model allows.
         timed: the number of timed tokens of each text; None for TIMED, at most half of the text.
 
     Returns:
@@ -192,15 +194,16 @@ def measure(
 
 
 def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Verified | None, bool]:
-    """Returns the f32 parameters to decode with, by name, the artifact that they are from, if they are from one, and
-    whether they are trained."""
+    """Returns the f32 parameters to decode with, by name; the artifact that contains them, or None; and whether they
+    are trained."""
     if path is None:
         loaded = instantiate(setup.spec.at_rest, setup.target, setup.folder / "start")
         initialize(loaded, setup.spec.train.seed)
         torch.manual_seed(setup.spec.train.seed)
         floats = {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
         for tensor in floats.values():
-            if tensor.ndim > 1 and not tensor.any():  # blocks whose output is zero would hide wrong values
+            # Blocks that are initialized to output zero would hide wrong values
+            if tensor.ndim > 1 and not tensor.any():
                 tensor.normal_(std=0.02)
         return floats, None, False
     if path.is_dir():
@@ -210,7 +213,7 @@ def _weights(setup: Setup, path: Path | None) -> tuple[Mapping[str, Tensor], Ver
 
 
 def _contiguous(spec: Spec) -> Spec:
-    """Returns the spec with a cache that is not in pages."""
+    """Returns the spec with a contiguous cache instead of a paged one."""
     return with_cache(spec, page=None)
 
 
@@ -221,14 +224,15 @@ def _decoders(
     programs: Programs,
     missing: dict[str, str],
 ) -> Iterator[tuple[str, _Decoder]]:
-    """Yields the decoders that this machine can run for the spec, by name, first the one with a contiguous cache.
+    """Yields the decoders that this machine can run for the spec, with their names. The decoder with a contiguous cache
+    is first.
 
     Args:
         setup: the setup of the benchmark.
         weights: the parameters, f32, by name.
-        artifact: the artifact of the parameters; None if they are not from one.
+        artifact: the artifact that contains the parameters; None if there is none.
         programs: the programs of the model with a contiguous cache.
-        missing: receives the reasons for all other decoders, by name.
+        missing: a mapping to which the reasons for all other decoders are added, by name.
     """
     for name, prepared in ((CONTIGUOUS, _contiguous), (PAGED, in_pages)):
         setup.say(f"decode, {name}: builds")
@@ -292,10 +296,10 @@ def _ours(
 
 
 def _sample(decoder: Decoder, vocabulary: int, prompts: Tensor, count: int) -> float:
-    """Decodes `count` tokens after the first in the same way as `specc generate`. Returns ms per token."""
+    """Decodes `count` tokens after the first token, in the same way as `specc generate`. Returns the ms per token."""
     unread = torch.zeros(
         count + 1, len(prompts), dtype=torch.float64, device=prompts.device
-    )  # greedy decoding reads none
+    )  # greedy decoding uses no random numbers
     decoder.prefill(prompts)
     decoder.write(GREEDY, vocabulary, unread[:1])
     wait(prompts.device)
@@ -331,7 +335,7 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
     untyped: Any = transformers
 
     class Clock(transformers.StoppingCriteria):  # type: ignore[misc, unused-ignore]
-        """Notes the time of the first token, and stops nothing."""
+        """Records the time of the first token, and never stops the decoding."""
 
         began: float | None = None
 
@@ -347,7 +351,8 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
         )
         if cache == "static":
             settings.compile_config = untyped.CompileConfig()
-            settings.compile_config._compile_all_devices = True  # otherwise, a CPU does not compile
+            # Without this setting, Transformers does not compile on a CPU
+            settings.compile_config._compile_all_devices = True
         return model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=settings, **more)
 
     @torch.no_grad()
@@ -363,7 +368,7 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
         return 1e3 * (time.perf_counter() - clock.began) / count
 
     def passes(rows: int, context: int) -> Pass:
-        model._cache = None  # removes a cache of another size
+        model._cache = None  # removes a cache that was created for another size
         torch.compiler.reset()
         return timed_pass
 
@@ -371,7 +376,8 @@ def _theirs(model: Any, cache: str, device: torch.device, programs: Programs) ->
 
 
 def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: dict[str, str]) -> Iterator[TextRow]:
-    """Yields the row of each decoder. If a decoder cannot run, or computes another function, `missing` gets the reason.
+    """Yields the row of each decoder. If a decoder cannot run, or computes a different function, the reason is added to
+    `missing`.
 
     Raises RunFailure if the two caches of this package differ.
     """
@@ -385,7 +391,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
             missing[place] = f"{place}: only steps of up to {decoder.most} texts read codes"
             continue
         try:
-            logits = decoder.logits(ids if name in OWN else ids[:1])  # Transformers returns logits of all tokens
+            logits = decoder.logits(ids if name in OWN else ids[:1])  # Transformers returns the logits of all tokens
             error = None if wanted is None else _difference(logits, wanted)
             wanted = logits if wanted is None else wanted
             if error is not None and not error <= cell.tolerance:
@@ -406,7 +412,7 @@ def _rows(setup: Setup, decoders: Mapping[str, _Decoder], cell: _Cell, missing: 
 
 
 def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
-    """Yields the seconds of the untimed pass beyond those of a timed pass, then the ms per token of two passes."""
+    """Yields the seconds by which the untimed pass exceeds a timed pass, then the ms per token of two timed passes."""
     decode = decoder.passes(cell.batch, cell.context)
     began = time.perf_counter()
     decode(ids, cell.tokens)
@@ -419,7 +425,8 @@ def _timed(decoder: _Decoder, ids: Tensor, cell: _Cell) -> Iterator[float]:
 
 
 def _difference(logits: Tensor, others: Tensor) -> float:
-    """Returns the largest difference from the first rows of other logits, relative to the largest of these."""
+    """Returns the largest difference between logits and the first rows of `others`, relative to the largest of
+    these."""
     width = min(logits.shape[-1], others.shape[-1])
     exact = others[: len(logits), :width].double()
     return float((logits[:, :width].double() - exact).abs().max() / exact.abs().max())

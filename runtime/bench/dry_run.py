@@ -28,8 +28,8 @@ from specc.runtime.train.sources.source import source_of
 from specc.runtime.verify.reduced import reduced
 
 CPU = "cpu"
-MOST = 10**12  # largest number of floating-point operations of a step that runs in its full size
-STEPS = 2  # number of steps; the second step has the optimizer state of the first
+MOST = 10**12  # the most floating-point operations of a step that runs in its full size
+STEPS = 2  # the number of steps; the second step runs with existing optimizer state
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class DryRun:
 
     Attributes:
         summary: the lines of `specc plan` for the target.
-        parts: the forecast bytes of a step on the target, by name.
-        measured: whether `bytes` was measured. It is then from the lock, and otherwise a forecast.
+        parts: the forecast bytes of a step on the target, by kind of content.
+        measured: whether `bytes` is a measurement from the lock. Otherwise, it is a forecast.
         bytes: the peak memory of the tensors of a step on the target.
         data: a description of the data that was opened; empty if no data was given.
         full: whether the step on the CPU had its full size.
@@ -86,7 +86,7 @@ def dry_run(
         data: the data of the run. They are opened, and tokenized if they are text. None to skip them.
         search: folders to search for the tokenizer.
         cache: the folder that caches tokenized text.
-        say: called with lines of text about the progress.
+        say: called with lines of text that report the progress.
         lock: the measured kernels.
 
     Raises:
@@ -131,8 +131,8 @@ def dry_run(
 
 
 def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
-    """Returns whether a step of a spec is small enough for the CPU, and the spec whose step runs. If the step is too
-    large, this is a smaller spec with the same kinds of blocks and one row per step."""
+    """Returns whether a step of a spec is small enough for the CPU, and the spec whose step runs: the given spec or, if
+    its step is too large, a smaller spec with the same kinds of blocks and one row per step."""
     data = json.loads(canonical(spec))
     data["targets"] = [CPU]
     local = load(json.dumps(data))[0]
@@ -148,7 +148,8 @@ def _for_cpu(spec: Spec) -> tuple[bool, Spec]:
 
 
 def _peak(trace: Path) -> int:
-    """Returns the peak of the bytes that the CPU allocator gave to tensors, from a trace with memory events."""
+    """Returns the peak number of bytes that the CPU allocator provided for tensors, computed from a trace with memory
+    events."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     changes = sorted((event["ts"], int(event["args"]["Bytes"])) for event in events if event["name"] == "[memory]")
     return max(accumulate(size for _, size in changes))

@@ -1,4 +1,4 @@
-"""The setup of a benchmark, the machine that it runs on, and the check that this machine can run a target."""
+"""The setup of a benchmark, a description of the machine, and the check that the machine can run a target."""
 
 import subprocess
 from collections.abc import Callable
@@ -50,8 +50,8 @@ def device_for(target: str) -> torch.device:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """Returns the machine in the form of locks and reports. For a CPU, the GPU field contains the name of the CPU and
-    the number of threads."""
+    """Returns the machine in the form that locks and reports use. For a CPU, the GPU field contains the name of the CPU
+    and the number of threads."""
     gpu, threads = device.type == "cuda", torch.get_num_threads()
     nvcc = cutlass = None
     if gpu:

@@ -1,6 +1,5 @@
-"""Measures every fused group as a whole, and the same function in plain Torch.
-
-Times the forward pass as in training, and the forward pass with the backward pass."""
+"""Measures every fused group as a whole, and the same function in plain Torch. Two things are timed: the forward pass
+as in training, and the forward pass followed by the backward pass."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +47,7 @@ class Members:
 
 
 def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Members:
-    """Returns the members of a group in the graph of the same spec without fusion points.
+    """Returns the nodes that a group replaces, in the graph of the same spec without fusion points.
 
     Args:
         spec: the spec with fusion points.
@@ -66,16 +65,16 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
 
 
 def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
-    """Yields each group and its path as displayed. If several groups have the same path, the displayed path includes
-    the graphs that run the group."""
+    """Yields each group with its displayed path. If several groups have the same path, the displayed path includes the
+    graphs that run the group."""
     places = [place_pattern(programs, programs.callers[group.name], group.scope) for group in programs.groups]
     for group, place in zip(programs.groups, places, strict=True):
         yield group, place if places.count(place) == 1 else f"{place} in {', '.join(programs.callers[group.name])}"
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Checks `at` before all measurements. Raises RunFailure if `parts` are only kernels or groups, and none of their
-    paths contains `at`."""
+    """Checks `at` before anything is measured. Raises RunFailure if `parts` contains only kernels or groups, and none
+    of their paths contains `at`."""
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
         "groups": {place for _, place in labelled(plan.programs)},
@@ -143,13 +142,14 @@ def _work(graph: Graph, sizes: Mapping[str, int]) -> Work:
 
 
 def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
-    """Returns the inputs. Inputs with an index in `leaves` require a gradient."""
+    """Returns the inputs, of which those with an index in `leaves` require a gradient."""
     return [value.detach().requires_grad_() if i in leaves else value for i, value in enumerate(inputs)]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One implementation of a group on its inputs. `leaves` are the indices of the inputs that require a gradient."""
+    """One implementation of a group, applied to its inputs. `leaves` are the indices of the inputs that require a
+    gradient."""
 
     call: Function
     inputs: Sequence[Any]
@@ -173,9 +173,9 @@ class Pass:
 def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
     """Compares value and gradients of the generated group with the references of the members under autograd.
 
-    First compares `run`, which is not compiled, with allocated memory filled with NaN. Then compares the timed form.
-    The references are in float64, or in float32 if the device's memory is too small. Returns the largest error. Raises
-    RunFailure if a result is wrong.
+    First compares `run`, which is not compiled, while newly allocated memory is filled with NaN. Then compares the form
+    that is timed. The references are in float64, or in float32 if the device's memory is too small. Returns the largest
+    error. Raises RunFailure if a result is wrong.
     """
     eager = passes[EAGER]
 

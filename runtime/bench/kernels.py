@@ -1,5 +1,5 @@
-"""Measures every kernel of a plan, and the same node in eager Torch, in torch.compile and as a library product without
-epilogue."""
+"""Measures every kernel of a plan, and the same node in eager Torch, under torch.compile, and as a library product
+without its epilogue."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Row:
 
     Attributes:
         name: the path of the node or group.
-        kernel: the name of the generated kernel or group, or "library".
+        kernel: the name of the generated kernel or group, or "library" if the library computes the node.
         work: the work of one call, as counted by the compiler.
         times: the time of each variant.
         language: the language of the kernel. None for a group.
@@ -92,7 +92,7 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
     values = Operands(setup.spec, setup.device, sizes=sizes).of(site.node.inputs, site.inputs)
     inputs = on_domain(site, values, values)  # type: ignore[arg-type]
     bare = bare_product(site)
-    if not rendered.function:  # the library computes the node unchanged
+    if not rendered.function:  # skipped, because the library computes the whole node
         times = alternate({LIBRARY: partial(bare or plain_site(site), *inputs)}, setup.device, work.bytes)
         return Row(site.label, "library", work, times, "torch")
     others = baselines(plain_site(site), setup.device)
@@ -103,7 +103,7 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
     ready(choice)
     generated = vars(module)[plan.called(choice)]
     accuracy = _accuracy(choice, inputs, generated)
-    copies = [value.clone() for value in inputs]  # a kernel may overwrite them
+    copies = [value.clone() for value in inputs]  # a kernel may overwrite its inputs
     calls = {GENERATED: partial(generated, *copies)} | {n: call for n, call in calls.items() if n not in failed}
     times = alternate(calls, setup.device, work.bytes)
     tile = rendered.tile or None
@@ -111,7 +111,7 @@ def _row(setup: Setup, plan: Plan, module: ModuleType, choice: Choice, ready: Ca
 
 
 def work_of(choice: Choice, sizes: Mapping[str, int]) -> Work:
-    """Returns the minimum operations and bytes of the node of a choice, without intermediate values of the kernel."""
+    """Returns the minimum operations and bytes of a choice's node. Intermediate values of the kernel do not count."""
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     moved, written = node.op.moved(inputs, node.types, sizes), sum(type.bytes(sizes) for type in node.types)
@@ -129,5 +129,5 @@ def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) 
 
 
 def wrong(name: str, problem: str) -> RunFailure:
-    """Returns the error for a kernel or a group with wrong values."""
+    """Returns the exception for a kernel or a group that returns wrong values."""
     return RunFailure(f"{name}: {problem}", "wrong code is not timed; `specc verify` reports more")

@@ -1,8 +1,9 @@
-"""Measures the update of a step: that of the trainer, that of each optimizer of the spec alone, and Torch's AdamW.
+"""Measures optimizer updates: the trainer's update, the update of each optimizer of the spec alone, and that of Torch's
+AdamW.
 
-A time is the time of consecutive updates, divided by their number. Work that only some updates do is thus averaged.
-Torch's AdamW updates all parameters of the model in f32, in three forms: fused, in multi-tensor kernels, and in a loop
-over the parameters. Its time is also a reference for other kinds of optimizers.
+Consecutive updates are timed together, and the time is divided by their number. Work that only some updates do is
+therefore averaged. Torch's AdamW updates all parameters of the model in f32, in three forms: fused, with multi-tensor
+kernels, and in a loop over the parameters. Its time also serves as a reference for other kinds of optimizers.
 """
 
 import time
@@ -26,19 +27,20 @@ from specc.runtime.optim.schedule import Moment, moment
 from specc.runtime.train.trainer import Trainer
 
 TRAINED = "as trained"
-TORCH = {  # whether it is `fused`, and whether it is `foreach`
+TORCH = {  # the arguments `fused` and `foreach` of each form
     "torch AdamW, fused": (True, False),
     "torch AdamW, foreach": (False, True),
     "torch AdamW, a loop": (False, False),
 }
-UPDATES = 20  # consecutive updates of a sample; rare work, such as a new basis, occurs several times in a sample
-SECONDS = 0.5  # seconds of the samples of a pass
-MOST = 20  # maximum samples of a pass
+# The number of consecutive updates per sample; rare work, such as a new basis, occurs several times in a sample
+UPDATES = 20
+SECONDS = 0.5  # the seconds that the samples of a pass take
+MOST = 20  # the most samples per pass
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRow:
-    """The measurement of one update.
+    """The measurement of one kind of update.
 
     Attributes:
         name: the name of the update, or the kind and the pattern of an entry of `train.optimizers`.
@@ -82,7 +84,7 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
     Args:
         setup: the setup of the benchmark.
         ceilings: the peak rates that determine floors.
-        steps: the training steps to time.
+        steps: the number of training steps to time.
 
     Returns:
         The rows.
@@ -107,8 +109,8 @@ def measure(setup: Setup, ceilings: Ceilings, steps: int) -> Updates:
 
 
 def _trained(setup: Setup, ceilings: Ceilings, trainer: Trainer) -> UpdateRow:
-    """Returns the row of the update of the trainer, which also writes the copies in the compute dtype and the average.
-    The gradients are those of the last step."""
+    """Returns the row of the trainer's update, which also writes the copies in the compute dtype and the average. It
+    uses the gradients of the last step."""
     masters, average = trainer.masters, trainer.average
     # These are the f32 masters, or the bf16 parameters if they are themselves the masters.
     read = sum(weight.nbytes for weight in masters.model_parameters.values())
@@ -142,13 +144,13 @@ def _others(setup: Setup, ceilings: Ceilings, values: Mapping[str, Tensor]) -> I
     for name in TORCH:
         masters = _masters(setup, values)
         adamw = torch_adamw(name, masters.values())
-        adamw.step()  # creates the state
+        adamw.step()  # the first update creates the state
         state = (tensor for slots in adamw.state.values() for tensor in slots.values())
         yield _row(setup, ceilings, name, masters, _work(masters, state), partial(_step, adamw))
 
 
 def torch_adamw(name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Returns Torch's AdamW in the form `name` of TORCH."""
+    """Returns Torch's AdamW in the form `name`, a key of TORCH."""
     fused, foreach = TORCH[name]
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=fused, foreach=foreach)
 
@@ -213,7 +215,7 @@ def _row(
 
 
 def _passes(device: torch.device, update: Callable[[int], None]) -> tuple[list[float], list[float]]:
-    """Returns the ms per update in the samples of two passes. A warm-up captures CUDA graphs before."""
+    """Returns the ms per update of each sample, for two passes. A warm-up precedes them and captures CUDA graphs."""
     step = 0
 
     def sample() -> float:

@@ -26,7 +26,8 @@ Function = Callable[..., Any]
 def plain_nodes(
     nodes: Sequence[Node], types: Mapping[str, TensorType], inputs: Sequence[str], output: str, module: ModuleType
 ) -> Function:
-    """Returns a function that computes nodes without epilogues. The text of each node is that of a `fuse: []` build.
+    """Returns a function that computes nodes without epilogues. The text of each node is the same as in a build with
+    `fuse: []`.
 
     Args:
         nodes: the nodes, in order.
@@ -50,8 +51,8 @@ def plain_nodes(
 
 def plain_site(site: Site) -> Function:
     """Returns the function of one node with its epilogue, from all inputs to all outputs in order. The function is
-    Torch's call for the node on the target. If there is none, it is the Torch kernel of the CPU target, or else the
-    reference of the op."""
+    Torch's call for the node on the target or, if there is none, the Torch kernel of the CPU target or, if there is
+    none either, the reference of the op."""
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is None:
         function: Function = site.node.op.reference
@@ -71,8 +72,8 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
 
 
 def bare_product(site: Site) -> Function | None:
-    """Returns a function that computes only the matrix products of the node, by the library. It accepts all inputs of
-    the node. None if the op is not a product."""
+    """Returns a function that computes only the matrix products of the node, with library calls. It accepts all inputs
+    of the node. None if the op is not a product."""
     op = site.node.op
     if not isinstance(op, Product):
         return None

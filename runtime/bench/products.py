@@ -34,15 +34,16 @@ ROWS = (
     768,
     4096,
     23040,
-)  # values of M: one line, steps of decoders, and a whole batch of 768 lines of 30 tokens
-CALLS = 20  # number of calls in one CUDA graph
-IN_CACHE = 1 << 62  # bytes moved, stated so large that the cache is not cleared and the operands stay in it
+)  # the values of M: one line, decoding steps, and a whole batch of 768 lines of 30 tokens
+CALLS = 20  # the number of calls in one CUDA graph
+# The stated number of moved bytes, so large that the cache is not cleared and the operands stay in it
+IN_CACHE = 1 << 62
 OURS, THEIRS = "generated", "int_mm"
 
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """One product [M, K] x [N, K]^T with its epilogue, for each M.
+    """The measurement of one product [M, K] x [N, K]^T with its epilogue, for each M.
 
     Attributes:
         name: the paths of the nodes.
@@ -146,7 +147,7 @@ def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
 
 
 def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:
-    """Times the calls. On a GPU, times replays of a CUDA graph of `CALLS` calls."""
+    """Times the calls. On a GPU, replays of a CUDA graph of `CALLS` calls are timed."""
     if device.type != "cuda":
         return alternate(calls, device, IN_CACHE)
     graphs = {name: captured(partial(_repeat, call))[0] for name, call in calls.items()}

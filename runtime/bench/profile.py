@@ -15,7 +15,7 @@ from specc.compiler.plan.plan import Plan
 # The first pattern that matches a kernel's name determines its class. Inductor names its kernels after the ops that
 # they compute, including attention and products, so its patterns come first. The plan's Triton kernels are matched
 # by their exact names before these patterns.
-# The class `recurrent` is the library's LSTM without its products.
+# The class `recurrent` is the library's LSTM without its matrix products.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"^triton_tem_.*attention"),
     ("GEMM", r"^triton_(tem|mm)_"),
@@ -36,15 +36,15 @@ ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "c
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
 # The name of a CUDA C++ kernel, in the form of the templates.
 CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
-# A CUDA C++ kernel of the plan; those of Torch begin with at::.
+# The name of a CUDA C++ kernel of the plan in a trace; names of Torch's kernels begin with at::.
 _GENERATED = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """Returns the class of a kernel by its name. `generated` contains the names of the kernels of the plan, except
-    those of CUTLASS."""
+    """Returns the class of a kernel by its name. `generated` contains the names of the plan's kernels, except CUTLASS
+    kernels."""
     match = _GENERATED.match(name)
     if (match.group(1) if match else name) in generated:
         return "fused"
@@ -72,7 +72,7 @@ def jitted(source: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All calls of one kernel in one class: ms and calls per step."""
+    """All calls of one kernel in one class, as ms and calls per step."""
 
     kind: str
     name: str
@@ -85,7 +85,7 @@ class Profile:
     """A step by class of kernel, averaged over `steps` steps.
 
     `wall_ms` is the time per step from the start of the first kernel to the end of the last. `idle_ms` is the part of
-    this time in which no kernel ran. Concurrent kernels are all counted in full.
+    this time in which no kernel ran. Concurrent kernels are each counted in full.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""Parts of a report: the updates of optimizers, and decoding by models of text."""
+"""Two parts of a report: optimizer updates, and decoding by text models."""
 
 from specc.runtime.bench.decode_text import TextDecoding
 from specc.runtime.bench.optimizer import Updates

@@ -25,7 +25,7 @@ def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batc
         loaded: the model.
         folder: the folder for the generated code.
         device: the device of the model. On a GPU, the decoder replays CUDA graphs.
-        batch: lines at once.
+        batch: the number of lines that are decoded at once.
         beam: the beam size; 1 for greedy decoding.
 
     Returns:
@@ -50,8 +50,8 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 class Rerun:
     """The decoding steps of a `rerun_model` module.
 
-    With `graphs`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. The numbers of rows are
-    powers of two, and the size of the whole batch, as in a decoder with a cache.
+    With `graphs`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. As in a decoder with a
+    cache, the numbers of rows are the powers of two and the size of the whole batch.
     """
 
     def __init__(self, model: Any, window: int, graphs: bool) -> None:

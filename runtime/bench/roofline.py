@@ -1,7 +1,7 @@
-"""The roofline picture: the performance of each kernel, and the two peak rates measured in the same run. Needs
-matplotlib.
+"""The roofline picture: the performance of each kernel, and the two peak rates that were measured in the same run. It
+needs matplotlib.
 
-The picture is drawn from the JSON data of a report, so that the measurement does not need matplotlib.
+The picture is drawn from the JSON data of a report, so that measuring does not require matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 KERNEL_COLOR, GROUP_COLOR, LIBRARY_COLOR, COMPILE_COLOR, LINE = "#0b5cad", "#0f766e", "#6b7280", "#d97706", "#374151"
-SPACING = 30.0  # points between the centers of adjacent labels, if there is room
-SHARE = 0.62  # the share of the width for the marks; labels use the rest
+SPACING = 30.0  # the distance in points between the centers of adjacent labels, if there is room
+SHARE = 0.62  # the share of the width that the marks use; labels use the rest
 TERA = 1e12
-Row = Mapping[str, Any]  # a kernel or a group of the data of a report
+Row = Mapping[str, Any]  # a kernel or a group in the data of a report
 
 
 def require() -> None:
@@ -50,7 +50,7 @@ def roofline(data: Mapping[str, Any]) -> bytes:
     figure.suptitle(f"{data['spec']} for {data['target']} on {machine.gpu}", fontsize=15, weight="bold")
     lines = (f"{data['date']} · {', '.join(machine.versions)}", data["command"])
     axes.set_title("\n".join(filter(None, lines)), fontsize=9, color=LINE)
-    figure.draw_without_rendering()  # computes the layout, which the labels need
+    figure.draw_without_rendering()  # computes the layout, on which the labels depend
     figure.set_layout_engine("none")
     _labels(axes, rows, data["ceilings"])
     return png(figure)

@@ -22,10 +22,10 @@ from specc.runtime.train.sources.source import source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
-WARM_UP = 4  # warm-up steps: the first compiles, and the GPU's clock rates settle in the others
-ROUNDS = 5  # the number of groups in which the steps of a build are timed
+WARM_UP = 4  # the number of warm-up steps: the first compiles, and the GPU's clock rate settles during the others
+ROUNDS = 5  # the steps of a build are timed in this many groups
 PROFILED = 2  # steps
-BATCHES = 8  # batches, created before the clock starts and used in turn
+BATCHES = 8  # the number of batches, which are created before the clock starts and used in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Build:
     Attributes:
         step: the time of one step.
         steps: the number of timed steps.
-        tokens: the mean number of tokens per step, without pads.
+        tokens: the mean number of tokens per step, without padding.
         flops: the operations of the model per step: three times those of its forward pass, without recomputation.
         start_seconds: seconds from the spec to the end of the warm-up.
         compile_seconds: `start_seconds` without the time of normal steps.
@@ -64,7 +64,7 @@ class Build:
 
 
 def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool = True) -> dict[str, Build]:
-    """Measures at least `steps` steps of both builds. The builds run one after the other, because the memory may be too
+    """Measures at least `steps` steps of both builds. The builds run one after the other, because memory may be too
     small for both.
 
     A spec without fusion points has only one build.
@@ -73,7 +73,7 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
         setup: the setup of the benchmark.
         steps: the steps to time.
         generated: the names of the generated kernels of the fused build.
-        unfused: whether to measure the `fuse: []` build of a spec with fusion points too.
+        unfused: whether to also measure the `fuse: []` build of a spec with fusion points.
 
     Returns:
         The builds, by name.
@@ -94,7 +94,7 @@ def measure(setup: Setup, steps: int, generated: frozenset[str], unfused: bool =
 
 
 def release(device: torch.device) -> None:
-    """Frees the memory of objects that are no longer used."""
+    """Frees the memory of unreachable objects."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -148,8 +148,8 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
 
 
 def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Trainer:
-    """Returns a trainer of a loaded spec with initial weights and random data. Sizes are not scheduled: windows are
-    full, and a step has its last size. On a GPU, the trainer compiles."""
+    """Returns a trainer of a loaded spec with initial weights and random data. Schedules of sizes are ignored: windows
+    are full, and a step has the last size of its schedule. On a GPU, the trainer compiles."""
     spec = loaded.spec
     stack.enter_context(deterministic_algorithms(spec.train.deterministic, device))
     torch.manual_seed(spec.train.seed)
@@ -164,7 +164,8 @@ def random_trainer(loaded: Loaded, device: torch.device, stack: ExitStack) -> Tr
 
 
 def advance(trainer: Trainer, steps: int) -> tuple[float, float, int]:
-    """Trains `steps` steps. Returns the ms per step, the last loss in nats, and the number of tokens without pads."""
+    """Trains `steps` steps. Returns the ms per step, the last loss in nats, and the number of tokens without
+    padding."""
     wait(trainer.device)
     _, before = trainer.feed.counted()
     began = time.perf_counter()

@@ -44,13 +44,13 @@ class BenchOptions:
         spec: the spec.
         lock: the measured kernels of the spec.
         target: the target to measure.
-        parts: the entries of PARTS to run; empty for all parts that apply to the spec.
+        parts: the entries of PARTS to run; if empty, all parts that apply to the spec.
         steps: the number of training steps.
         command: the command that a report states.
-        at: measures only the kernels, groups and int8 products whose path contains this text.
-        weights: a run or an artifact whose weights decode.
+        at: a text; only the kernels, groups and int8 products whose path contains it are measured.
+        weights: a run or an artifact whose weights are used for decoding.
         batches: the numbers of texts in a decoding batch; empty for the default numbers.
-        contexts: the numbers of tokens of a decoded text at its end; empty for the default numbers.
+        contexts: the numbers of tokens of a completed text; empty for the default numbers.
         tokens: the number of timed tokens of a decoded text; None for the default number.
     """
 
@@ -71,8 +71,8 @@ class BenchOptions:
 class Report:
     """All measurements of one benchmark. Parts that were not requested are empty.
 
-    `left_out` contains the parts that this machine does not support, with reasons. `nvcc_seconds` is the time in which
-    all CUDA C++ files are compiled in parallel.
+    `left_out` maps the parts that this machine does not support to the reasons. `nvcc_seconds` is the time in which all
+    CUDA C++ files are compiled in parallel.
     """
 
     options: BenchOptions
@@ -115,8 +115,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """Runs the benchmark on a process other than the first. It measures the share of this process in the table, if the
-    table is measured. Raises the same errors as `bench`."""
+    """Runs the benchmark on a process other than the first. If the table is measured, this process takes part in the
+    measurement. Raises the same errors as `bench`."""
     built = compile_loaded(options.spec, None, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
@@ -125,13 +125,13 @@ def follow(options: BenchOptions, world: World) -> None:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
-    """Runs the parts. Reports each figure as soon as it is known. In a `world` of several processes, the others call
-    `follow`.
+    """Runs the parts, and reports each figure as soon as it is known. In a `world` of several processes, all other
+    processes call `follow`.
 
     Args:
         options: the options of the benchmark.
         say: reports progress.
-        world: the processes. None for this process alone.
+        world: the processes. None for only this process.
 
     Returns:
         The measurements.
@@ -214,7 +214,7 @@ def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, w
 
 
 def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
-    """Collects the rows, reporting each as soon as it is measured."""
+    """Collects the rows, and reports each as soon as it is measured."""
     collected = []
     for row in rows:
         ratios = ((row.ratio(name), name) for name in AGAINST)

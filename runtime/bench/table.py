@@ -1,18 +1,18 @@
-"""The training table of a model of pairs: on one GPU or several, and decoding with a cache or without.
+"""The training table of a model of pairs: training on one or several GPUs, and decoding with or without a cache.
 
 A rate is total work divided by total time. Terms of the table:
 
 - A training step is one update on `train.batch` samples of all processes together, as in `specc train`. The spec sets
-  teacher forcing. On a GPU, the step is compiled and captured, and batches are transferred during computation.
+  teacher forcing. On a GPU, the step is compiled and captured as a CUDA graph, and batches are transferred during
+  computation.
 - A validation step decodes `train.batch` lines of the held-out split greedily and compares each with its target, from
 text to text. Several processes share the lines. The ratio of validation steps to training steps is the ratio of
 `eval.lines` to the lines of an epoch. There is at least one validation step.
-- tokens: the tokens of sources and targets, including stops, without pads. overall: all steps divided by all seconds,
-of training and validation.
-- compile: the seconds before the clock starts. Code is rendered and compiled, graphs are captured, and the validation
-lines are decoded once.
-- With the cache, a decoder stores the keys, values and states of previous tokens. Without the cache, it runs again over
-all previous tokens for each token. The encoder runs once per line in both cases.
+- tokens: the tokens of sources and targets, including stop tokens, without padding. overall: all steps of training and
+validation, divided by their seconds. - compile: the seconds before the clock starts. Code is rendered and compiled,
+graphs are captured, and the validation lines are decoded once. - With the cache, a decoder stores the keys, values and
+states of previous tokens. Without the cache, it runs again over all previous tokens for each token. The encoder runs
+once per line in both cases.
 """
 
 import tempfile
@@ -40,7 +40,7 @@ from specc.runtime.train.sources.source import Epoch, Supply, source_of
 from specc.runtime.train.trainer import TrainableModel, Trainer
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"
-NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # indexed by [has a cache][has several processes]
+NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # the names of the rows, indexed by [has a cache][has several processes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
         BatchError: if a batch cannot be divided evenly.
         RunFailure: if there are fewer held-out lines than a batch, a loss is not finite, or a decoder is broken.
     """
-    micro_batches(setup.spec.train, setup.spec.model.window, world.size)  # before anything is measured
+    micro_batches(setup.spec.train, setup.spec.model.window, world.size)  # raises an error before anything is measured
     rows: list[TableRow] = []
     if world.rank == 0:
         rows += _rows(setup, steps, World.alone().on(world.device))
@@ -158,7 +158,7 @@ def measure(setup: Setup, steps: int, world: World) -> Table:
 
 
 def _why_alone(device: torch.device) -> str:
-    """Returns the reason why there are no rows of several processes."""
+    """Returns the reason why there are no rows with several processes."""
     if device.type != "cuda":
         return "one process ran on the CPU: --gpus 2 measures two"
     count = torch.cuda.device_count()
@@ -166,7 +166,7 @@ def _why_alone(device: torch.device) -> str:
 
 
 def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
-    """Yields the two rows of a number of processes, with and without a cache. Training is measured once for both rows,
+    """Yields the two rows for a number of processes: with and without a cache. Training is measured once for both rows,
     because it does not depend on the cache."""
     spec, say = setup.spec, setup.say
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
@@ -234,7 +234,7 @@ def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """The part of the validation lines for this process, and the totals over all processes."""
+    """The validation lines of this process, and the totals over all processes."""
 
     sources: list[str]
     targets: list[str]

@@ -8,12 +8,12 @@ from statistics import median
 import torch
 
 Call = Callable[[], object]
-SECONDS = 0.1  # seconds; the target time of one pass over one call, unless the minimum number of samples takes longer
-SAMPLES = {"cuda": (10, 200), "cpu": (3, 30)}  # the minimum and the maximum number of samples of a pass
-CHUNK = 20  # calls that are enqueued before the device starts to run them
+SECONDS = 0.1  # the target time in seconds of one pass over one call, unless the minimum number of samples takes longer
+SAMPLES = {"cuda": (10, 200), "cpu": (3, 30)}  # the minimum and the maximum number of samples per pass
+CHUNK = 20  # the number of calls that are enqueued before the device starts to run them
 LONGEST_HEAD_START = 0.1  # seconds
-CYCLES = 2e9  # approximate cycles per second of the device; only used for the head start
-HOST_CACHE = 32 << 20  # bytes; Torch does not report the size of a CPU's cache
+CYCLES = 2e9  # approximate clock cycles per second of the device; only used for the head start
+HOST_CACHE = 32 << 20  # in bytes; Torch does not report the size of a CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,8 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
 
 
 def _prepare(call: Call, device: torch.device) -> tuple[int, float]:
-    """Warms up a call. Returns the number of samples per pass, and the seconds in which the host enqueues a call."""
+    """Warms up a call. Returns the number of samples per pass, and the seconds that the host takes to enqueue a
+    call."""
     fewest, most = SAMPLES[device.type]
     began = time.perf_counter()
     call()
@@ -86,7 +87,7 @@ def _device_samples(call: Call, evict: Call, count: int, enqueue: float) -> list
     times: list[float] = []
     while len(times) < count:
         events = [(_event(), _event()) for _ in range(min(CHUNK, count - len(times)))]
-        # the device spins until the host has enqueued all calls
+        # the device waits in a busy loop until the host has enqueued all calls
         cycles = int(min(len(events) * enqueue, LONGEST_HEAD_START) * CYCLES)
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         for start, end in events:

@@ -24,11 +24,11 @@ from specc.runtime.log import Say
 from specc.runtime.model.load import choose_target, device_of, instantiate
 from specc.runtime.storage.atomic import write_atomically
 
-LIMIT = 50_000_000  # maximum bytes of a trace; viewers load larger traces slowly or not at all
-WARM_UP = 4  # steps before the trace: the first compiles and captures
+LIMIT = 50_000_000  # the most bytes of a trace; viewers load larger traces slowly or not at all
+WARM_UP = 4  # the number of steps before the trace; the first compiles and captures graphs
 HOST = frozenset(
     {"cpu_op", "python_function", "ac2g", "fwdbwd"}
-)  # categories of events that are omitted if a trace exceeds the limit
+)  # the categories of events that are omitted if a trace exceeds the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,16 @@ def record_trace(
 ) -> Trace:
     """Records training steps on random data, after a warm-up.
 
-    Torch's profiler records the trace. It needs no rights to the hardware counters of a GPU.
+    Torch's profiler records the trace, which requires no permission to read the hardware counters of a GPU.
 
     Args:
         spec: the spec.
-        target: a target of the spec; None for the best that this machine can run.
+        target: a target of the spec; None for the best target that this machine can run.
         steps: the number of steps.
         out: the file for the trace, a gzipped Chrome trace.
         lock: the measured tiles.
         force: whether to replace an existing file.
-        say: called with lines of text about the progress.
+        say: called with lines of text that report the progress.
         limit: the largest size of the file in bytes.
 
     Returns:

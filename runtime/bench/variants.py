@@ -8,9 +8,10 @@ from torch._inductor import config as inductor
 
 Function = Callable[..., Any]
 GENERATED, EAGER, COMPILE, MAX_AUTOTUNE, LIBRARY = "generated", "eager", "compile", "max_autotune", "library"
-# The modes are without CUDA graphs, whose copies of the inputs would be timed. A training step does not need them.
+# No mode uses CUDA graphs, because their copies of the inputs would be timed. A training step does not need these
+# copies.
 MODES: Mapping[str, str | None] = {COMPILE: None, MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
-AGAINST = (MAX_AUTOTUNE, COMPILE, EAGER)  # the variants that ratios refer to, the fastest first
+AGAINST = (MAX_AUTOTUNE, COMPILE, EAGER)  # the variants that ratios refer to; the first that was measured is used
 LEFT_OUT = {"cpu": {MAX_AUTOTUNE: "max-autotune searches GEMM templates for GPUs, so it is not measured on the CPU"}}
 
 
@@ -20,14 +21,14 @@ def left_out(device: torch.device) -> Mapping[str, str]:
 
 
 def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
-    """Returns `plain` itself, and `plain` compiled in each mode with fullgraph and fixed shapes. The first call
-    compiles.
+    """Returns `plain` itself, and `plain` under torch.compile in each mode, with fullgraph and fixed shapes. The first
+    call of each compiles.
 
     Resets the compiler first. The modes share no cache entries: Dynamo's key is the backend, and Inductor's key is its
     whole configuration.
     """
     torch.compiler.reset()
-    inductor.autotune_num_choices_displayed = 0  # the tables of max-autotune would hide the output of specc
+    inductor.autotune_num_choices_displayed = 0  # the tables that max-autotune prints would hide the output of specc
     functions = {EAGER: plain}
     for name, mode in MODES.items():
         if name not in left_out(device):
@@ -36,8 +37,8 @@ def baselines(plain: Function, device: torch.device) -> dict[str, Function]:
 
 
 def failures(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
-    """Calls every function once, which compiles it if needed. Returns, by name, the error of each torch.compile variant
-    that raised. Errors of other variants and out-of-memory errors propagate."""
+    """Calls every function once, which compiles it if necessary. Returns the errors that torch.compile variants raised,
+    by the name of the variant. Errors of other variants and out-of-memory errors propagate."""
     failed: dict[str, str] = {}
     for name, call in calls.items():
         try:

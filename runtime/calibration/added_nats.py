@@ -1,4 +1,5 @@
-"""The rise of the loss by errors of parameters, to second order. Bit allocation minimizes the sum of these rises."""
+"""Estimates, to second order, how much the loss rises through errors of parameters. Bit allocation minimizes the sum of
+these rises."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from specc.runtime.calibration.uses import signed_sum
 from specc.runtime.errors import QuantizeError
 
-PASSES = 1024  # number of backward passes; the relative standard error of an estimate is about sqrt(2 / PASSES), 4 %
+# The number of backward passes; the relative standard error of an estimate is about sqrt(2 / PASSES), 4 %
+PASSES = 1024
 
 
 def added_nats(
@@ -18,7 +20,7 @@ def added_nats(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, tuple[float, ...]]:
-    """Returns the rise of the loss by each error of a parameter, in nats per token.
+    """Returns the rise of the loss through each error of a parameter, in nats per token.
 
     The rise is 1/2 E[(d . g)^2] for an error d and the gradient g of the loss of one token (empirical Fisher). g
     includes all uses of the parameter. The estimate does not assume that inputs, outputs or positions are independent.

@@ -1,8 +1,8 @@
 """Captures calibration statistics of a model: its products and lookups, and the GPTQ Hessians of linear inputs.
 
-The unfused model is traced by torch.fx. Its `score` program becomes a flat list of calls that names each parameter. An
-interpreter of that list observes every `F.linear` and grouped product of experts with its input and output, and every
-`F.embedding`.
+The unfused model is traced by torch.fx. Its `score` program becomes a flat list of calls, which names each parameter.
+An interpreter of this list observes the inputs and outputs of every `F.linear`, every grouped product of experts and
+every `F.embedding`.
 """
 
 import hashlib
@@ -42,13 +42,12 @@ class ScoreTracer(fx.Tracer):
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of rows with a parameter in a traced program.
+    """A matrix product of rows with a parameter, in a traced program.
 
     Attributes:
         weight: the name of the parameter.
         input: the node of the rows [..., features].
-        ends: for the matrices of experts, the node of `ends` i32 [experts]: for each expert, the number of rows of this
-            expert and all experts before it.
+        ends: for the matrices of experts, the node of `ends` i32 [experts], the cumulative number of rows per expert.
     """
 
     weight: str
@@ -94,7 +93,8 @@ class Capture(fx.Interpreter):
 
 
 def _product(node: fx.Node) -> Product | None:
-    """Returns the product that a node computes; None for other nodes, and for weights that are not parameters."""
+    """Returns the matrix product that a node computes. None for other nodes, and for weights that are not
+    parameters."""
     grouped = getattr(node.target, "__name__", "") == GROUPED_LINEAR
     operands = _of(node.target if grouped else F.linear, node)  # type: ignore[arg-type]
     if operands is None:
@@ -141,7 +141,8 @@ def calibration_windows(
     if places < 1:
         message = f"the stream has {stream.tokens:,} tokens; windows of length {window:,} need {window + 1:,}"
         raise DataError(message, "give more data, or a shorter length")
-    # SHA-256 instead of a random generator, whose numbers may change between versions of the library.
+    # The phase is computed with SHA-256, because the numbers of a random generator may change between versions of its
+    # library.
     phase = int.from_bytes(hashlib.sha256(f"{seed} calibration".encode()).digest()) % places
     for first in range(0, count, calibrate.batch):
         starts = [(phase + i * places) // count for i in range(first, min(first + calibrate.batch, count))]
@@ -155,10 +156,9 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """Returns the Hessian X^T X of each weight. It is the sum over the calls per token, averaged over all tokens.
-
-    Each expert has a Hessian of the rows that are routed to it, also averaged over all tokens. A weight has several
-    calls per token if a loop of blocks reuses it.
+    """Returns the Hessian X^T X of each weight, averaged over all tokens. A weight has several calls per token if its
+    block runs more than once; its Hessian is the sum over these calls. Each expert has a Hessian of the rows that are
+    routed to it, also averaged over all tokens.
 
     Args:
         model: the model, generated without fusions, on `device`.

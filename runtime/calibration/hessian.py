@@ -7,12 +7,12 @@ from torch import Tensor
 
 from specc.runtime.errors import QuantizeError
 
-# The number of rows converted to the accumulation dtype at once: 64 MiB of f64 at 1,024 features.
+# The number of rows that are converted to the accumulation dtype at once: with 1,024 features, 64 MiB of f64.
 CHUNK_ROWS = 8192
 
 
 class Hessians:
-    """Sums of X^T X by name. Memory: features^2 numbers per name.
+    """Sums of X^T X by name. Each name takes the memory of features^2 numbers.
 
     Args:
         dtype: the accumulation dtype: f64, or f32 if f64 is too slow. With f32, TF32 must be off.
@@ -30,7 +30,7 @@ class Hessians:
         """Adds the rows of `x` [..., features], any float dtype. `x` is detached, so no gradient is recorded.
 
         With `ends` i32 [experts], the rows are sorted by expert, and each expert has a separate sum, [experts,
-        features, features]. `ends` is, for each expert, the number of rows of this expert and all experts before it.
+        features, features]. `ends` is the cumulative number of rows per expert.
 
         Raises QuantizeError if the number of features differs from that of earlier calls with this name.
         """
@@ -61,10 +61,11 @@ class Hessians:
                 total.add_((exact.T @ exact).to(total.device))
 
     def a_token(self, tokens: int) -> dict[str, Tensor]:
-        """Returns X^T X / tokens by name in the accumulation dtype, [features, features], or one matrix per expert.
+        """Returns X^T X / tokens by name, in the accumulation dtype: [features, features], or one such matrix per
+        expert.
 
         `tokens` is the number of tokens that the model has processed. If a weight has several calls per token, its
-        Hessian is the sum over the calls. The effects of its error on the loss also add up over the calls.
+        Hessian is the sum over the calls, because the effects of its error on the loss add up.
 
         Raises QuantizeError if a name has no rows, or if its sum is NaN or infinite.
         """
@@ -80,8 +81,8 @@ class Hessians:
 
 
 def rows_of_experts(rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Splits rows [N, ...], which are sorted by expert, into the rows of each expert. `ends` i32 [experts] is, for each
-    expert, the number of rows of this expert and all experts before it."""
+    """Splits rows [N, ...], which are sorted by expert, into the rows of each expert. `ends` i32 [experts] is the
+    cumulative number of rows per expert."""
     return torch.split(rows, ends.diff(prepend=ends.new_zeros(1)).tolist())
 
 

@@ -28,9 +28,9 @@ def input_ranges(
 ) -> dict[str, Range]:
     """Returns the input range of each int8 product in the program `score`, by weight.
 
-    Products with the same input have the same range. One tensor may contain the features of several products, as in a
-    bidirectional layer. Each product then has the range of its part of the features. The reference implementations of
-    the ops compute all values, in the precision of `weights`.
+    Products with the same input have the same range. If one tensor contains the features of several products, as in a
+    bidirectional layer, each product has the range of its part of the features. The reference implementations of the
+    ops compute all values, in the precision of `weights`.
 
     Args:
         programs: the lowered programs, before any pass.
@@ -38,13 +38,13 @@ def input_ranges(
         batches: the inputs of `score` by name, on the device of `weights`.
         weights: the parameters by name, f32 or f64.
         progress: called with the number of processed rows after each batch.
-        scales: the existing scales of inputs, f32 [1] or [K] by leader. For these inputs, clipping is measured too.
+        scales: the existing scales of inputs, f32 [1] or [K] by leader. For these inputs, clipping is also measured.
 
     Returns:
         The ranges by weight name, in f64.
 
     Raises:
-        QuantizeError: no batch reached a product, or an input contains NaN or infinity.
+        QuantizeError: a product is not reached by any batch, or an input contains NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
     measured: dict[str, _InputRange] = {}
@@ -74,8 +74,8 @@ def input_ranges(
 
 
 class _InputRange:
-    """Accumulates the range of one input from rows, f64 [.., K]. If `scale` is given, also accumulates the clipping by
-    this scale."""
+    """Accumulates the range of one input over rows, f64 [.., K]. If `scale` is given, also accumulates the clipping
+    that this scale causes."""
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
         features = rows.shape[1]
@@ -125,7 +125,7 @@ def input_scales(
     for leader in dict.fromkeys(source.leader for source in sources):
         shared = [weights[source.weight] for source in sources if source.leader == leader]
         scale = schemes[leader].input_scale(ranges[leader], shared)
-        assert scale is not None  # every integer scheme has an input scale
+        assert scale is not None  # every integer scheme computes an input scale
         scales[leader] = scale
     return scales
 

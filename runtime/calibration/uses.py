@@ -1,13 +1,12 @@
-"""The uses of a parameter by a model: the products that multiply with it and the lookups of its rows.
+"""The uses of a parameter in a model: the matrix products that multiply with it, and the lookups of its rows.
 
 Let d be an error that is added to a parameter W [N, K], and g the gradient of the loss of one token. The loss then
 rises by 1/2 E[(d . g)^2] per token. E[g g^T] is the Fisher information F. It equals the Hessian of the loss for a model
 that fits its data. g is a sum over the uses of W. Every use adds rank-one matrices l r^T, where l [N] belongs to the
 rows:
 
-- a product y = W x adds l = dl/dy, r = x for each row of x. A loop of blocks that calls W several times adds one term
-  per call.
-- a lookup y = W[v] is the product of W^T with the one-hot vector of v. It adds l = one-hot(v), r = dl/dy.
+- a product y = W x adds l = dl/dy, r = x for each row of x. If a block runs several times per token, each call adds one
+term. - a lookup y = W[v] is the product of W^T with the one-hot vector of v. It adds l = one-hot(v), r = dl/dy.
 
 Let F_u be the sum of (l r^T)(l r^T)^T over all terms of one kind u of use. As in K-FAC (Martens and Grosse 2015), the
 terms of different uses, calls and positions are assumed to be uncorrelated, so F = sum_u F_u. Each F_u is approximated
@@ -35,7 +34,7 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 
 def signed_sum(nats: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns the sum of `nats` [rows, window] with a random sign per token.
+    """Returns the sum of `nats` [rows, window], in which each token has a random sign.
 
     Let g_n be the gradient of the loss of token n. One backward pass cannot compute each g_n. The square of the
     gradient of this sum has the expectation sum_n g_n^2, because the signs make the products g_n g_m, n != m, vanish in
@@ -62,7 +61,7 @@ def capture_uses(
         progress: called with the number of processed rows after each batch.
 
     Returns:
-        By name, one use for all products and one for all lookups, if there are any.
+        For each name, one use for all products and one for all lookups, as far as there are any.
 
     Raises:
         QuantizeError: a gradient or an input contains NaN or infinity.

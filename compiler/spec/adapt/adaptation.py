@@ -33,5 +33,5 @@ class Adaptation(StrictModel):
         yield from ()
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Yields the reasons why the method cannot run on a model with parameters of these shapes, by name."""
+        """Yields the reasons why the method cannot run on a model whose parameters have these shapes."""
         yield from ()

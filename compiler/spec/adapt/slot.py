@@ -1,6 +1,5 @@
-"""SLOT: a vector that is added to the last hidden states and fitted per window or group of windows.
-
-There are two versions: the published method, and a causal variant.
+"""SLOT: a vector that is added to the last hidden states, and that is fitted for each window or group of windows. This
+file has the published method and a causal variant.
 """
 
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ class Slot(_Fit):
     scored with the vector, so the method is not causal.
 
     Attributes:
-        windows: the consecutive windows that share one vector.
+        windows: the number of consecutive windows that share one vector.
     """
 
     causal: ClassVar[bool] = False

@@ -53,7 +53,7 @@ class AdamWSettings(StrictModel):
 class LoraSettings(StrictModel):
     """Low-rank adaptation (Hu et al. 2021): W + scale / rank * B A replaces each matrix W.
 
-    Only A [rank, in] and B [out, rank] are trained. A is initialized uniformly in +-1/sqrt(in), B to 0.
+    Only A [rank, in] and B [out, rank] are trained. A is initialized uniformly within +-1/sqrt(in), and B to 0.
 
     Attributes:
         rank: the rank of the correction.
@@ -72,12 +72,12 @@ class TestTimeTraining(Adaptation):
 
     Attributes:
         match: the pattern of the names of the weights to train.
-        chunk: the tokens of a chunk, a multiple of the window.
-        epochs: the epochs over each chunk.
-        batch: the rows of a training step.
+        chunk: the number of tokens per chunk, a multiple of the window.
+        epochs: the number of epochs over each chunk.
+        batch: the number of rows per training step.
         optimizer: the optimizer. If unset, gradient descent, or AdamW with `lora`.
-        schedule: the learning rate over the chunks: falling to 0 (`cosine`) or constant. `cosine` requires the length
-            of the text before it is read.
+        schedule: the learning rate over the chunks: `cosine` falls to 0, `constant` does not change. For `cosine`, the
+            length of the text must be known before it is read.
         clip_norm: the largest norm of the gradient over all trained weights.
         lora: if set, each matrix that `match` covers is replaced by its low-rank adaptation, and other parameters are
             not trained.

@@ -15,7 +15,7 @@ class DataKind(StrictModel):
     """The base class of `train.data`. A subclass has a `kind` Literal as its tag and adds its settings.
 
     Attributes:
-        gives: the form of the data, which must be the form that the model reads.
+        gives: the form of the data, which must be the form of data that the model reads.
         usual: the data set that is used if `--data` is not given.
         generated: whether the data is generated without files. If so, `--data KIND` replaces the data of the spec by
             this kind with default settings.

@@ -10,7 +10,7 @@ from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.strict import NonNegative, Problem
 
 SYMBOLS = "()*+-0123456789achijknostxyz"  # every character of a line, except the `=` between its sides
-TOKENS = 30  # tokens of the longest side and a stop token
+TOKENS = 30  # tokens of the longest side of a line, with its stop token
 
 
 class PolynomialData(DataKind):
@@ -18,7 +18,7 @@ class PolynomialData(DataKind):
 
     Attributes:
         lines: the number of training lines, which are read in a new order each epoch.
-        seed: the seed that the lines are drawn with.
+        seed: the seed with which the lines are drawn.
         fresh: if true, no training line is repeated: after the first `lines` lines, new lines are generated. None of
             them is in a held-out split.
     """
@@ -33,8 +33,8 @@ class PolynomialData(DataKind):
     fresh: bool = False
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields a problem if the model does not read lines, or if the vocabulary or context of the model is too small
-        for the lines."""
+        """Yields a problem if the model does not read lines, or if its vocabulary or context is too small for the
+        lines."""
         if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, but the model reads one stream of tokens"
             yield Problem(

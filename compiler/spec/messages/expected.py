@@ -35,8 +35,8 @@ def models_in(annotation: Any) -> list[Model]:
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
     """Yields every path of `data` at which the spec expects a model, with that model, outer paths first.
 
-    For a union, yields the member whose tag is in the data. Without a tag in the data, yields the member that needs no
-    tag. If no member applies, yields nothing for the path.
+    For a union, yields the member whose tag is in the data. If the data has no tag, yields the member that needs none.
+    If no member applies, yields nothing for the path.
     """
     if isinstance(data, dict):
         model = _chosen(models_in(annotation), data)
@@ -72,7 +72,7 @@ def _chosen(models: list[Model], data: Mapping[str, object]) -> Model | None:
 
 
 def tags_of(models: Iterable[Model], key: str) -> list[str]:
-    """Returns the tags of some models. A tag is the value of `key` that identifies a model."""
+    """Returns the tags of the models. A tag is the value of `key` that identifies a model."""
     return [tag for model in models if (tag := tag_of(model, key)) is not None]
 
 
@@ -94,7 +94,7 @@ def size_of(annotation: Any) -> int:
 
 
 def list_words(annotation: Any) -> str:
-    """Returns `a list`, with the title of its items if they have a title, e.g. `a list of patterns`."""
+    """Returns `a list`, or, if the items have a title, a text such as `a list of patterns`."""
     item = item_of(annotation, 0)
     marks = get_args(item)[1:] if get_origin(item) is Annotated else ()
     titles = [mark.title for mark in marks if isinstance(mark, FieldInfo) and mark.title]
@@ -159,7 +159,7 @@ def dotted(path: Path) -> str:
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Returns the choice that `word` is most likely a misspelling of, or None.
 
-    A match differs by a few edits, is similar as a whole, is a prefix of `word`, or begins with `word`.
+    A choice matches if it differs by a few edits, is similar as a whole, is a prefix of `word`, or begins with `word`.
     """
     scored = [(_slips(word, choice), -_likeness(word, choice), choice) for choice in choices]
     slips, likeness, best = min(scored, default=(99, 0.0, ""))

@@ -1,4 +1,4 @@
-"""Diagnostics for the errors that Pydantic reports, in terms of the spec."""
+"""Diagnostics in terms of the spec for the errors that Pydantic reports."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -86,7 +86,8 @@ class Words:
         hints = [f"did you mean {quote(near)}?"] if near else []
         homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
         elsewhere = [path for path in homes if not _in_sibling(path, holder)]
-        # In a layer or an optimizer, a key that several sections have is not moved elsewhere: it may belong here.
+        # In a layer or an optimizer, no other place is suggested for a key that several sections have, because it may
+        # belong here.
         is_kind = (
             bool(holder) and isinstance(holder[-1], int) and any(tag_of(model, name) for name in model.model_fields)
         )
@@ -119,7 +120,8 @@ class Words:
         known = keys_of(model) if model is not None else {}
         # A misspelled key is reported as unknown, not also as missing.
         data = self._data(holder)
-        present = data if isinstance(data, Mapping) else {}  # a list where a mapping is expected has no keys
+        # If the data is a list where a mapping is expected, it has no keys
+        present = data if isinstance(data, Mapping) else {}
         absent = [name for name in known if name not in present]
         if any(nearest(str(other), absent) == key for other in present if other not in known):
             return
@@ -156,7 +158,7 @@ class Words:
         message = f"{self._place(path[:-1])} has an unknown {path[-1]}, {quote(kind)}"
         return self._at(self.source.value(path), "S105", message, " ".join(hints))
 
-    # errors of the validator of a field
+    # errors that the validator of a field raises
 
     def _refused(self, error: FieldError) -> Iterator[Diagnostic]:
         cause, name = error.context["error"], self._name(error.path)

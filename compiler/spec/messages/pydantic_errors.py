@@ -39,7 +39,7 @@ def _located(details: ErrorDetails, data: object) -> FieldError:
     parts = details["loc"]
     missing = parts[-1:] if details["type"] == "missing" else ()
     for part in parts[: len(parts) - len(missing)]:
-        # The tag of a union comes before the keys of its member. A key with the name of the tag is not meant.
+        # The tag of a union precedes the keys of its member, so this part is the tag, even if a key has the same name.
         named = entered and isinstance(value, dict) and part == value.get("kind")
         inner = None if named else step(value, part)
         if inner is not None:
@@ -56,7 +56,7 @@ def _settled(located: Iterable[FieldError]) -> Iterator[FieldError]:
     """Yields the errors that do not follow from other errors.
 
     For a union, yields only the errors of members whose type matches the data. A Literal never excludes other members,
-    so that the message names all forms.
+    so that the message names all valid forms.
     """
     errors = list(located)
     for fork in {(error.path[: error.fork]) for error in errors if error.fork is not None}:

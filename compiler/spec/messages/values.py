@@ -42,8 +42,8 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
 class FieldError:
     """One Pydantic error and its path in the data.
 
-    If the error is about a member of an untagged union, `member` is that member, and `fork` is the length of the path
-    of the union.
+    If the error concerns a member of an untagged union, `member` is that member, and `fork` is the length of the
+    union's path.
     """
 
     details: ErrorDetails

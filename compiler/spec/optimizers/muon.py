@@ -10,15 +10,15 @@ from specc.compiler.changing_values import UnitRate
 from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 from specc.compiler.strict import Problem, later
 
-# The least `steps` of methods whose first steps are not iterations, so that at least one step iterates.
+# The fewest `steps` of methods whose first steps are not iterations. At least one step must iterate.
 LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
 LARGEST = 2.0  # the largest allowed singular value of an update; the published methods reach at most 1.21
 Coefficients = tuple[float, float, float]
 
 
 class MuonSpec(OptimizerSpec):
-    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. It updates matrices, and stacks of the
-    matrices of experts, each of which is orthogonalized alone.
+    """Muon (Jordan, 2024): an iteration orthogonalizes the momentum matrix. It updates matrices, and the stacked
+    matrices of experts, each of which is orthogonalized separately.
 
     Attributes:
         momentum: the momentum: a number, a formula in `t`, or a schedule.
@@ -31,7 +31,7 @@ class MuonSpec(OptimizerSpec):
         second_moment: the decay of the second moment of each row in NorMuon, which is applied after the iterations (Li
             et al. 2025, arXiv 2510.05491). If unset, there is no second moment.
         coefficients: the numbers (a, b, c) of each iteration X <- a X + (b A + c A^2) X with A = X X^T. Additional
-            iterations repeat the last. If unset, those of `method`.
+            iterations repeat the last. If unset, `method` determines them.
     """
 
     slots: ClassVar[int] = 1
@@ -47,8 +47,9 @@ class MuonSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """The f32 numbers that an update allocates for each element of the matrices of one shape: the momentum, and the
-        matrix and its next iterate, first in f32 and then in bf16. A second moment rescales the direction twice."""
+        """The f32 numbers that an update allocates per element of matrices of one shape. They are the momentum, and the
+        matrix and its next iterate, first in f32 and then in bf16. With a second moment, the direction is also rescaled
+        twice."""
         return 2.5 if self.second_moment is None else 4
 
     def refuses(self, shape: tuple[int, ...]) -> str:

@@ -10,18 +10,19 @@ from pydantic import Field
 from specc.compiler.changing_values import Rate
 from specc.compiler.strict import Pattern, Positive, Problem, StrictModel, later
 
-Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean; with 1, the mean would never change
+# The decay of a running mean; with a decay of 1, the mean would never change
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSpec(StrictModel):
     """One entry of `train.optimizers`: the settings of an optimizer and the parameters that it updates.
 
     A subclass has a `kind` Literal as its tag and adds its settings, in a file of this package. The update rule of the
-    same name is in `specc.runtime.optim`. `in_norm` is False if only the signs of the gradients count: they are then
-    neither in the norm of `train.clip_norm` nor clipped. `slots` is the number of tensors of the shape of a parameter
-    that the rule stores for it. An update allocates at most `temporaries` f32 numbers for each element of its
-    parameters. Parameters of one shape are updated together: at a time, `of_shape` further numbers exist for each of
-    their elements.
+    same name is in `specc.runtime.optim`. `in_norm` is False if the rule reads only the signs of gradients, which are
+    then not part of the norm for `train.clip_norm` and are not clipped. `slots` is the number of tensors, each with the
+    shape of the parameter, that the rule stores per parameter. An update allocates at most `temporaries` f32 numbers
+    per element of its parameters. Parameters of one shape are updated together, which allocates `of_shape` further
+    numbers for each of their elements.
 
     Attributes:
         match: the pattern of the names of the parameters to update. Parameters that an earlier entry matches are
@@ -29,9 +30,10 @@ class OptimizerSpec(StrictModel):
         lr: the learning rate, before the multiplier of `train.schedule`: a number, a formula in `t`, or a schedule. `t`
             is the share of the run that is complete, from 0 to 1.
         weight_decay: the decoupled weight decay: a number, a formula in `t`, or a schedule.
-        cautious_decay: whether the decay applies only to numbers that the update does not move away from zero (Chen et
-            al. 2025, arXiv 2510.12402).
-        every: the steps from one update to the next. An update reads the mean of the gradients of these steps.
+        cautious_decay: whether the decay applies only to those numbers that the update does not move away from zero
+            (Chen et al. 2025, arXiv 2510.12402).
+        every: the number of steps from one update to the next. An update reads the mean of the gradients of these
+            steps.
     """
 
     in_norm: ClassVar[bool] = True
@@ -55,7 +57,7 @@ class OptimizerSpec(StrictModel):
 
     @property
     def of_shape(self) -> float:
-        """The f32 numbers that an update allocates for each element of the parameters of one shape."""
+        """The f32 numbers that an update allocates per element of parameters of one shape."""
         return 0
 
     def update_numbers(self, shapes: Sequence[tuple[int, ...]]) -> int:
@@ -63,7 +65,7 @@ class OptimizerSpec(StrictModel):
         by_shape: Counter[tuple[int, ...]] = Counter()
         for shape in shapes:
             by_shape[shape] += prod(shape)
-        before = 1.25 * self.cautious_decay  # the values before the update, and a flag for each
+        before = 1.25 * self.cautious_decay  # the values before the update, and one flag per value
         whole = (self.temporaries + before) * by_shape.total()
         return round(whole + self.of_shape * max(by_shape.values(), default=0))
 

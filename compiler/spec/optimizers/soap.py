@@ -9,15 +9,15 @@ from specc.compiler.strict import Positive, PositiveFloat
 
 class SoapSpec(OptimizerSpec):
     """SOAP (Vyas et al. 2024, arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner. It updates
-    matrices, and stacks of the matrices of experts, each of which has separate bases. The first update only computes
-    the bases.
+    matrices, and the stacked matrices of experts, each of which has separate bases. The first update only computes the
+    bases.
 
     Attributes:
         betas: the decays of the first moment, and of the second moment and the preconditioner.
         eps: the epsilon of the denominator.
-        basis_every: the updates from one refresh of the bases to the next.
-        largest_side: the largest number of rows, or of columns, with a basis. A longer side keeps its axes, and
-            costs no memory beyond that of Adam.
+        basis_every: the number of updates from one refresh of the bases to the next.
+        largest_side: the largest side of a matrix (rows or columns) that has a basis. A longer side is not rotated, and
+            needs no more memory than with Adam.
     """
 
     slots: ClassVar[int] = 2
@@ -30,8 +30,8 @@ class SoapSpec(OptimizerSpec):
 
     @property
     def of_shape(self) -> float:
-        """The f32 numbers that an update allocates for each element of the matrices of one shape: gradient and
-        direction in the bases, their next rotations, and two terms of the denominator."""
+        """The f32 numbers that an update allocates per element of matrices of one shape: gradient and direction in the
+        bases, their next rotations, and two terms of the denominator."""
         return 6
 
     def refuses(self, shape: tuple[int, ...]) -> str:
