@@ -46,8 +46,7 @@ else:
     AnyScheme = Annotated[Union[SCHEMES], Field(discriminator="scheme")]  # noqa: UP007
     AnyRule = Annotated[Union[RULES], Field(discriminator="scheme")]  # noqa: UP007
     AnyModel = (
-        # Noqa: UP007
-        Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]
+        Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]  # noqa: UP007
     )
     TargetName = Literal[tuple(TARGETS)]
 

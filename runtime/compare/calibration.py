@@ -1,4 +1,5 @@
-"""Calibration: whether the probabilities of a model equal the frequencies with which its predictions are right.
+"""Calibration: the agreement between the probabilities of a model and the frequencies with which its predictions are
+right.
 
 The measure is the expected calibration error of the most probable token (ECE; Guo et al., 2017, "On Calibration of
 Modern Neural Networks"). The targets of the validation split are divided into 15 bins of equal width by the probability
@@ -28,7 +29,7 @@ BINS = 15
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Targets whose most probable token has a probability above `low` and up to `high`.
+    """The targets whose most probable token has a probability above `low`, and at most `high`.
 
     Attributes:
         low, high: the limits.
@@ -69,10 +70,11 @@ class Calibration:
 
 
 class Tally:
-    """Counts targets by the probability of the most probable token."""
+    """A count of targets by the probability of the most probable token."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros((BINS, 3))  # targets, sum of probabilities, targets that are right
+        # For each bin: the number of targets, the sum of probabilities, and the number of right predictions
+        self._sums = np.zeros((BINS, 3))
         self._nats = 0.0
 
     def add(self, logits: Tensor, targets: Tensor, counts: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""Compares groups of runs by their logs: the final metric, Welch's test of each pair, time and throughput."""
+"""Compares groups of runs on the basis of their logs: the final metric, Welch's test of each pair, time and
+throughput."""
 
 import math
 from collections import Counter
@@ -13,13 +14,13 @@ from specc.runtime.compare.statistics import Summary, Welch, welch
 from specc.runtime.metrics.names import BITS, NATS, Metric, metric_of
 from specc.runtime.storage.run_directory import differences
 
-THRESHOLD = 0.005  # nats per token: the required improvement of a record of openai/parameter-golf
-LEVEL = 0.01  # the required p-value of this improvement
+THRESHOLD = 0.005  # in nats per token: the improvement that a record of openai/parameter-golf requires
+LEVEL = 0.01  # the p-value that is required for this improvement
 PAIRS_OF_ALL = (
-    6  # maximum groups of which all pairs are compared; with more groups, each is compared only with the first
+    6  # the most groups for which all pairs are compared; if there are more, each is compared only with the first
 )
 UNFINISHED = "finish a run with `specc train --run RUN --resume auto`"
-SHOWN = 12  # maximum differences of specs listed per pair
+SHOWN = 12  # the most differences between specs that are listed per pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class GroupResult:
         seeds: the seed of each run.
         values: the final metric of each run.
         summary: the number, mean and sample standard deviation of `values`.
-        nats: the same for the final loss in nats per token; None if that is not comparable.
-        seconds, tokens_per_second: means over the runs; None if a log lacks them.
+        nats: the same for the final loss in nats per token; None if this loss is not comparable. seconds,
+        tokens_per_second: means over the runs; None if a log lacks them.
     """
 
     name: str
@@ -57,7 +58,7 @@ class PairResult:
         nats: the same test in nats per token.
         improves_by_threshold: the one-sided p-value of the measured improvement. The null hypothesis is that the second
             group is better than the first by only THRESHOLD nats. None without a test in nats.
-        spec: path -> the two values, for each setting that differs between the specs, except the seed.
+        spec: the two values of each setting that differs between the specs, by path. The seed is not included.
     """
 
     first: str
@@ -205,7 +206,7 @@ def _tokenizer(member: Member) -> str:
 
 
 def _scored_bytes(member: Member) -> int:
-    """Returns the number of bytes of a validation in bits per byte."""
+    """Returns the number of bytes over which the validation in bits per byte was computed."""
     final: Mapping[str, Any] = member.history.final or {}
     size: float = final["nats"] * final["tokens"] / math.log(2) / final["bpb"]
     return round(size)

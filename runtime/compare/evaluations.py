@@ -1,4 +1,4 @@
-"""The recorded evaluations of groups of runs: results of `specc eval` in the run directories, by task and model."""
+"""The recorded evaluations of groups of runs: the results of `specc eval` in the run directories, by task and model."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,8 @@ class MeasureResult:
 
     Attributes:
         summary: the number, mean and sample standard deviation of the values of the runs.
-        error: the root mean square over the runs of the standard error over examples; None if a result lacks this.
+        error: the root mean square over the runs of the standard error over examples; None if a result lacks this
+            error.
     """
 
     summary: Summary
@@ -36,7 +37,7 @@ class EvaluationResult:
         file, task: the name of the file or data, and the kind of the task with its settings.
         sha256: the digest that identifies the examples, or the data and its settings.
         model: `run` for the trained weights, `quantized` for the quantized weights.
-        groups: group -> measure -> its values, for the groups with at least one run that has a result.
+        groups: the values of each measure, by group. Only groups with a result in at least one run are included.
     """
 
     file: str
@@ -66,7 +67,8 @@ def evaluations_of(groups: Sequence[Group], notes: list[str]) -> tuple[Evaluatio
 
     Args:
         groups: the groups, without incomplete runs.
-        notes: receives texts about results that are left out, and about evaluations that some runs lack.
+        notes: a list to which texts are added about results that are left out, and about evaluations that some runs
+            lack.
 
     Returns:
         The evaluations, by file, task and model.

@@ -19,7 +19,7 @@ from specc.runtime.sweep.folder import SweepRecord
 NAMED = re.compile(r"([^/=]+)=(.+)")
 NUMBER = re.compile(
     r"-(seed)?\d+$"
-)  # the end of the name of a run directory, which only distinguishes runs of the same spec
+)  # the suffix of a run directory's name that only distinguishes runs of the same spec
 
 
 class CompareError(RuntimeFailure):
@@ -87,7 +87,7 @@ def groups_of(words: Sequence[str]) -> tuple[Group, ...]:
         CompareError: if a word names no runs, a name is used twice, or a run is named twice.
         IntegrityError: if a run is damaged.
     """
-    groups: dict[str, Group] = {}  # by the kind of the runs, or by the index of the group for a named group
+    groups: dict[str, Group] = {}  # keyed by the kind of the runs, or, for a named group, by the index of the group
     for word in words:
         match = None if Path(word).exists() else NAMED.fullmatch(word)
         if match is None:
@@ -118,8 +118,8 @@ def _runs(word: str) -> Iterator[tuple[Path, str]]:
 
 
 def _runs_at(path: Path, named: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the run at a path, or the started runs of the sweep at a path. Unless a path is `named`, it is a match of
-    a pattern, and may be neither."""
+    """Yields the run at a path, or the started runs of the sweep at a path. A path that is not `named` matches a
+    pattern, and may be neither."""
     if (record := SweepRecord.read(path) if path.is_dir() else None) is not None:
         yield from ((path / run.name, run.setting) for run in record.runs if is_run(path / run.name))
     elif is_run(path) or named:

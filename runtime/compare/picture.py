@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from specc.runtime.compare.calibration import Calibration
 
-EVALUATIONS = 6  # maximum number of recorded evaluations in the picture
-POINTS = 100  # approximate number of points of a training curve; a point is the mean of several steps
+EVALUATIONS = 6  # the most recorded evaluations in the picture
+POINTS = 100  # the approximate number of points of a training curve; a point is the mean of several steps
 SKIPPED = (
-    0.02  # the share of first steps that may be outside of the picture, because their large loss would hide differences
+    # The share of first steps that may lie outside of the picture, because their large losses would hide differences
+    0.02
 )
 
 
@@ -30,7 +31,7 @@ def comparison_picture(
 
     Args:
         groups: the groups, without incomplete runs.
-        calibrations: group -> the calibration of each run. If empty, the picture has no reliability diagram.
+        calibrations: the calibration of each run, by group. If empty, the picture has no reliability diagram.
         evaluations: the recorded evaluations of the groups. The first `EVALUATIONS` are drawn.
 
     Returns:
@@ -116,7 +117,7 @@ def _curve(axes: "Axes", group: Group, style: Style, over: str, scale: float) ->
 
 
 def _limits(groups: Sequence[Group]) -> tuple[float, float]:
-    """Returns the limits of the losses, without those of the first steps."""
+    """Returns the limits of the losses, ignoring those of the first steps."""
     losses: list[float] = []
     for group in groups:
         for member in group.members:

@@ -1,4 +1,5 @@
-"""Welch's t-test: whether the means of two groups of runs differ by more than chance, given the spread over seeds.
+"""Welch's t-test, which decides whether the means of two groups of runs differ by more than chance, given the spread
+over seeds.
 
 The tail of Student's t distribution is a regularized incomplete beta function, computed with its continued fraction.
 """
@@ -79,7 +80,7 @@ def t_two_sided(t: float, df: float) -> float:
     if math.isinf(t):
         return 0.0
     square = t * t
-    # x = df / (df + t^2) and 1 - x, both computed without cancellation
+    # x = df / (df + t^2), and 1 - x; both are computed without cancellation
     return incomplete_beta(df / 2, 0.5, df / (df + square), square / (df + square))
 
 

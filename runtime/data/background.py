@@ -19,7 +19,7 @@ def saved_position(
 
     Args:
         state: the saved state.
-        identity: the entries that the state must have, because they determine the order of the data.
+        identity: the entries that determine the order of the data. The state must contain them with equal values.
         places: names of the entries that state the position.
         hint: the hint of the error if `identity` differs.
 
@@ -42,7 +42,7 @@ class BackgroundReader(ABC, Generic[Item]):
     """Computes items before they are requested. It is not thread-safe. Close it, or use it as a context manager.
 
     Args:
-        ahead: maximum number of items that are computed before they are requested.
+        ahead: the maximum number of items that are computed before they are requested.
     """
 
     def __init__(self, ahead: int) -> None:

@@ -28,8 +28,9 @@ class Corpus:
     Attributes:
         source: the source as the user stated it.
         split: "train" or "val".
-        files: (label, path) in order. The label is the path relative to the source.
-        in_val: returns whether a document with the given bytes is in val. None if the files determine the split.
+        files: pairs (label, path), in order. The label is the path relative to the source.
+        in_val: a function that returns whether a document with the given bytes is in val. None if the files determine
+            the split.
         bounds: the boundaries between documents; None for the default of each file format.
         left_out: labels of files that are in neither split. Files are left out if other files are named train and val.
     """
@@ -66,7 +67,8 @@ class Corpus:
             raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
 
     def listing(self) -> list[list[str | int]]:
-        """Returns label, path, size and modification time (ns) of each file. Together, they identify the documents.
+        """Returns the label, path, size and modification time (in ns) of each file. Together, they identify the
+        documents.
 
         Raises DataError if a file cannot be accessed.
         """
@@ -184,7 +186,8 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Returns whether a document (or path) with these bytes is in the val split. 1 in 10 is, by SHA-256."""
+    """Returns whether a document (or path) with these bytes is in the val split. This holds for 1 in 10, by their
+    SHA-256."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 
@@ -237,7 +240,8 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _named(label: str) -> str | None:
-    """Returns the split of a file: the first word of its name, or of its top-level folder. None if it is no split."""
+    """Returns the split of a file, which is the first word of its name or of its top-level folder. None if neither word
+    is a split."""
     parts = label.split("/")
     match = _SPLIT_NAME.match(parts[-1]) or (_SPLIT_NAME.match(parts[0]) if len(parts) > 1 else None)
     return match[1].lower() if match else None

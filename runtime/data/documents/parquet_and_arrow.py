@@ -7,7 +7,7 @@ from typing import Any
 from specc.runtime.data.documents.files import bounded, require_pyarrow
 from specc.runtime.data.errors import DataError, DataIntegrityError
 
-BATCH_ROWS = 256  # rows in memory at once, in addition to the row group that contains them
+BATCH_ROWS = 256  # the number of rows in memory at once, in addition to the row group that contains them
 
 
 def parquet_rows(path: Path) -> Iterator[bytes]:
@@ -44,7 +44,8 @@ def arrow_rows(path: Path) -> Iterator[bytes]:
             try:
                 reader = ipc.open_stream(memory)
                 batches = iter(reader)
-            except pyarrow.ArrowInvalid:  # the file format, which ends with an index; otherwise it is the stream format
+            # A file in the file format, which ends with an index; other files are in the stream format
+            except pyarrow.ArrowInvalid:
                 file = ipc.open_file(memory)
                 reader, batches = file, (file.get_batch(index) for index in range(file.num_record_batches))
             _require_text(path, reader.schema)

@@ -10,7 +10,7 @@ from specc.runtime.data.documents.files import bounded, open_file
 SEPARATOR = b"<|endoftext|>"
 # A .txt file of more than RUNNING_BYTES without any separator is running text. It is cut at line ends into documents of
 # one to two BLOCK_BYTES, so that it can be divided into splits, and memory is bounded. The file is not cut if the user
-# states the boundaries between documents.
+# specifies the boundaries between documents.
 RUNNING_BYTES = 256 * 1024
 BLOCK_BYTES = 16 * 1024
 _LINE_BYTES = 1024 * 1024
@@ -25,7 +25,8 @@ def is_blank(line: bytes) -> bool:
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
-    """Yields (bytes, whether they begin a line). The bytes are a line with its line end, or a part of a long line."""
+    """Yields pairs (bytes, whether they begin a line). The bytes are a line with its line end, or a part of a long
+    line."""
     begins = True
     while line := file.readline(_LINE_BYTES):
         yield line, begins
@@ -57,7 +58,7 @@ def separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]
             size += len(line)
             if size > files.DOCUMENT_BYTES:
                 bounded(b"".join(pending), path)
-            if may_run and size >= RUNNING_BYTES:  # running text, or a long first document
+            if may_run and size >= RUNNING_BYTES:  # the file is running text, or has a long first document
                 may_run = False
                 with open_file(path) as again:
                     running = not any(begins and ends(line) for line, begins in _lines(again))
@@ -78,7 +79,8 @@ def _blocks(text: bytes) -> Iterator[bytes]:
         cut = text.find(b"\n", start + BLOCK_BYTES, start + 2 * BLOCK_BYTES) + 1
         if not cut:
             cut = start + 2 * BLOCK_BYTES
-            while text[cut] & 0xC0 == 0x80 and cut > start + 2 * BLOCK_BYTES - 3:  # inside a UTF-8 character
+            # The position is inside a UTF-8 character
+            while text[cut] & 0xC0 == 0x80 and cut > start + 2 * BLOCK_BYTES - 3:
                 cut -= 1
         yield text[start:cut]
         start = cut

@@ -23,7 +23,7 @@ class LineFile:
         path: the file.
         pairs: the lines as tokens.
         sources, targets: both sides of the lines as text.
-        held_out: whether each line is held out, bool [N].
+        held_out: for each line, whether it is held out, bool [N].
     """
 
     path: Path

@@ -28,8 +28,8 @@ class SampleBatch:
     """The samples of a step of all ranks, in order.
 
     Attributes:
-        lengths: number of tokens of each source and of each target, without pads, i64 [N] each.
-        rows: returns the sources and targets of the given rows, i64 [n, width], on the given device.
+        lengths: the numbers of tokens of each source and of each target, without padding, i64 [N] each.
+        rows: a function that returns the sources and targets of the given rows, i64 [n, width], on the given device.
     """
 
     lengths: tuple[Ints, Ints]
@@ -47,7 +47,7 @@ class Samples(Protocol):
 
 
 class FixedSet:
-    """A set of N pairs in a new order for each epoch. Position k is sample k % N of epoch k // N.
+    """A set of N pairs, in a new order for each epoch. The sample at position k is sample k % N of epoch k // N.
 
     All tokens are stored on `device`. The order of an epoch is the argsort of SHAKE-256("specc pairs {seed} {epoch}")
     as N little-endian u64. Raises DataError if there are no pairs.
@@ -108,7 +108,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
     Args:
         samples: the sequence of samples.
         batch: number of rows per pass on this rank.
-        passes: number of passes per step. Each call of `next` returns a pass.
+        passes: the number of passes per step. Each call of `next` returns the data of one pass.
         device: device of the batches.
         rank, world: index of this process, and number of processes (see the module).
     """
@@ -123,7 +123,7 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self._samples, self._batch, self._passes = samples, batch, passes
         self._rank, self._world, self._device = rank, world, device
         self._position = self.samples = self.tokens = 0
-        self._taken = passes  # passes of the current step that were returned
+        self._taken = passes  # the number of passes of the current step that were returned
 
     def items(self) -> Iterator[tuple[SampleBatch, int]]:
         return _steps(self._samples, self._position, self.rows)
@@ -136,9 +136,9 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the next pass: source and target, i64 [batch, width], and its weight, f32 [].
 
-        The loss of a step is the mean over all target tokens of the step, without pads. Each pass has a mean loss and a
-        weight. The mean of their products, over all passes of all ranks, equals the loss of the step. `samples` and
-        `tokens` (of sources and targets, without pads) count the data of all ranks in whole steps.
+        The loss of a step is the mean over all target tokens of the step, without padding. Each pass has a mean loss
+        and a weight. The mean of the products of the two, over all passes of all ranks, equals the loss of the step.
+        `samples` and `tokens` (of sources and targets, without padding) count the data of all ranks, in complete steps.
         """
         if self._taken == self._passes:
             self._begin()
@@ -181,7 +181,8 @@ class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
         self._taken = self._passes
 
     def _identity(self) -> dict[str, int]:
-        return {"version": _STATE_VERSION, "pairs": int(self._samples.digest[:12], 16)}  # 48 bits: exact in any JSON
+        # 48 bits, which any JSON reader represents exactly
+        return {"version": _STATE_VERSION, "pairs": int(self._samples.digest[:12], 16)}
 
 
 def _steps(samples: Samples, position: int, rows: int) -> Iterator[tuple[SampleBatch, int]]:

@@ -25,7 +25,7 @@ class TextPairs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """N pairs as tokens. `source` and `target` are u8 [N, width]: characters, stop, pads."""
+    """N pairs as tokens. `source` and `target` are u8 [N, width]: characters, a stop token, padding."""
 
     source: Tokens
     target: Tokens
@@ -46,7 +46,8 @@ class Pairs:
         return Pairs(self.source[rows], self.target[rows])
 
     def within(self, tokens: int | None) -> "Pairs":
-        """Returns the longest prefix of the pairs whose targets have at most `tokens` tokens in total, stops included.
+        """Returns the longest prefix of the pairs whose targets have at most `tokens` tokens in total, including stop
+        tokens.
 
         The prefix has at least one pair. If `tokens` is None, returns all pairs.
         """
@@ -64,7 +65,7 @@ class Pairs:
 
 
 def lengths(tokens: Tokens) -> Ints:
-    """Returns the number of tokens of each row without pads, i64 [N]."""
+    """Returns the number of tokens of each row without padding, i64 [N]."""
     counts: Ints = (tokens != PAD).sum(axis=1, dtype=np.int64)
     return counts
 

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError
 
-Rows = npt.NDArray[np.uint8]  # [N, W]: ASCII, zeros after the end of each row
+Rows = npt.NDArray[np.uint8]  # [N, W], ASCII with zeros after the end of each row
 Ints = npt.NDArray[np.int64]
 
 VARIABLES = "achijknostxyz"
 FUNCTIONS = ("", "sin", "cos", "tan")
-LONGEST = 29  # maximum characters of a side
+LONGEST = 29  # the most characters of a side
 SYMBOLS = "()*+-0123456789" + VARIABLES  # every character of a line except `=`
 BLOCK = 1 << 16  # words per SHAKE-256 output
 
@@ -32,15 +32,16 @@ _A = np.array([a for a in range(-9, 9) if a])
 _B = np.array([b for b in range(-32, 32) if b])
 _LARGEST_A, _LARGEST_B = 9, 32
 _DRAWN_A, _DRAWN_B = ({*numbers.tolist()} for numbers in (_A, _B))
-_OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})  # by number of binomials
+# The possible outer factors, by number of binomials
+_OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
     """N lines in a canonical form of coefficients: outer * forms[0] * forms[1].
 
-    A form (a, b) is a*V + b. It is a binomial if b != 0; otherwise it is stored as (1, 0), which is V itself. A line is
-    printed as `outer * V ** (2 - binomials)` times its binomials, which are in print order.
+    A form (a, b) is a*V + b. If b != 0, the form is a binomial. Otherwise it is stored as (1, 0), which is V itself. A
+    line is printed as `outer * V ** (2 - binomials)` times its binomials, which are in print order.
 
     Attributes:
         variable: index into VARIABLES, i64 [N].
@@ -56,7 +57,8 @@ class Lines:
 
     @classmethod
     def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> "Lines":
-        """Brings products into canonical form: moves the coefficients of monomials to `outer`, and sorts the binomials.
+        """Returns the lines in canonical form: the coefficients of monomials are moved to `outer`, and binomials are
+        sorted.
 
         Args:
             variable: the index of the variable of each line, i64 [N].
@@ -71,7 +73,7 @@ class Lines:
         lone = b == 0
         outer = outer * np.where(lone, a, 1).prod(axis=1)
         forms = np.stack((np.where(lone, 1, a), b), axis=-1)
-        # Binomials come before monomials, and binomials that are printed with the constant first come before others.
+        # Binomials precede monomials, and binomials that are printed with the constant first precede other binomials.
         first = _constant_first(a, b)
         major, minor = np.where(first, b, a), np.where(first, a, b)
         rank = np.where(lone, 2, np.where(first, 0, 1)) * 1_000_000 + major * 1_000 + minor
@@ -86,7 +88,7 @@ class Lines:
 
     @property
     def structures(self) -> Ints:
-        """A unique number for the coefficients of each line, regardless of V, i64 [N]."""
+        """A number for each line that identifies its coefficients, regardless of V, i64 [N]."""
         key = self.outer + 81
         for i in range(2):
             key = (key * 19 + self.forms[:, i, 0] + _LARGEST_A) * 65 + self.forms[:, i, 1] + _LARGEST_B
@@ -106,7 +108,7 @@ class Lines:
         return self._printed(_expansions)
 
     def _printed(self, side: Callable[["Lines"], Rows]) -> Rows:
-        """Prints a side in blocks, which bounds memory."""
+        """Prints a side block by block, to limit memory."""
         return np.concatenate([side(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
 
     def sides(self) -> tuple[Rows, Rows]:
@@ -205,7 +207,7 @@ def _times(n: int) -> str:
 _NUMBERS = range(-1999, 2000)
 _number = _Table(str(n) for n in _NUMBERS)  # 7
 _signed = _Table(f"{n:+}" if n else "" for n in _NUMBERS)  # +7, nothing for 0
-_coefficient = _Table(_times(n) if n else "" for n in _NUMBERS)  # 7*, - for -1, nothing for 1
+_coefficient = _Table(_times(n) if n else "" for n in _NUMBERS)  # 7 is printed as `7*`, -1 as `-`, and 1 as nothing
 _added = _Table(("+" if n > 0 else "") + _times(n) if n else "" for n in _NUMBERS)  # +7*, + for 1, - for -1
 _NAMES = np.array([f"{name}({v})" if name else v for name in FUNCTIONS for v in VARIABLES], "S6")
 _NAME_BYTES = _NAMES.view(np.uint8).reshape(len(_NAMES), -1)

@@ -13,19 +13,19 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined, parse
 from specc.runtime.data.lines.task import Overlap, Task
 
-MOST_HELD_OUT = 100_000  # maximum lines of each split; the training stream excludes as many
+MOST_HELD_OUT = 100_000  # the most lines of each split; the training stream excludes this many lines of each
 MOST_DRAWN = (
     1 << 25
-)  # maximum lines to sample for a split; for 5 million training lines, structure-disjoint needs two fifths of it
+)  # the most lines to sample for a split; with 5 million training lines, structure-disjoint needs two fifths of this
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """A rule that selects held-out lines from a separate stream, in the order of sampling.
 
-    `apart` returns a number per line. A line is excluded if its number occurs in the training set, or if the line was
-    selected before. If `apart` is None, all lines are selected, with repeats. Their distribution is then that of the
-    training set.
+    `apart` returns a number for each line. A line is excluded if its number occurs in the training set, or if the line
+    was selected before. If `apart` is None, all lines are selected, including repeats, so that they have the
+    distribution of the training set.
     """
 
     name: str
@@ -94,12 +94,12 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 
 
 class Fresh:
-    """The endless stream "train" without the lines of the disjoint held-out splits.
+    """The endless stream "train", without the lines of the disjoint held-out splits.
 
     A line is excluded if it equals one of the first MOST_HELD_OUT lines of duplicate-free, or has the coefficients of
     one of the first MOST_HELD_OUT lines of structure-disjoint. Both splits are computed for a training set of the first
-    `count` lines of the stream, so none of these lines is excluded. About 1 in 10 of the later lines is excluded. The
-    remaining lines have the distribution of the stream.
+    `count` lines of the stream, so none of these first lines is excluded. About 1 in 10 of the later lines is excluded.
+    The remaining lines have the distribution of the stream.
     """
 
     def __init__(self, seed: int, count: int) -> None:

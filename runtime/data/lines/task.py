@@ -41,7 +41,7 @@ class Overlap:
     """The overlap of a set of lines with the training set.
 
     Attributes:
-        lines: fraction of the lines that equal a training line, 0 to 1.
+        lines: the fraction of the lines that equal a training line, 0 to 1.
         structures: fraction of the lines that have the same structure as a training line, 0 to 1.
         structure: human-readable name of the structure, such as `coefficients`.
     """
@@ -77,7 +77,7 @@ class Task(ABC, Generic[Set]):
     @property
     @abstractmethod
     def training(self) -> Set:
-        """The fixed training set. If training draws fresh lines, the first lines are this set."""
+        """The fixed training set. If training draws fresh lines, its first lines are this set."""
 
     @property
     @abstractmethod
@@ -86,7 +86,7 @@ class Task(ABC, Generic[Set]):
 
     @abstractmethod
     def stream(self) -> LineStream:
-        """Returns an endless stream of training lines, without lines that are reserved for held-out splits."""
+        """Returns an endless stream of training lines, which omits lines that are reserved for held-out splits."""
 
     @abstractmethod
     def first(self, count: int) -> Set:

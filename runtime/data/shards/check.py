@@ -1,4 +1,4 @@
-"""Checks a folder of token shards: reads it in pieces, and reports its content and all problems."""
+"""Checks a folder of token shards. The folder is read in pieces, and its content and all problems are reported."""
 
 import hashlib
 from collections import Counter
@@ -16,7 +16,7 @@ from specc.runtime.data.shards.shard_file import Tokens, TokenShard, byte_counts
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
-PIECE = 4 * 1024 * 1024  # tokens that are read at once
+PIECE = 4 * 1024 * 1024  # the number of tokens that are read at once
 SPLITS: tuple[Split, ...] = ("val", "train")
 
 Progress = Callable[[int, int], None]
@@ -146,8 +146,8 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
 class _Check:
     def __init__(self, checked: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
         self._checked, self._record, self._progress = checked, record, progress
-        self._hashes: dict[str, str] = {}  # digest of a shard's tokens -> name of the first such shard
-        self._bits: dict[int, str] = {}  # width of the tokens -> name of the first such shard
+        self._hashes: dict[str, str] = {}  # for each digest of a shard's tokens, the name of the first such shard
+        self._bits: dict[int, str] = {}  # for each width of tokens, the name of the first such shard
         self._done = self._total = 0
 
     def run(self) -> None:
@@ -156,7 +156,7 @@ class _Check:
             paths[split_of(path.name)].append(path)
         for path in paths[None]:
             if holds_byte_counts(path.name):
-                continue  # read with its shard
+                continue  # skipped, because it is read together with its shard
             self._report(path, "this file is not read: its name contains neither train nor val")
         self._total = sum(path.stat().st_size for split in SPLITS for path in paths[split] if path.is_file())
         hashes = {split: self._split(split, paths[split]) for split in SPLITS}
@@ -269,7 +269,7 @@ class _Check:
 
 
 def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
-    """Yields (length, digest) of each document when it ends. The last document ends with the tokens.
+    """Yields a pair (length, digest) for each document as soon as it ends. The last document ends with the last token.
 
     Tokens before the first BOS count as a document.
     """
@@ -278,7 +278,7 @@ def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, b
         ended = []
         stored = tokens.astype(tokens.dtype.newbyteorder("<"))
         for index, part in enumerate(np.split(stored, np.flatnonzero(tokens == bos))):
-            if index:  # begins with BOS
+            if index:  # the tokens begin with BOS
                 if begun:
                     ended.append((length, hasher.digest()))
                 hasher, length, begun = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, True

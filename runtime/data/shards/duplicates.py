@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-MOST = 2**24  # hashes per split: 128 MiB
-DIGEST_BYTES = 8  # the probability of any collision among MOST different documents is 1 in 130,000
+MOST = 2**24  # the most hashes per split, which take 128 MiB
+DIGEST_BYTES = 8  # at this size, the probability of any collision among MOST different documents is 1 in 130,000
 
 
 class Hashes:
     """A set of hashes of the documents of a split.
 
-    If there are more than MOST hashes, the set contains only those whose first `level` bits are 0. This is a sample of
-    about `2**-level` of all hashes. Copies of a document have the same hash, so the sample contains all copies or none.
-    Counts of the sample can therefore be scaled up.
+    If there are more than MOST hashes, the set contains only those whose first `level` bits are 0. They are a sample of
+    about `2**-level` of all hashes. Copies of a document have equal hashes, so the sample contains either all copies or
+    none, and counts over the sample can be scaled up.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -33,7 +33,7 @@ class Hashes:
             self._count = len(self._parts[0])
 
     def at(self, level: int) -> npt.NDArray[np.uint64]:
-        """Returns the hashes of the sample of a `level`, u64 [N]. `level` must be at least `self.level`."""
+        """Returns the hashes in the sample of level `level`, u64 [N]. `level` must be at least `self.level`."""
         return _within(np.concatenate([np.zeros(0, np.uint64), *self._parts]), level)
 
     def repeated(self) -> int:

@@ -28,7 +28,8 @@ from specc.runtime.storage.atomic import sync_folder
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """Shards and their tokenizer in a dataset repository. `folder` and `tokenizer` are paths in the repository."""
+    """The shards of a data set and their tokenizer, in a repository on the hub. `folder` and `tokenizer` are paths in
+    the repository."""
 
     repository: str
     folder: str
@@ -53,9 +54,9 @@ def fetch(
     """Downloads the tokenizer, all val shards and the first `shards` train shards of a set into `out`.
 
     Every file is compared with the size and the digest that the hub states before it is renamed to its final name.
-    Existing files are compared too, and not downloaded again. An interrupted download can therefore be resumed, and
-    more shards can be added later. A complete folder remains usable until all additional shards are downloaded. The
-    record is written last.
+    Existing files are compared in the same way, and not downloaded again. An interrupted download can therefore be
+    resumed, and more shards can be added later. A complete folder remains usable until all additional shards are
+    downloaded. The record is written last.
 
     Args:
         name: a key of SETS.
@@ -85,7 +86,8 @@ def fetch(
         listed = [*api.list_repo_tree(where, wanted.folder, repo_type="dataset", revision=commit)]
         listed += api.get_paths_info(where, [wanted.tokenizer], repo_type="dataset", revision=commit)
     source = Repository(where, "dataset", commit)
-    remote = {entry.path: RemoteFile.of(entry) for entry in listed if hasattr(entry, "blob_id")}  # others are folders
+    # All other entries are folders
+    remote = {entry.path: RemoteFile.of(entry) for entry in listed if hasattr(entry, "blob_id")}
     chosen = _chosen(remote, wanted, shards, str(source), out)
     say(f"{source}: {len(chosen)} files, {sum(file.size for file in chosen):,} bytes")
     try:
@@ -113,7 +115,7 @@ def fetch(
 
 
 _DOWNLOADS = ".downloads"
-_SET = f"{_DOWNLOADS}/set"  # this file contains the name of the set that is being downloaded
+_SET = f"{_DOWNLOADS}/set"  # while a download is in progress, this file contains the name of the set
 
 
 def _previous(out: Path, name: str) -> ShardRecord | None:

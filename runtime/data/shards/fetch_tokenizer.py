@@ -29,7 +29,7 @@ class HubTokenizer:
     Attributes:
         repository, path: the repository, and the path of the file in it.
         kind: the kind of the repository.
-        content: returns the content of the tokenizer's file, given the path of the download.
+        content: a function that returns the content of the tokenizer's file, given the path of the download.
     """
 
     repository: str

@@ -32,7 +32,8 @@ class Repository:
 class RemoteFile:
     """A file in the repository.
 
-    `size` is in bytes. If the hub stores the file in git and not in LFS, `sha256` is None, and `blob` is its git id.
+    `size` is in bytes. If the hub stores the file in git instead of LFS, `sha256` is None, and `blob` is the git id of
+    the file.
     """
 
     path: str
@@ -50,7 +51,7 @@ class RemoteFile:
         return cls(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
 
     def fault(self, path: Path) -> str | None:
-        """Returns how the file at `path` differs from this file; None if it is identical."""
+        """Describes the difference between the file at `path` and this file. Returns None if they are identical."""
         size = path.stat().st_size
         if size != self.size:
             return f"{size:,} bytes, not {self.size:,}"
@@ -71,8 +72,8 @@ def client() -> Any:
 
 @contextmanager
 def requests(repository: str) -> Iterator[None]:
-    """A context manager that converts all exceptions to EnvironmentFailure. The hub's client raises exceptions of many
-    libraries."""
+    """A context manager that converts all exceptions to EnvironmentFailure, because the hub's client raises exceptions
+    of many libraries."""
     try:
         yield
     except Exception as error:

@@ -22,7 +22,8 @@ from specc.runtime.errors import cannot_write
 from specc.runtime.storage.atomic import sync_folder
 
 Progress = Callable[[Split, int], None]
-SPLITS: tuple[Split, ...] = ("val", "train")  # val first: it is small, so an empty val split is reported early
+# Val is first, because it is small and an empty val split is then reported early
+SPLITS: tuple[Split, ...] = ("val", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class PackOptions:
 def pack(
     options: PackOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
 ) -> ShardRecord:
-    """Creates the folder. The same input results in the same bytes.
+    """Creates the folder. The same input gives the same bytes.
 
     If the tokenizer is not lossless, the val split has the byte counts of its tokens, from which bits per byte are
     computed.
@@ -89,7 +90,7 @@ def pack(
         more = f" and {len(left) - 3:,} more" * (len(left) > 3)
         say(f"left out, because their names begin with neither train nor val: {', '.join(left[:3])}{more}")
     listings = [corpus.listing() for corpus in corpora.values()]
-    name = ", ".join(Path(source).absolute().name for source in options.sources)  # the last component only
+    name = ", ".join(Path(source).absolute().name for source in options.sources)  # only the last component of the path
     out = options.out.expanduser().resolve()
     with _staged(out) as folder:
         for file in tokenizer_files(tokenizer_name, options.search):
@@ -162,7 +163,7 @@ def _staged(out: Path) -> Iterator[Path]:
         try:
             if out.exists():
                 _require_replaceable(out)
-            for stray in staging.iterdir():  # left by an interrupted run
+            for stray in staging.iterdir():  # files that an interrupted run left
                 shutil.rmtree(stray) if stray.is_dir() and not stray.is_symlink() else stray.unlink()
             begin_record(staging)
             yield staging
@@ -181,8 +182,8 @@ def _staged(out: Path) -> Iterator[Path]:
 def _require_replaceable(out: Path) -> None:
     """Raises DataError if the empty folder `out` cannot be renamed, such as a mount point.
 
-    The check runs before packing. It renames the folder and renames it back, because there is no other reliable test
-    for all kinds of mounts.
+    The check runs before packing. It renames the folder and renames it back, because no other test is reliable for all
+    kinds of mounts.
     """
     aside = out.with_name(f".{out.name}.aside")
     try:

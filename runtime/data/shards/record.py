@@ -1,6 +1,6 @@
 """The record of a folder of shards, `shards.json`: its files, their content, and the tokenizer that wrote them.
 
-An empty record marks a folder that is not complete. Shards in such a folder are not read.
+An empty record marks an incomplete folder, whose shards are not read.
 """
 
 from collections.abc import Mapping
@@ -67,7 +67,7 @@ class ShardRecord(StrictModel):
         Args:
             source: the source of the text, as the user stated it.
             tokenizer: the tokenizer of the shards.
-            marks: where BOS tokens are.
+            marks: where BOS tokens are placed.
             splits: the shards of each split.
 
         Raises:

@@ -34,7 +34,7 @@ class ShardFormat:
     Attributes:
         magic, version: the first two numbers of the header.
         dtype: little-endian dtype of the tokens.
-        highest: the highest token id. Tokens of 32 bits use only 31, so that they can be viewed as i32.
+        highest: the highest token id. 32-bit tokens use only 31 bits, so that they can be viewed as i32.
     """
 
     magic: int
@@ -47,7 +47,8 @@ class ShardFormat:
         return 8 * int(self.dtype.itemsize)
 
     def file_bytes(self, tokens: int) -> int:
-        """Returns the size in bytes of a file with this number of tokens. It is also the offset of the next token."""
+        """Returns the size in bytes of a file with this number of tokens, which is also the offset of the next
+        token."""
         return HEADER_BYTES + int(self.dtype.itemsize) * tokens
 
     def header(self, tokens: int) -> bytes:
@@ -88,8 +89,8 @@ class ShardWriter:
     def write(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
         """Appends tokens of any integer dtype.
 
-        Raises ValueError if a token is negative or above the highest of the format, or if the shard would exceed
-        MAX_TOKENS tokens.
+        Raises ValueError if a token is negative or above the highest token id of the format, or if the shard would
+        exceed MAX_TOKENS tokens.
         """
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > self.form.highest):
             raise ValueError(f"tokens of a shard must be in 0..{self.form.highest}")
@@ -113,7 +114,7 @@ class ShardWriter:
 
 
 class TokenShard:
-    """An open shard with a validated header and a size of exactly 1024 bytes and two or four bytes per token.
+    """An open shard. Its header is valid, and its size is exactly 1,024 bytes plus two or four bytes per token.
 
     Attributes:
         path: the file.
@@ -130,7 +131,7 @@ class TokenShard:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            # O_NONBLOCK, because opening a named pipe would block
+            # with O_NONBLOCK, opening a named pipe does not block
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
@@ -232,7 +233,7 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
 
 
 def holds_byte_counts(name: str) -> bool:
-    """Returns whether a file holds byte counts of the tokens of a shard, by its name."""
+    """Returns whether a file with this name holds the byte counts of a shard's tokens."""
     return _BYTES_IN_NAME.search(name) is not None and _SPLIT_IN_NAME.search(name) is not None
 
 

@@ -13,8 +13,8 @@ Codes = npt.NDArray[np.integer[Any]]  # code points
 Tokens = npt.NDArray[np.uint8]
 
 PAD, START, STOP = 0, 1, 2
-SPECIAL = 3  # number of ids before the first character
-_SHOWN = 60  # maximum characters of a line in a message
+SPECIAL = 3  # the number of ids before the first character
+_SHOWN = 60  # the most characters of a line in a message
 
 
 def lines_of(text: str) -> list[str]:
@@ -24,9 +24,11 @@ def lines_of(text: str) -> list[str]:
 
 
 class CharTokenizer:
-    """A tokenizer with one token per character. Ids: 0 pad, 1 start, 2 stop, then the characters of `chars` in order.
+    """A tokenizer with one token per character. The ids are 0 for padding, 1 for start and 2 for stop, followed by the
+    characters of `chars` in order.
 
-    A line is stored as its tokens, then stop, then pads. Start is not stored: it is the first input of a decoder.
+    A line is stored as its tokens, followed by stop and padding. Start is not stored, because it is only the first
+    input of a decoder.
 
     Raises DataError if a character occurs twice or is NUL, or if there are no characters or more than MOST.
     """
@@ -42,7 +44,7 @@ class CharTokenizer:
         self.chars = chars
         self.vocab = SPECIAL + len(chars)
         self._codes = _codes([chars])[0]
-        self._ids = np.zeros(int(self._codes.max()) + 1, np.uint8)  # by code point; 0 for unknown characters
+        self._ids = np.zeros(int(self._codes.max()) + 1, np.uint8)  # the ids by code point; 0 for unknown characters
         self._ids[self._codes] = np.arange(SPECIAL, self.vocab)
 
     def encode(self, text: str) -> Tokens:
@@ -50,14 +52,14 @@ class CharTokenizer:
         return self.encode_rows([text], len(text) + 1)[0, :-1]
 
     def encode_rows(self, lines: Sequence[str], width: int) -> Tokens:
-        """Returns tokens, u8 [N, width]: characters, stop, pads.
+        """Returns tokens, u8 [N, width]: characters, stop, padding.
 
         Raises LineError if a line has `width` or more characters, or a character that is not in the vocabulary.
         """
         for row, line in enumerate(lines):
             if "\0" in line:
                 raise self._unknown(row, line, "\0")
-            if len(line) >= width:  # checked before a table of the longest line is allocated
+            if len(line) >= width:  # this is checked before a table as wide as the longest line is allocated
                 raise _too_long(row, line, width)
         return self.encode_codes(_codes(lines), width)
 
@@ -84,7 +86,8 @@ class CharTokenizer:
         return LineError(row, message, f"its characters are {self.chars}")
 
     def decode(self, ids: Sequence[int] | Codes) -> str:
-        """Returns the text before the first stop, without pad and start. Raises DataError if an id is out of range."""
+        """Returns the text before the first stop, without padding and start. Raises DataError if an id is out of
+        range."""
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
     def decode_rows(self, ids: Codes) -> list[str]:

@@ -16,7 +16,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
     """Returns the tokenizer that a text spec names.
 
     Raises DataError if the spec is not for text, the tokenizer is not found, its ids exceed the model's vocabulary, or
-    its BOS id differs from the separator id that the spec states.
+    its BOS id differs from the id that starts a document in the spec.
     """
     data = spec.train.data
     if not isinstance(data, TextData):
@@ -28,7 +28,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
     for path, mark in spec.model.marks:
-        if mark != tokenizer.bos:  # otherwise no start of a document would be detected, and no error would occur
+        if mark != tokenizer.bos:  # otherwise, no document start would be detected, and no error would be reported
             written = "writes none" if tokenizer.bos is None else f"writes {tokenizer.bos}"
             message = f"{dotted(path)} is {mark}, but {tokenizer.name} {written} before each document"
             raise DataError(message, "use the id of the tokenizer, or remove the key")

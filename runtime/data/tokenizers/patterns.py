@@ -13,8 +13,9 @@ _IN_LINE = _WHITE.replace("\t-\r", "\t\x0b\x0c")
 class Pattern:
     r"""A pre-tokenizer.
 
-    `\s+(?!\S)` backtracks by recursion. Runs of white space near a million characters overflow the stack of the regex
-    engine. Long runs are therefore cut out first, at positions where the pattern always cuts.
+    `\s+(?!\S)` backtracks by recursion. Runs of nearly a million white-space characters overflow the stack of the regex
+    engine. The text is therefore first divided before and after long runs, at positions where the pattern always
+    divides it.
 
     Attributes:
         regex: the regular expression. Its matches are the pieces.
@@ -27,11 +28,11 @@ class Pattern:
     @property
     def onig(self) -> str:
         """The regular expression for Oniguruma, the engine of `tokenizers`. Quantifiers are greedy, because `{1,3}+` is
-        not possessive in Oniguruma. `$` is replaced, because it is the end of any line there."""
+        not possessive in Oniguruma. `$` is replaced, because in Oniguruma it matches at the end of every line."""
         return re.sub(r"([+*?}])\+", r"\1", self.regex).replace("$", r"\z")
 
     def segments(self, text: str) -> list[str]:
-        """Cuts `text` before each long run of white space, and before the last character of the run."""
+        """Divides `text` before each long run of white space, and before the last character of the run."""
         cuts = [0]
         for match in re.finditer(f"[{self.white}]{{2000,}}+(?![{_WHITE}])", text):
             if match.end() < len(text):  # a run at the end matches without backtracking

@@ -1,4 +1,5 @@
-"""Ranks of byte-level BPE: the tokens in the order of their merges. Converts them between tiktoken and `tokenizers`."""
+"""Ranks of byte-level BPE, which are the tokens in the order of their merges, and their conversion between tiktoken and
+`tokenizers`."""
 
 import base64
 import json
@@ -39,8 +40,8 @@ def rank_file(ranks: Ranks) -> bytes:
 def tokenizer_json(ranks: Ranks, pattern: str, special: Sequence[str]) -> str:
     """Returns a `tokenizer.json` that produces the same ids as tiktoken.
 
-    tiktoken merges any two tokens whose concatenation has a rank. Every pair of this kind is therefore a merge of the
-    file. tiktoken does not split a piece that is itself a token; the file sets `ignore_merges` for this.
+    tiktoken merges any two tokens whose concatenation has a rank, so the file lists every such pair as a merge.
+    tiktoken does not split a piece that is itself a token, so the file sets `ignore_merges`.
 
     Args:
         ranks: the tokens by rank.

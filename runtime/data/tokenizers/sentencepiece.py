@@ -76,7 +76,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         Raises:
             DataError: U+2581 alone is not a piece. Spaces then become three byte pieces or unknown tokens, and
-                counting bytes by pieces is wrong, by about 20 % on English text.
+                byte counts by piece would be wrong, by about 20 % on English text.
         """
         model, ids = self._model, range(self.vocab)
         pieces = [str(model.id_to_piece(i)) for i in ids]

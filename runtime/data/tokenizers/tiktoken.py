@@ -24,7 +24,7 @@ from specc.runtime.data.tokenizers.tokenizer import (
 )
 
 SEPARATOR = "<|endoftext|>"
-# characters; if the pattern looks ahead, longer runs of white space overflow the stack of the regex engine
+# in characters; with a pattern that looks ahead, longer runs of white space overflow the stack of the regex engine
 _MOST_BLANK = re.compile(r"\s{500000}")
 # Invalid UTF-8 bytes, as represented by the "surrogateescape" handler.
 _ESCAPED = re.compile("([\udc80-\udcff]+)")
@@ -60,7 +60,7 @@ class TiktokenTokenizer(Tokenizer):
             from tiktoken import Encoding
         except ImportError:
             raise missing_package(path, "tiktoken") from None
-        # tiktoken's own loader caches local files in a temporary folder by path, so it would miss changes of a file.
+        # tiktoken's own loader caches local files by path in a temporary folder, so it would miss changes to a file.
         data = read_file(Path(path))
         ranks = parse_ranks(data, Path(path))
         self.name = Path(path).name
@@ -124,7 +124,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _numbered(special: Mapping[str, int | None], ranks: Mapping[bytes, int], path: Path) -> dict[str, int]:
-    """Returns the ids of special tokens. A token without a stated id has the id after the previous token.
+    """Returns the ids of special tokens. A token without an explicit id gets the id after that of the previous token.
 
     Raises DataError if an id is that of a rank or of another special token.
     """

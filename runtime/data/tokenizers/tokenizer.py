@@ -21,7 +21,8 @@ class PieceBytes:
     """A table of the bytes of text that each token represents, as in OpenAI's parameter-golf challenge.
 
     A target y after a token x counts as `base[y]` bytes, plus 1 if y starts with a space mark and x is not a boundary.
-    The space that a SentencePiece model inserts before a document is not part of the document, so it does not count.
+    The space that a SentencePiece model inserts before a document does not count, because it is not part of the
+    document.
 
     Attributes:
         base: bytes without a leading space mark, i64 [vocab]; 0 for control, unknown and unused ids.
@@ -73,18 +74,19 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def piece_bytes(self) -> PieceBytes:
-        """Returns the table of bytes per token. Raises DataError if bytes cannot be counted by tokens."""
+        """Returns the table of bytes per token. Raises DataError if the bytes of a text cannot be counted
+        from its tokens."""
 
     def byte_counts(self, text: bytes, ids: TokenArray) -> npt.NDArray[np.int64]:
-        """Returns the bytes of a document that each of its ids stands for, i64 [len(ids)].
+        """Returns the number of bytes of a document that each of its ids represents, i64 [len(ids)].
 
         Args:
             text: the document.
             ids: the result of `encode`.
 
         Returns:
-            The counts. Their sum is `len(text)`. A byte that no token represents counts for the next token, or for the
-            last token if there is no next one.
+            The counts. Their sum is `len(text)`. A byte that no token represents is counted with the next token, or
+            with the last token if there is no next token.
         """
         counts = np.diff(np.maximum.accumulate(self._ends(text, ids)), prepend=0)
         if counts.size:

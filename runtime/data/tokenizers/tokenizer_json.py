@@ -24,7 +24,7 @@ from specc.runtime.data.tokenizers.tokenizer import (
 
 MODELS = ("BPE", "Unigram")
 SPACE_MARK = "\u2581"
-# The usual names of the token that separates documents, if no post-processor inserts one.
+# The usual names of the token that separates documents, for files whose post-processor inserts none.
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<|bos|>", "<bos>", "<s>", "</s>", "<eos>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -32,7 +32,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 def byte_spelling() -> Mapping[str, int]:
     """Returns the characters that stand for bytes in byte-level vocabularies, as in GPT-2.
 
-    Printable characters of Latin-1 stand for themselves, and the others for code points from 256 on, in order.
+    Bytes that are printable characters in Latin-1 are represented by these characters, and all other bytes by the code
+    points from 256 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
@@ -66,7 +67,7 @@ class JsonTokenizer(Tokenizer):
         data = read_file(Path(path))
         try:
             content, self._library = json.loads(data), Library.from_str(data.decode("utf-8"))
-        except Exception as error:  # the library raises no narrower class
+        except Exception as error:  # the library raises no more specific class
             hint = "copy the file again, or update tokenizers"
             raise DataError(f"{path}: not a tokenizer.json: {str(error)[:200]}", hint) from None
         kind = type(self._library.model).__name__
@@ -134,7 +135,7 @@ class JsonTokenizer(Tokenizer):
 
 
 def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str, Any]]:
-    """Yields the steps of a normalizer, pre-tokenizer or decoder, which may be a sequence."""
+    """Yields the steps of a normalizer, pre-tokenizer or decoder, which may be a single step or a sequence."""
     if part is not None and part["type"] == "Sequence":
         for inner in part[members]:
             yield from _steps(inner, members)
@@ -143,8 +144,8 @@ def _steps(part: Mapping[str, Any] | None, members: str) -> Iterator[Mapping[str
 
 
 def _pieces(content: Mapping[str, Any], words: Mapping[str, int], specials: set[int], vocab: int) -> list[bytes] | None:
-    """Returns the bytes of each id; empty for special and unused ids. Returns None if decoding is more than a
-    concatenation of these bytes."""
+    """Returns the bytes of each id, which are empty for special and unused ids. Returns None if decoding does more than
+    concatenate these bytes."""
     decoders = list(_steps(content.get("decoder"), "decoders"))
     kinds = [step["type"] for step in decoders]
     spelling = byte_spelling()

@@ -15,7 +15,7 @@ from specc.runtime.data.tokenizers.tokenizer import missing_package
 from specc.runtime.errors import cannot_write
 from specc.runtime.storage.atomic import create_folder, write_atomically
 
-_LINE_CHARACTERS = 4096  # SentencePiece leaves out longer sentences
+_LINE_CHARACTERS = 4096  # SentencePiece skips longer sentences
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class TrainingText:
         sources, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`. Only the train split is read.
         out: the file to write. Its suffix selects the kind: `.json` or `.tiktoken` for a byte-level BPE, or `.model`
             for SentencePiece.
-        vocab: number of ids, special tokens included.
+        vocab: the number of ids, including special tokens.
         pattern: the pre-tokenizer of a byte-level BPE: a name in PATTERNS, or a regular expression of Oniguruma.
         special: the special tokens of a byte-level BPE. Their ids follow the merged tokens.
         most_bytes: the maximum number of bytes of documents to read.
@@ -95,7 +95,7 @@ def _byte_level(options: TrainingText, texts: Iterator[str]) -> bytes:
     library = Tokenizer(models.BPE())
     try:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    except Exception as error:  # the library raises no narrower class
+    except Exception as error:  # the library raises no more specific class
         message = f"the pattern {options.pattern!r} is not a regular expression: {error}"
         raise DataError(message, f"use one of {', '.join(PATTERNS)}, or a regular expression of Oniguruma") from None
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

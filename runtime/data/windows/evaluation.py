@@ -25,7 +25,7 @@ class WindowPlan:
         stride: distance between windows in tokens, 1 to `length`. None selects `length`: windows do not overlap. With a
             smaller stride, each target after the first window has at least length - stride tokens of context (sliding
             evaluation).
-        unscored: number of targets at the start of each window that are not scored, because they are inputs too.
+        unscored: the number of targets at the start of each window that are not scored.
     """
 
     length: int
@@ -45,7 +45,8 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A window with inputs [start, start + length) of the stream and targets one token later.
+    """A window whose inputs are the tokens [start, start + length) of the stream. Its targets are the tokens one
+    position later.
 
     Only the last `new` targets are scored.
     """
@@ -77,11 +78,11 @@ class Windows:
         return Window(start, end - start, end - self.before(k))
 
     def before(self, k: int) -> int:
-        """Returns the number of targets that the windows before window `k` score."""
+        """Returns the number of targets that are scored by the windows before window `k`."""
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
-        """Divides the windows into ranges of about `tokens` targets each; a single range if `tokens` is None.
+        """Divides the windows into ranges of about `tokens` targets each. If `tokens` is None, there is a single range.
 
         Each range ends with the first window that reaches a multiple of `tokens`.
         """

@@ -1,11 +1,12 @@
-"""Prefetched batches of windows of a token stream. Loading resumes exactly. The order is the same for any rank count.
+"""Prefetched batches of windows of a token stream. Loading resumes exactly. The order does not depend on the number of
+ranks.
 
-The stream is divided into blocks of `length` tokens. A window is a block plus the next token, so that targets are the
-inputs shifted by one, and no target is lost between blocks. All ranks derive the same order of windows per epoch.
+The stream is divided into blocks of `length` tokens. A window is a block plus the next token. The targets are the
+inputs shifted by one token, and no target is lost between blocks. All ranks derive the same order of windows per epoch.
 A global step uses the next `batch * world` windows, and rank r gets those at indices k with k % world == r. If each
 rank's `batch` is the global batch divided by `world`, every step therefore trains on the same windows for any `world`.
 The last batch of an epoch is completed with windows of the next epoch; nothing is dropped. With the order `best_fit`,
-rows of documents (see `packing`) take the place of the windows.
+rows of documents (see `packing`) replace the windows.
 
 A background thread reads ahead. It makes no CUDA calls, because most calls from another thread would invalidate a CUDA
 graph capture. For a GPU, the caller's thread starts the copy of each batch one call early, on a separate CUDA stream.
@@ -31,8 +32,8 @@ from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
 
 Order = Literal["sequential", "coprime_stride", "best_fit"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride", "best_fit")
-# Version of a saved state and its order. Version 1 allowed every coprime stride. A run resumes with the version of its
-# state.
+# The version of a saved state and its order. Version 1 allowed every coprime stride. A run resumes with the version of
+# its state.
 _STATE_VERSION = 2
 _STATE_VERSIONS = (1, 2)
 # Pairs (multiples, part). Let d be the distance from 0 of a multiple of the stride, modulo the number of blocks. The
@@ -102,10 +103,9 @@ def _draw(seed: int, epoch: int, what: str, bound: int) -> int:
 
 
 def _comes_back(stride: int, blocks: int) -> bool:
-    """Returns whether a few steps of a stride return close to its start (see _TOO_NEAR). False if there are few blocks.
-
-    A small stride does so, and also a stride close to a simple fraction of the number of blocks. Windows of a training
-    step would then be adjacent.
+    """Returns whether a few steps of a stride lead back close to the start (see _TOO_NEAR). False if there are few
+    blocks. Small strides do so, and strides close to a simple fraction of the number of blocks. A training step would
+    then contain adjacent windows.
     """
     for multiples, part in _TOO_NEAR:
         for k in range(1, multiples + 1 if blocks > part else 1):
@@ -117,13 +117,13 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """Two counts of tokens of documents: those that packed rows left out, and all that were read."""
+    """Two token counts of documents: the tokens that packed rows left out, and all tokens that were read."""
 
     cropped: int
     tokens: int
 
 
-# Epoch and index of a window, the function that reads its tokens, and the number of tokens that it leaves out.
+# The epoch and index of a window, the function that reads its tokens, and the number of tokens that it leaves out.
 _Row = tuple[int, int, Callable[[], Tokens], int]
 
 
@@ -201,7 +201,7 @@ class Loader(BackgroundReader[_Step]):
         rank, world: index of this process, and number of processes (see the module).
         prefetch: maximum number of batches that the background thread reads ahead.
         device: device of the batches. On a GPU, the next batch is copied during the computation of the current batch.
-        bos: the id that starts a document, which "best_fit" needs.
+        bos: the id that starts a document; required by "best_fit".
 
     Attributes:
         crop: the tokens that packed rows have left out since this loader was created or restored.
@@ -241,7 +241,7 @@ class Loader(BackgroundReader[_Step]):
         self._epoch = 0
         self._position = 0
         self._transfer = Transfer(torch.device(device))
-        self._sent: tuple[Batch, _Step] | None = None  # the next batch, whose copy to a GPU has started
+        self._sent: tuple[Batch, _Step] | None = None  # the next batch; its copy to a GPU has already started
 
     def items(self) -> Iterator[_Step]:
         return self._plan.steps(self._stream, self._epoch, self._position)
@@ -258,7 +258,8 @@ class Loader(BackgroundReader[_Step]):
         batch, step = self._sent or self._send()
         self._sent, self._epoch, self._position = None, step.epoch, step.position
         self.crop = Crop(self._before.cropped + step.crop.cropped, self._before.tokens + step.crop.tokens)
-        batch = self._transfer.arrived(batch)  # called first, so that this batch does not wait for the next copy
+        # Called before the next copy starts, so that this batch does not wait for that copy
+        batch = self._transfer.arrived(batch)
         if self._transfer.ahead and self.ready:
             self._sent = self._send()
         return batch
@@ -289,14 +290,14 @@ class Loader(BackgroundReader[_Step]):
 
     def _identity(self) -> dict[str, int]:
         return {
-            "stream": int(self._stream.digest[:12], 16),  # 48 bits: exact in any JSON reader
+            "stream": int(self._stream.digest[:12], 16),  # 48 bits, which any JSON reader represents exactly
             "length": self._plan.length,
             "order": ORDERS.index(self._plan.order),
             "seed": self._plan.seed,
         }
 
     def cropped_share(self) -> float | None:
-        """Returns the share of the tokens of documents that packed rows left out so far; None for other orders."""
+        """Returns the fraction of document tokens that packed rows have left out so far; None for other orders."""
         return self.crop.cropped / self.crop.tokens if self._plan.order == "best_fit" and self.crop.tokens else None
 
     def close(self) -> None:

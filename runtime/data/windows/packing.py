@@ -1,8 +1,8 @@
 """Best-fit packing of documents into rows, as in nanochat (dataloader of July 2026).
 
-A document is BOS followed by its tokens. A row repeatedly takes the largest document of a buffer that fits into the
-rest of the row. If none fits, the row takes the beginning of the shortest document, whose end is left out. No row has
-pads, and every row begins with BOS.
+A document is BOS followed by its tokens. A row is filled with the largest document in a buffer that fits into the rest
+of the row, again and again. If none fits, the row is completed with the beginning of the shortest document, whose end
+is left out. Rows have no padding, and every row begins with BOS.
 """
 
 import bisect
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from specc.runtime.data.shards.shard_file import Tokens
 from specc.runtime.data.windows.stream import TokenStream
 
-BUFFER = 1000  # documents to choose from
-_PIECE = 4 * 1024 * 1024  # tokens per read in the search for BOS
+BUFFER = 1000  # the number of documents to choose from
+_PIECE = 4 * 1024 * 1024  # the number of tokens per read in the search for BOS
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,9 @@ class PackedRow:
     """A row of documents.
 
     Attributes:
-        parts: (document, tokens) in order: the index of a document, and the number of its first tokens in the row.
-        cropped: tokens of the last document that are left out.
+        parts: pairs (document, tokens), in order: the index of a document, and how many of its first tokens are in the
+            row.
+        cropped: the number of tokens of the last document that are left out.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -36,12 +37,12 @@ def best_fit(documents: Iterable[tuple[int, int]], capacity: int, buffer: int = 
     """Yields full rows. Remaining documents, which cannot fill a row, are left out.
 
     Args:
-        documents: (index, length in tokens) in the order in which they enter the buffer.
+        documents: pairs (index, length in tokens), in the order in which the documents enter the buffer.
         capacity: tokens of a row.
         buffer: number of documents to choose from. Among documents of equal length, the earliest is chosen.
     """
     coming = enumerate(documents)
-    waiting: list[tuple[int, int, int]] = []  # (length, place in the order, index), sorted
+    waiting: list[tuple[int, int, int]] = []  # sorted triples (length, place in the order, index)
     more = True
     while True:
         parts: list[tuple[int, int]] = []
@@ -73,8 +74,8 @@ def document_starts(stream: TokenStream, bos: int) -> npt.NDArray[np.int64]:
 
 
 def lengths_from(starts: npt.NDArray[np.int64], tokens: int, first: int) -> Iterator[tuple[int, int]]:
-    """Yields (index, length in tokens, BOS included) of all documents of a stream of `tokens` tokens. The order starts
-    at document `first`, and continues at document 0 after the last."""
+    """Yields a pair (index, length in tokens including BOS) for each document of a stream of `tokens` tokens. The order
+    starts at document `first`, and continues with document 0 after the last."""
     lengths = np.diff(starts, append=tokens)
     for index in (*range(first, len(starts)), *range(first)):
         yield index, int(lengths[index])

@@ -1,4 +1,4 @@
-"""Token streams. A stream reads existing shards, or cached shards of tokenized text, as one long sequence."""
+"""Token streams. A stream presents existing shards, or cached shards of tokenized text, as one long sequence."""
 
 import bisect
 import hashlib
@@ -31,10 +31,10 @@ class TokenStream:
         documents: number of documents; None if no record states it.
         document_bytes: bytes of the documents in the source, without separators; None if no record states them.
         tokenizer_digest: digest of the tokenizer that wrote the tokens; None if no record states it.
-        byte_counts: files with the number of source bytes that each token stands for. There is one per shard, of equal
-            length. Empty if there are none.
-        digest: a SHA-256 (hex). For cached text, it is that of the tokens. For shards with a record, it is that of the
-            shards' digests. For other shards, it is that of the shards' names, counts, first and last tokens.
+        byte_counts: files with the number of source bytes that each token represents: one per shard, with as many
+            entries as the shard has tokens. Empty if there are none.
+        digest: a SHA-256 (hex). It is computed from the tokens for cached text, from the digests of the shards for
+            shards with a record, and otherwise from the names, token counts, first and last tokens of the shards.
     """
 
     shards: tuple[TokenShard, ...]
@@ -93,7 +93,7 @@ class TokenStream:
     def require_scorable(self, tokenizer: Tokenizer) -> None:
         """Raises DataError unless the stream begins with BOS and has at least one more token.
 
-        The first token is never a target. BOS stands for no bytes, so the score covers all bytes.
+        The first token is never a target. If it is BOS, which represents no bytes, the score covers all bytes.
         """
         if self.tokens < 2:
             raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")
@@ -171,9 +171,9 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
 
 
 def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
-    """Opens the files of byte counts beside shards; none if no shard has one.
+    """Opens the files of byte counts beside the shards. Returns none if no shard has such a file.
 
-    Raises DataIntegrityError if only some shards have one, or if it has another length than its shard.
+    Raises DataIntegrityError if only some shards have such a file, or if a file and its shard differ in length.
     """
     paths = [byte_counts_of(shard.path) for shard in shards]
     if not any(path.exists() for path in paths):
@@ -190,8 +190,8 @@ def _byte_counts(shards: tuple[TokenShard, ...]) -> tuple[TokenShard, ...]:
 
 
 def _require_width(shards: tuple[TokenShard, ...], tokenizer: Tokenizer) -> None:
-    """Raises DataIntegrityError if shards differ in the width of their tokens, and DataError if the width has no room
-    for the ids of the tokenizer."""
+    """Raises DataIntegrityError if shards differ in the width of their tokens, and DataError if this width cannot hold
+    the ids of the tokenizer."""
     first = shards[0]
     for shard in shards:
         if shard.form != first.form:

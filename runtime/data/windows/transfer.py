@@ -35,7 +35,7 @@ class Transfer:
         tokens = torch.from_numpy(windows.view(np.int32) if windows.dtype.itemsize == 4 else windows)
         if self._stream is not None:
             tokens = tokens.pin_memory()
-        with torch.cuda.stream(self._stream):  # has no effect if the stream is None
+        with torch.cuda.stream(self._stream):  # the context has no effect if the stream is None
             tokens = tokens.to(self._device, non_blocking=True)
             dense = torch.contiguous_format
             return tokens[:, :-1].to(torch.int64, memory_format=dense), tokens[:, 1:].to(
