@@ -34,7 +34,7 @@ def _logit(key):
 
 @triton.jit
 def _weight(logit, largest, TEMPERATURE: tl.constexpr):
-    # A literal would be rounded to f32.
+    # The value is computed, because a literal would be rounded to f32.
     return tl.exp((logit.to(tl.float64) - largest) / tl.full((), TEMPERATURE, tl.float64))
 
 
@@ -59,7 +59,7 @@ def choose_token_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * STRIDE
     weights_ptr += row * V
-    # The first of the largest logits. Each lane has its own, so that threads wait for each other only once.
+    # The first of the largest logits. Each lane finds its own first, so that threads wait for each other only once.
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     top = tl.zeros((BLOCK,), tl.int32)
     broken = tl.zeros((BLOCK,), tl.int32)
@@ -84,7 +84,7 @@ def choose_token_kernel(
             weights = tl.where(finite & (at < V), weights, 0.0)
             tl.store(weights_ptr + at, weights, mask=at < V)
             total += tl.sum(weights, 0)
-        tl.debug_barrier()  # other threads read these weights below
+        tl.debug_barrier()  # because other threads read these weights below
         # The tokens above the key `bound` remain, and the first `equal` tokens of this key.
         bound = tl.min(lowest, 0).to(tl.int64) - 1
         equal = tl.zeros((), tl.int32)
@@ -138,7 +138,7 @@ def choose_token_kernel(
             chosen = tl.where((chosen < 0) & (place < V), place, chosen)
             last = tl.maximum(last, tl.max(tl.where(weights > 0, at, 0), 0))
             before += tl.sum(weights, 0)
-        token = tl.where(chosen < 0, last, chosen)  # by rounding, the last sum may be less than the total
+        token = tl.where(chosen < 0, last, chosen)  # through rounding, the last sum may be less than the total
     token = tl.where(finite, token, -1).to(tl.int64)
     tl.store(next_ptr + row, tl.maximum(token, 0))
     tl.store(tokens_ptr + row * COLUMNS + tl.load(counters_ptr) + 1, token)
@@ -159,7 +159,7 @@ def choose_token(
     Args:
         logits: [B, vocabulary], of any float dtype. The stride of rows may exceed the vocabulary.
         uniform: random numbers in [0, 1), f64 [P, B].
-        counters: the column of the last token in `tokens`, and the row of `uniform` to use, i64 [2].
+        counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
         following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
         tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
             finite.

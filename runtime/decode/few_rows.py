@@ -1,8 +1,6 @@
-"""Decoding steps of few texts, with three kinds of fused kernels.
-
-The kernels are: a norm and all products of its output; a product and the operations after it; the rotation and the
-write to the cache. torch.compile may fuse the remaining operations. The products of a quantized model read its codes,
-which take fewer bytes than floats.
+"""Decoding steps of few texts, with three kinds of fused kernels: a norm with all matrix products of its output, a
+matrix product with the operations after it, and the rotation with the write to the cache. torch.compile may fuse the
+remaining operations. The products of a quantized model read codes, which take fewer bytes than floats.
 """
 
 from typing import Any
@@ -17,7 +15,7 @@ from specc.runtime.decode.text import StepFunction
 from specc.runtime.model.load import Loaded, sharing
 
 FOLDER, PACKED = "decoding", "packed"  # subfolders of the generated code
-RECOMPILED = 64  # shapes of caches and rows that one function is compiled for
+RECOMPILED = 64  # the number of shapes of caches and rows for which one function is compiled
 
 
 def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
@@ -32,7 +30,7 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
         compiled: whether to compile the function with torch.compile, for each shape of the cache.
 
     Returns:
-        The program `decode` of the model, or `step` if its cache is in pages, with the model's parameters.
+        The program `decode` of the model, or `step` if its cache is paged, with the model's parameters.
 
     Raises:
         LoweringError: if no kernel can compute a node.
@@ -43,8 +41,8 @@ def step_of(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
 
 
 def library_step(loaded: Loaded, rows: int, compiled: bool = False) -> StepFunction:
-    """Returns the program of the model itself, whose products are library calls. The arguments have the same meaning as
-    in `step_of`."""
+    """Returns the program of the model itself, whose matrix products are library calls. The arguments are those of
+    `step_of`."""
     return _program(loaded.model, compiled)
 
 
@@ -75,7 +73,7 @@ def _program(model: Any, compiled: bool) -> StepFunction:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, RECOMPILED)
-    # Products of one row become kernels that read weights at the speed of memory.
+    # With this setting, products of one row become kernels that read the weights at the memory bandwidth.
     options: dict[str, Any] = {"coordinate_descent_tuning": True}
     result: StepFunction = torch.compile(step, fullgraph=True, dynamic=False, options=options)
     return result

@@ -16,23 +16,23 @@ from specc.runtime.model.protocols import State, line_model
 from specc.runtime.open_model import OpenedModel
 
 BATCH = 4096
-CHECK = 4  # steps between counts of the unfinished rows: each count synchronizes with the device
+CHECK = 4  # the number of steps between two counts of the unfinished rows; each count synchronizes with the device
 
 
 @dataclass(frozen=True)
 class Translator:
     """A decoder of a model of line pairs.
 
-    Beam search (`beam` > 1) maintains the `beam` most probable lines of each source, finished or not. It stops when the
-    most probable line is finished, because extending another line only lowers its probability. There is no length
+    Beam search (`beam` > 1) keeps the `beam` most probable lines of each source, whether finished or not. It stops when
+    the most probable line is finished, because extending another line only lowers its probability. There is no length
     penalty. Finished rows are removed from the batch. Lines without a stop token after `window` tokens are returned as
     they are.
 
     Attributes:
         steps: runs the model's programs.
         tokenizer: the characters of the model.
-        window: maximum length of sources and targets in tokens, stop tokens included.
-        fixed: whether sources must be padded to the window, because the model attends to pads.
+        window: the maximum length of sources and targets in tokens, including stop tokens.
+        fixed: whether sources must be padded to the window, because the model attends to padding.
         device: device of the model.
         batch: number of sources per batch.
         beam: beam size; 1 is greedy decoding.
@@ -51,7 +51,7 @@ class Translator:
 
         Args:
             lines: source lines.
-            limits: for each line, the number of target tokens that the caller needs, stop token included. Greedy
+            limits: for each line, the number of target tokens that the caller needs, including the stop token. Greedy
                 decoding may stop at any later token. None decodes whole targets.
 
         Returns:
@@ -72,7 +72,8 @@ class Translator:
         if limits is not None and len(limits) != len(lines):
             raise ValueError(f"translate takes a limit for each line: {len(limits)} for {len(lines)} lines")
         encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
-        order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # so that lines of a batch end at similar steps
+        # Sorted by length, so that lines of a batch end at similar steps
+        order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
         targets = [""] * len(lines)
         for start in range(0, len(lines), self.batch):
             rows = order[start : start + self.batch]
@@ -87,7 +88,7 @@ class Translator:
 
     @torch.no_grad()
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
-        """Decodes sources, i64 [B, S], to targets, i64 [B, window]: tokens, a stop token, then pads.
+        """Decodes sources, i64 [B, S], to targets, i64 [B, window]: tokens, a stop token, then padding.
 
         Greedy decoding may stop row i after `limits[i]` tokens, i64 [B]. Raises RunFailure if logits are NaN.
         """
@@ -101,7 +102,7 @@ class Translator:
             search = search.extended(self.steps.extend(search.last, t, state), t, state)
             if (t + 1) % CHECK and t + 1 < self.window:
                 continue
-            if search.broken:  # checked before rows are removed, because rows of NaN count as finished
+            if search.broken:  # checked before rows are removed, because rows with NaN count as finished
                 raise RunFailure("the largest logit is not finite", "the model is broken: try an earlier checkpoint")
             done = search.done(t + 1)
             unfinished = (~done).nonzero()[:, 0]
@@ -119,14 +120,14 @@ class Translator:
 
 @dataclass(frozen=True)
 class _Search:
-    """The partial target lines of `rows` sources, `beam` per source, in order of falling probability.
+    """The partial target lines of `rows` sources, `beam` per source, sorted by descending probability.
 
     Attributes:
         index: row of each source in the batch, i64 [rows].
         limits: required number of tokens of each target, i64 [rows].
         lines: tokens, i64 [rows, beam, window].
         scores: log-probabilities, f32 [rows, beam].
-        ended: whether each line has its stop token, bool [rows, beam].
+        ended: for each line, whether it has its stop token, bool [rows, beam].
         last: next input of the decoder, i64 [rows * beam, 1].
     """
 
@@ -174,7 +175,7 @@ class _Search:
         rows, beam = self.scores.shape
         chances = logits.log_softmax(-1).reshape(rows, beam, -1)
         chances = chances.masked_fill(self.ended[..., None], float("-inf"))
-        chances[..., PAD] = torch.where(self.ended, 0.0, float("-inf"))  # finished lines continue with pads
+        chances[..., PAD] = torch.where(self.ended, 0.0, float("-inf"))  # finished lines continue with padding
         chances[..., START] = float("-inf")
         totals = (self.scores[..., None] + chances).flatten(1)
         scores, chosen = totals.topk(beam, dim=1) if beam > 1 else totals.max(1, keepdim=True)
@@ -237,7 +238,7 @@ def translator(
         The decoder.
     """
     steps, beam = Graphed if compiled and device.type == "cuda" else Eager, beam or 1
-    batch = max(1, batch // beam)  # every beam has its own state
+    batch = max(1, batch // beam)  # every beam has a separate state
     return Translator(
         steps(line_model(model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam
     )
@@ -250,7 +251,7 @@ def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BAT
     """
     tokenizer = opened.characters
     beam = beam or getattr(opened.spec.eval, "beam", None)
-    model = Unchecked(opened.model)  # the inputs are valid, and a check would synchronize with the device
+    model = Unchecked(opened.model)  # no checks: the inputs are valid, and a check would synchronize with the device
     return translator(model, opened.spec, tokenizer, opened.device, batch=batch, beam=beam, compiled=True)
 
 
@@ -261,8 +262,8 @@ def decoder_inputs(
     """Computes decoder inputs for scheduled sampling, a mix of target tokens and the model's own predictions.
 
     Position 0 is the start token. Position t + 1 is the target's token t if `forcing` is true at t + 1. Otherwise it is
-    the model's most probable token after the inputs up to t, with pad and start excluded. Predictions continue
-    after a predicted stop token, up to the length of the target.
+    the model's most probable token after the inputs up to t, excluding padding and start. Predictions continue after a
+    predicted stop token, up to the length of the target.
 
     Args:
         model: the generated model of lines.

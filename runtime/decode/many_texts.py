@@ -1,4 +1,4 @@
-"""Samples many texts of different lengths from a cache in pages: as texts end, others take their places."""
+"""Samples many texts of different lengths from a paged cache. When a text ends, another takes its place."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,8 +14,8 @@ from specc.runtime.decode.text import BLOCK, PAGE, on_the_host
 
 @dataclass
 class _Writing:
-    """A text that is being written: its random numbers, and how many tokens were sampled, of which the host may not
-    have read the last."""
+    """A text that is being written: its random numbers, and how many tokens were sampled. The host may not yet have
+    read the last of these."""
 
     generator: torch.Generator
     sampled: int = 0
@@ -23,8 +23,8 @@ class _Writing:
     drawn: int = 0
 
     def next_numbers(self, steps: int, count: int) -> list[float]:
-        """Returns the next random numbers, of the same stream as in `sample_tokens` for `count` tokens. Those after
-        `count` are 0, because their tokens are discarded."""
+        """Returns the next random numbers. They are those of `sample_tokens` for `count` tokens, followed by zeros,
+        because later tokens are discarded."""
         while len(self.numbers) < steps and self.drawn < count:
             many = min(PAGE, count - self.drawn)
             self.numbers.extend(torch.rand(many, dtype=torch.float64, generator=self.generator).tolist())
@@ -43,12 +43,12 @@ def sample_texts(
     last: int | None = None,
     block: int = BLOCK,
 ) -> Iterator[tuple[int, int, bool]]:
-    """Yields the sampled tokens of many texts. As a text ends, the next prompt takes its place (continuous batching; Yu
-    et al., 2022, "Orca").
+    """Yields the sampled tokens of many texts. When a text ends, the next prompt takes its place (continuous batching;
+    Yu et al., 2022, "Orca").
 
     Tokens are sampled in blocks, and a GPU computes the next block while the host reads one. Texts join and leave
-    between blocks. A text whose number of tokens is reached leaves at once; one that ends with `last` leaves after the
-    block that is computed when the host reads this token. Its tokens after the end are discarded.
+    between blocks. A text that reaches its number of tokens leaves immediately. A text that ends with `last` leaves
+    after the block that is being computed when the host reads this token, and its tokens after `last` are discarded.
 
     Args:
         decoder: the decoder of the model.
@@ -58,7 +58,7 @@ def sample_texts(
         seeds: a seed per prompt. The random numbers of a text depend only on its seed.
         count: the number of tokens to sample for a text.
         batch: the number of texts at once.
-        last: a token that ends a text; it is yielded too.
+        last: a token that ends a text; it is also yielded.
         block: the largest number of tokens of a block, at most BLOCK.
 
     Yields:
@@ -71,14 +71,14 @@ def sample_texts(
     """
     waiting = deque(range(len(prompts) if count else 0))
     writing: dict[int, _Writing] = {}
-    unread: deque[list[int]] = deque()  # the texts of each block that the host has not read
+    unread: deque[list[int]] = deque()  # the texts of each block that the host has not read yet
 
     def blocks() -> Iterator[Tensor]:
         while waiting or writing:
             while waiting and len(writing) < batch:
                 most = len(prompts[waiting[0]]) + count
                 if not decoder.fits(most) and writing:
-                    break  # until another text leaves
+                    break  # waits until another text leaves
                 index = waiting.popleft()
                 decoder.join(index, prompts[index], most)
                 writing[index] = _Writing(generator_of(seeds[index]))
@@ -102,7 +102,7 @@ def sample_texts(
         del writing[index]
         decoder.leave(index)
 
-    written: dict[int, int] = dict.fromkeys(range(len(prompts)), 0)  # tokens, of texts that have not ended
+    written: dict[int, int] = dict.fromkeys(range(len(prompts)), 0)  # the number of tokens of texts that have not ended
     for rows in on_the_host(blocks()):
         texts = unread.popleft()
         for step in zip(*rows, strict=True):

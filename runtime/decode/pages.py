@@ -1,4 +1,4 @@
-"""Decodes texts of different lengths, which join and leave a batch, from a KV cache in pages.
+"""Decodes texts of different lengths, which join and leave a batch, from a paged KV cache.
 
 On a GPU, each step is a CUDA graph.
 """
@@ -19,8 +19,8 @@ from specc.runtime.model.protocols import Cache, GeneratedPages, GeneratedText, 
 
 
 def in_pages(spec: Spec) -> Spec:
-    """Returns the spec with a cache in pages. A page has 64 positions unless the spec states another size. The dtype
-    of the cache does not change.
+    """Returns the spec with a paged cache. A page has 64 positions, unless the spec states another size. The dtype of
+    the cache does not change.
 
     Raises RunFailure if the model has a state between tokens that pages cannot hold.
     """
@@ -35,7 +35,7 @@ def in_pages(spec: Spec) -> Spec:
 
 
 def with_cache(spec: Spec, **settings: object) -> Spec:
-    """Returns the spec of a decoder with other settings of its cache."""
+    """Returns the spec of a decoder with different settings of the cache."""
     from specc.compiler.architectures.decoder import CacheSpec
 
     cache = getattr(spec.model, "cache", None) or CacheSpec(page=None)
@@ -45,15 +45,15 @@ def with_cache(spec: Spec, **settings: object) -> Spec:
 
 
 def page_of(spec: Spec) -> int:
-    """Returns the number of positions of a page; 0 if the cache is not in pages."""
+    """Returns the number of positions of a page; 0 if the cache is not paged."""
     cache = getattr(spec.model, "cache", None)
     return 0 if cache is None else cache.page or 0
 
 
 @dataclass
 class _Text:
-    """A text: its pages, the number of tokens in them, and the tokens since they began, i64 on the device, in pieces.
-    The last token is not in the pages yet."""
+    """A text: its pages, the number of tokens in them, and its tokens since the first in the pages, as pieces, i64 on
+    the device. The last token is not in the pages yet."""
 
     pages: list[int]
     pieces: list[Tensor]
@@ -64,11 +64,12 @@ class PagedDecoder:
     """Samples tokens of texts that grow, join and leave. The host does not wait for the device.
 
     When a text joins, it receives all pages that `most` tokens need, so that no text ever waits for a page. When a text
-    has `window` tokens, its last `window // 2` tokens are read again as the start of a text, as in `Decoder`.
+    has `window` tokens, its last `window // 2` tokens are prefilled again as the start of a text, as in `Decoder`.
 
     A step reads the same number of pages of each text: that of the longest text, rounded up to one of a few numbers. On
-    a GPU there is one CUDA graph per such number and per number of texts, rounded up to a power of two. Rows without a
-    text use a separate page, as does a text after its last page, whose tokens the caller discards.
+    a GPU there is one CUDA graph per such number and per number of texts, rounded up to a power of two. A separate page
+    serves rows without a text. It also serves texts that continue beyond their last page; the caller discards those
+    tokens.
 
     Args:
         model: the model, on `device`.
@@ -96,7 +97,7 @@ class PagedDecoder:
         self._most = self.pages_of(window)
         self._stride = max(-(-SHORTEST // page), -(-self._most // STRIDES))
         self._rows: dict[tuple[int, int, Sampling, int], _Rows] = {}
-        self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, for few graphs
+        self.rounds = device.type == "cuda"  # whether the number of rows is rounded up, so that there are few graphs
 
     @property
     def preparing(self) -> float:
@@ -117,7 +118,7 @@ class PagedDecoder:
         Args:
             key: the key of the text, which no other text has.
             tokens: its tokens, at most `window`.
-            most: the number of tokens that it has at most before it leaves.
+            most: the most tokens that it can have before it leaves.
 
         Raises:
             RunFailure: there are not enough free pages.
@@ -129,8 +130,8 @@ class PagedDecoder:
         self._texts[key] = _Text(pages, [self._sent(torch.tensor(tokens))])
 
     def leave(self, key: int) -> None:
-        """Removes a text. Its pages are free for others: the device reads them before it writes those of a text that
-        joins later."""
+        """Removes a text. Its pages can be used again immediately, because the device finishes reading them before it
+        writes those of a text that joins later."""
         self._free += self._texts.pop(key).pages
 
     def begins(self, key: int) -> bool:
@@ -138,7 +139,7 @@ class PagedDecoder:
         return self._texts[key].length in (0, self._window)
 
     def room(self, keys: Iterable[int]) -> int:
-        """Returns the number of tokens until the first of some texts is full."""
+        """Returns the number of tokens after which the first of the texts is full."""
         return min(self._window - self._texts[key].length for key in keys)
 
     @torch.no_grad()
@@ -169,7 +170,8 @@ class PagedDecoder:
 
     @torch.no_grad()
     def write(self, keys: Sequence[int], sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Appends the last token of some texts, and samples further tokens, all but the last of which are appended.
+        """Appends the last token of the texts, and samples further tokens. All of these except the last are appended
+        too.
 
         Args:
             keys: the texts, none of which begins.
@@ -227,7 +229,8 @@ class _Rows:
     ) -> None:
         self._step, self._cache, self._sampling, self._vocab = step, cache, sampling, vocab
         self._next = torch.zeros(count, dtype=torch.int64, device=device)
-        self._counters = torch.zeros(2 + count, dtype=torch.int64, device=device)  # see `choose`; then the starts
+        # The counters of `choose`, followed by the starts
+        self._counters = torch.zeros(2 + count, dtype=torch.int64, device=device)
         self._table = torch.zeros(count, reach, dtype=torch.int64, device=device)
         self._uniform = torch.zeros(BLOCK, count, dtype=torch.float64, device=device)
         self.tokens = torch.zeros(count, BLOCK, dtype=torch.int64, device=device)
@@ -267,7 +270,7 @@ def _copied_to(target: Tensor, values: Tensor) -> Tensor:
 
 
 class PagedTexts(Decoder):
-    """A `Decoder` of a model whose cache is in pages, for a batch of texts of equal length.
+    """A `Decoder` for a model with a paged cache and a batch of texts of equal length.
 
     Args:
         model: the model, on `device`.
@@ -293,13 +296,13 @@ class PagedTexts(Decoder):
         super().__init__(texts, window, device, rows, _RowsOfPages(model, 0, step).decode if step else None)
 
     def _up_to(self, positions: int) -> Cache:
-        """Returns the pages, and the table of those up to `positions`."""
+        """Returns the pages, and the table of the pages up to `positions`."""
         return [*self._cache, (self._pages[:, : -(-positions // self._page)].contiguous(),)]
 
 
 class _RowsOfPages:
-    """An adapter of a model whose cache is in pages. It has the programs of a model whose cache has one row per text.
-    The last entry of its cache is the table of pages."""
+    """An adapter for a model with a paged cache. It has the programs of a model whose cache has one row per text. The
+    last entry of its cache is the page table."""
 
     def __init__(self, model: GeneratedPages, pages: int, step: StepFunction) -> None:
         self._model, self._pages, self._step = model, pages, step
@@ -328,7 +331,7 @@ def decoder_of(
         window: the number of tokens of a full text.
         device: the device of the model.
         rows: the number of texts.
-        step: appends a token to each text. The default is the program of the model.
+        step: a function that appends a token to each text; by default, the program of the model.
     """
     if not hasattr(model, "step"):
         return Decoder(text_model(model), window, device, rows, step)
@@ -341,7 +344,7 @@ def pages_for(lengths: Sequence[int], page: int, window: int, batch: int) -> int
     """Returns the number of pages that suffice for any `batch` texts at once.
 
     Args:
-        lengths: the number of tokens of each text at its end.
+        lengths: the number of tokens of each completed text.
         page: the number of positions of a page.
         window: the number of tokens of a full text.
         batch: the number of texts at once.

@@ -11,7 +11,7 @@ from specc.runtime.errors import RuntimeFailure
 
 
 class SamplingError(RuntimeFailure):
-    """A sampling setting is out of range."""
+    """Raised if a sampling setting is out of range."""
 
     code = "U011"
     exit_code = 2
@@ -24,11 +24,12 @@ class Sampling:
     Raises SamplingError if a value is out of range.
 
     Attributes:
-        temperature: divides the logits. 0 selects the most probable token, and the lowest id among equals.
+        temperature: the divisor of the logits. 0 selects the most probable token, and among equally probable tokens the
+            lowest id.
         top_k: only the `top_k` most probable tokens remain. None leaves all tokens.
         top_p: nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", arXiv
-            1904.09751). The probabilities of the tokens that remain after `top_k` are renormalized. Only the smallest
-            set of most probable tokens remains whose probabilities sum to at least `top_p`.
+            1904.09751). The probabilities of the tokens that remain after `top_k` are renormalized. Then only the most
+            probable tokens remain: the smallest number of them whose probabilities sum to at least `top_p`.
     """
 
     temperature: float = 1.0
@@ -54,7 +55,8 @@ class Sampling:
         exact = logits.detach().double()
         if self.temperature > 0 and self.top_k is None and self.top_p == 1:
             return ((exact - exact.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
-        # Sorted by falling logit, lower ids first among equals, so that the remaining tokens are a prefix.
+        # Sorted by descending logit, with lower ids first among equal logits, so that the remaining tokens are a
+        # prefix.
         ordered, tokens = exact.sort(dim=-1, descending=True, stable=True)
         vocabulary = exact.shape[-1]
         keep = 1 if self.temperature == 0 else min(self.top_k or vocabulary, vocabulary)
@@ -66,7 +68,7 @@ class Sampling:
         return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def sample(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Samples the same tokens as `pick`, with the same arguments. On a GPU, it needs no sort."""
+        """Samples the same tokens as `pick`, with the same arguments. On a GPU, this needs no sort."""
         if logits.device.type != "cuda":
             return self.pick(logits, uniform)
         counters = torch.zeros(2, dtype=torch.int64, device=logits.device)
@@ -85,7 +87,7 @@ class Sampling:
             Tokens, i64 [B]; -1 in rows whose largest logit is not finite.
         """
         finite = logits.amax(-1).isfinite()
-        if self.temperature == 0:  # the first of equal logits, as in `probabilities`, but without a sort
+        if self.temperature == 0:  # selects the first of equal logits, as in `probabilities`, but without a sort
             return logits.argmax(-1).where(finite, -1)
         steps = self.probabilities(logits).cumsum(-1)
         last = steps[:, -1:]
@@ -95,12 +97,13 @@ class Sampling:
         return tokens[:, 0].where(finite, -1)
 
     def choose(self, logits: Tensor, uniform: Tensor, counters: Tensor, following: Tensor, tokens: Tensor) -> None:
-        """Samples the same tokens as `pick`, into given tensors. On a GPU, it is one kernel without a sort.
+        """Samples the same tokens as `pick`, and writes them to given tensors. On a GPU, this is one kernel without a
+        sort.
 
         Args:
             logits: [B, vocabulary].
             uniform: random numbers in [0, 1), f64 [P, B].
-            counters: the column of the last token in `tokens`, and the row of `uniform` to use, i64 [2].
+            counters: i64 [2]: the column of the last token in `tokens`, and the row of `uniform` to use.
             following: receives the sampled tokens, i64 [B]; 0 in rows whose largest logit is not finite.
             tokens: receives the sampled tokens in the next column, i64 [B, N]; -1 in rows whose largest logit is not
                 finite.
@@ -117,7 +120,7 @@ class Sampling:
 
 
 def generator_of(seed: int) -> torch.Generator:
-    """Returns the generator of the random numbers of a text. Raises SamplingError if the seed has more than 64 bits."""
+    """Returns the generator of random numbers for a text. Raises SamplingError if the seed has more than 64 bits."""
     if not -(2**63) <= seed < 2**64:
         raise SamplingError(f"the seed {seed} has more than 64 bits", f"give 0 to {2**64 - 1}")
     return torch.Generator().manual_seed(seed)

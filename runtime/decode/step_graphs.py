@@ -8,7 +8,7 @@ from torch import Tensor
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.protocols import GeneratedLines, State
 
-SMALLEST = 64  # rows; a step with fewer rows is not faster
+SMALLEST = 64  # in rows; a step with fewer rows is not faster
 
 
 class Steps(Protocol):
@@ -24,7 +24,7 @@ class Steps(Protocol):
         """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. They are valid until the next call."""
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns the number of rows of the next steps, if `unfinished` of `now` rows remain."""
+        """Returns the number of rows of the next steps, given that `unfinished` of `now` rows remain."""
 
 
 class Eager:
@@ -43,7 +43,7 @@ class Eager:
         return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
 
     def rows(self, unfinished: int, now: int) -> int:
-        """Returns `now` while fewer than a quarter of the rows are finished, then `unfinished`."""
+        """Returns `now` while fewer than a quarter of the rows are finished, and `unfinished` after that."""
         return unfinished if unfinished <= 0.75 * now else now
 
 
@@ -59,7 +59,7 @@ class Graphed:
         self._model = model
         self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
         self._graph: _Graph | None = None
-        self._encoders: dict[torch.Size, _Encoder | None] = {}  # None for a shape seen once
+        self._encoders: dict[torch.Size, _Encoder | None] = {}  # None for a shape that occurred once
         self._pool: Any = None
 
     def encode(self, source: Tensor) -> State:
@@ -69,7 +69,8 @@ class Graphed:
             return self._model.encode(source)
         encoder = self._encoders[source.shape]
         if encoder is None:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()  # shared, because encoders run one at a time
+            # One memory pool, because encoders run one at a time
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             encoder = self._encoders[source.shape] = _Encoder(self._model, source, self._pool)
         return encoder.replay(source)
 

@@ -13,13 +13,15 @@ from specc.runtime.model.cuda_graph import WARM_UP, Captured
 from specc.runtime.model.protocols import Cache
 
 STRIDES = (
-    8  # number of cache lengths for which steps are captured; a step reads the cache up to the next of these lengths
+    # The number of cache lengths for which steps are captured; a step reads the cache up to the next of these lengths
+    8
 )
-SHORTEST = 256  # positions: smaller cache lengths save no time
-PAGE = 1024  # random numbers per row that are generated at once
-BLOCK = 16  # tokens that a GPU samples before the host reads them
+SHORTEST = 256  # in positions; smaller cache lengths save no time
+PAGE = 1024  # the number of random numbers per row that are generated at once
+BLOCK = 16  # the number of tokens that a GPU samples before the host reads them
 
-StepFunction = Callable[..., Tensor]  # ids i64 [B, 1], start i64 [] and the cache -> logits, as `decode` of a model
+# Maps ids i64 [B, 1], start i64 [] and the cache to logits, like `decode` of a model
+StepFunction = Callable[..., Tensor]
 
 
 class CachedModel(Protocol):
@@ -36,7 +38,7 @@ class CachedModel(Protocol):
 
 
 class Decoder:
-    """Computes next-token logits for a batch of growing texts of equal length from a KV cache in the model's dtype.
+    """Computes next-token logits for a batch of growing texts of equal length, from a KV cache in the model's dtype.
 
     There are a few fixed cache lengths. A step reads the cache up to the smallest of them that contains the text. On a
     GPU there is one CUDA graph per length, captured after two uncaptured steps. When the cache of `window` tokens is
@@ -50,7 +52,7 @@ class Decoder:
         window: the number of tokens that the cache holds.
         device: the device of the model.
         rows: the number of texts.
-        step: computes the logits of a step. The default is `model.decode`.
+        step: a function that computes the logits of a step; by default, `model.decode`.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Decoder:
         self._cache = model.new_cache(rows, window)
         self._tokens = torch.zeros(
             rows, window + 1, dtype=torch.int64, device=device
-        )  # tokens of the text, then the next token
+        )  # the tokens of the text, then the next token
         self._next = torch.zeros(rows, dtype=torch.int64, device=device)
         self._uniform = torch.zeros(PAGE, rows, dtype=torch.float64, device=device)
         self._counters = torch.zeros(
@@ -106,7 +108,7 @@ class Decoder:
 
     @torch.no_grad()
     def write(self, sampling: Sampling, vocab: int, uniform: Tensor) -> Tensor:
-        """Samples the next tokens of each text, and appends all but the last.
+        """Samples the next tokens of each text, and appends all of them except the last.
 
         The last token is appended by the next call. The host does not wait for the device.
 
@@ -125,7 +127,7 @@ class Decoder:
             if self._logits is None and self._length == self._window:
                 written.append(self._tokens[:, self._window + 1 - since :].clone())
                 self._slide()
-            if at == 0 or self._logits is not None:  # from here on, the device counts
+            if at == 0 or self._logits is not None:  # from here on, the device counts the positions
                 self._counters[0].fill_(self._length - (self._logits is not None))
                 self._counters[1].fill_(at)
                 since = 0
@@ -148,7 +150,8 @@ class Decoder:
         self._counters.add_(1)
 
     def _sample(self, positions: int, sampling: Sampling, vocab: int) -> None:
-        """Appends the next token to each text and samples another. It reads `positions` positions of the cache."""
+        """Appends the next token to each text and samples another. The step reads `positions` positions of the
+        cache."""
         key = positions, sampling, vocab
         if key not in self._sampled:
             cache = self._up_to(positions)
@@ -164,7 +167,7 @@ class Decoder:
         return min(-(-self._length // self._stride) * self._stride, self._window)
 
     def _up_to(self, positions: int) -> Cache:
-        """Returns views of the cache up to `positions`. Tensors that do not grow with the text are not cut."""
+        """Returns views of the cache up to `positions`. Tensors that do not grow with the text are returned whole."""
         sizes = self._model.new_cache(0, positions)  # a cache without rows; only its shapes are used
         return [
             tuple(tensor[:, : size.shape[1]] for tensor, size in zip(layer, shapes, strict=True))
@@ -173,7 +176,7 @@ class Decoder:
 
 
 class Replayed:
-    """A function without results that runs directly on a CPU, and is captured and replayed on a GPU.
+    """A function without results. It runs directly on a CPU, and is captured and replayed on a GPU.
 
     Args:
         work: the function. It reads and writes the same addresses in every call, except for its arguments.
@@ -192,7 +195,7 @@ class Replayed:
         return self._calls > WARM_UP
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Runs the function. All calls have tensors of the same shapes."""
+        """Runs the function. The tensors of all calls must have the same shapes."""
         if self._device.type != "cuda":
             self._work(*tensors)
         elif self._calls <= WARM_UP:
@@ -210,7 +213,7 @@ class Step:
     """A decoding step with a cache of one shape. It runs directly on a CPU, and as a replayed CUDA graph on a GPU.
 
     Args:
-        call: computes the logits from tensors and the cache, and updates the cache in place.
+        call: a function that computes the logits from tensors and the cache, and updates the cache in place.
         cache: the cache, at fixed addresses.
     """
 
@@ -229,7 +232,8 @@ class Step:
         return self._replayed is not None and self._replayed.replays
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Returns the logits, which are valid until the next call. All calls have tensors of the same shapes."""
+        """Returns the logits, which are valid until the next call. The tensors of all calls must have the same
+        shapes."""
         if tensors[0].device.type != "cuda":
             return self._call(*tensors, self._cache)
         if self._replayed is None:
@@ -256,8 +260,8 @@ def sample_blocks(
 ) -> Iterator[Tensor]:
     """Yields `count` sampled tokens of each text, which follow `tokens`, in blocks of up to `block`.
 
-    After the CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens, to copy
-    random numbers to it.
+    After the CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens, when it
+    copies random numbers to the device.
 
     Args:
         decoder: the decoder of the model.

@@ -1,5 +1,6 @@
 """Detects a hung process of a run. A process that dies is detected by its closed sockets. A process that is stopped,
-swapped out or deadlocked keeps its sockets open, and the others would wait for the full timeout of a collective call.
+swapped out or deadlocked keeps its sockets open. Without heartbeats, the others would wait for the full timeout of a
+collective call.
 """
 
 import os
@@ -12,24 +13,23 @@ from typing import Any, NoReturn
 from specc.runtime.distributed.launch import PEER_LOST
 from specc.runtime.errors import RunFailure
 
-INTERVAL = 1.0  # seconds between two heartbeats of a process
-PATIENCE = 60.0  # seconds without a heartbeat after which a process counts as hung
-LEAVE = 1.0  # seconds that a process waits for its threads when it exits
-_HEAD_START = 2.0  # seconds by which the other ranks delay, so that rank 1 reports first
+INTERVAL = 1.0  # the seconds between two heartbeats of a process
+PATIENCE = 60.0  # the seconds without a heartbeat after which a process is considered hung
+LEAVE = 1.0  # the seconds that a process waits for its threads when it exits
+_HEAD_START = 2.0  # the seconds by which the other ranks delay their report, so that rank 1 reports first
 _LEFT = 1 << 40  # added to the count of a process that exits normally
 
 
 class Heartbeat:
-    """Two threads of a process. They increment its heartbeat count in the store of the run, and watch the count of the
-    process of rank - 1. Rank 0 hosts the store: if the store does not answer, rank 0 hangs.
-
-    A thread that detects a hung process ends the process that it runs in. The main thread waits in a collective call,
-    which cannot be interrupted.
+    """Two threads of a process. They increment the heartbeat count of this process in the store of the run, and watch
+    the count of the process with the previous rank. Rank 0 hosts the store, so a store that does not answer means that
+    rank 0 hangs. A thread that detects a hung process ends its own process, because the main thread waits in a
+    collective call, which cannot be interrupted.
 
     Args:
         rank: the rank of this process.
         size: the number of processes, at least 2.
-        connect: opens a separate connection to the store, on which a call may block.
+        connect: a function that opens a separate connection to the store, on which a call may block.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:
@@ -44,8 +44,8 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """Ends both threads before this process exits, and waits at most LEAVE seconds for them. If Python ended while
-        a thread is in a call of the store, the process would abort."""
+        """Ends both threads before this process exits, and waits at most LEAVE seconds for them. If Python exited
+        during a thread's call to the store, the process would abort."""
         self._ends.set()
         for thread in self._threads:
             thread.join(LEAVE)
@@ -64,15 +64,15 @@ class Heartbeat:
                 self._answered = time.monotonic()
                 if (
                     count != before or not 0 < count < _LEFT
-                ):  # the process is counting, has not begun to count, or has exited
+                ):  # the watched process is counting, has not begun to count, or has exited
                     before, changed = count, self._answered
                 if reported or self._answered - changed > PATIENCE:
                     self._end(self._watched, reports=not reported and store.add("reported", 1) == 1)
-        except RuntimeError:  # the store and rank 0 have ended, which closed sockets show without a heartbeat
+        except RuntimeError:  # the store and rank 0 have ended; closed sockets report this without a heartbeat
             self._ends.set()
 
     def _watch_store(self) -> None:
-        """Ends this process if the store does not answer: then rank 0, which hosts it, hangs."""
+        """Ends this process if the store does not answer, because rank 0, which hosts the store, then hangs."""
         while not self._ends.wait(INTERVAL):
             if time.monotonic() - self._answered > PATIENCE:
                 time.sleep(0 if self._rank == 1 else _HEAD_START)

@@ -1,8 +1,8 @@
 """`specc train --gpus N`: starts one process per GPU on this machine, with the environment variables of torchrun.
 
 torchrun has three drawbacks on one machine: it exits with 1 for any exit code of its processes, it allows the processes
-only 30 seconds to save after a signal, and it shows the same failure several times. Use torchrun to train across
-machines.
+only 30 seconds to save after a signal, and it shows the same failure several times. torchrun is used only to train
+across machines.
 """
 
 import ctypes
@@ -28,14 +28,14 @@ from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
-PEER_LOST = 76  # exit code of a process that ends because another failed; never the exit code of a command
-GRACE = 20.0  # seconds that the other processes have to end by themselves after a failure
+PEER_LOST = 76  # the exit code of a process that ends because another failed; a command never has this exit code
+GRACE = 20.0  # the seconds that the other processes have to end by themselves after a failure
 _LAUNCHER = "SPECC_LAUNCHER"
 _RENDEZVOUS = ("--nnodes", "--rdzv", "--master", "--node-rank", "--node_rank", "--standalone")
 
 
 class LaunchError(RuntimeFailure):
-    """The processes cannot be started with these options."""
+    """Raised if the processes cannot be started with these options."""
 
     code = "U001"
     exit_code = 2
@@ -47,8 +47,8 @@ def is_launched() -> bool:
 
 
 def place() -> tuple[int, int, int, int]:
-    """Returns (rank, size, local rank, local size) from the environment. Rank and size count all hosts; the local
-    values count this host.
+    """Returns (rank, size, local rank, local size) from the environment. Rank and size count the processes of all
+    hosts; the local values count those of this host.
 
     Raises EnvironmentFailure if a variable is missing or not an integer.
     """
@@ -67,7 +67,8 @@ def started_here(size: int) -> int:
 
 
 def require_devices(count: int, spec: Spec, target: str | None) -> None:
-    """Checks that `count` processes can run here: on one GPU each, or on the CPU if `target` runs there.
+    """Checks that `count` processes can run on this machine: on one GPU each, or on the CPU if `target` is a CPU
+    target.
 
     Raises:
         EnvironmentFailure: if there are fewer GPUs than processes.
@@ -85,9 +86,9 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
-    """Returns the target as `choose_target` does. With `gpus`, the target is the CPU only if `wanted` names it.
-
-    Raises the errors of `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs here.
+    """Returns the target that `choose_target` selects. With `gpus`, it is the CPU only if `wanted` names the CPU.
+    Raises the errors of `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs of this
+    machine.
     """
     chosen = choose_target(spec, wanted)
     if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":
@@ -108,7 +109,7 @@ def cpu_target(path: Path, spec: Spec) -> str | None:
 
 
 def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Runs a command in `size` processes. Returns the exit code of the first that failed, or 0.
+    """Runs a command in `size` processes. Returns the exit code of the process that failed first, or 0.
 
     SIGTERM, SIGHUP and SIGINT are forwarded to all processes, which save and end as a single process would. After a
     failure, the other processes have GRACE seconds to end. If this process is killed, they receive SIGTERM.
@@ -121,18 +122,19 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
         stack.callback(_kill, processes)
         for rank in range(size):
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # a new session: Ctrl-C then reaches it only through this process, once
+            # in a new session, Ctrl-C reaches the process only once, through this process
             processes.append(subprocess.Popen([*command], env={**environment, **ranks}, start_new_session=True))
         return _outcome(_ended(processes, received), size, received, say)
 
 
 def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Runs a command in `size` processes of this machine by torchrun, which can also join other machines.
+    """Runs a command in `size` processes of this machine with torchrun, which can also join processes of other
+    machines.
 
     Args:
         size: the number of processes on this machine.
         options: options of torchrun, such as `--nnodes 2 --rdzv-endpoint HOST:29400`. If no option names a rendezvous,
-            the run consists of these processes alone.
+            the run consists only of these processes.
         command: the command.
         say: called with a line if a signal ended a process.
 
@@ -163,7 +165,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
     ]
     arguments = _torchrun_arguments(words)
     try:
-        with restored_signals():  # torchrun does not restore the handlers
+        with restored_signals():  # because torchrun does not restore the handlers
             run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
@@ -174,7 +176,7 @@ def launch_with_torchrun(size: int, options: Sequence[str], command: Sequence[st
 
 
 def _torchrun_arguments(words: Sequence[str]) -> Any:
-    """Parses arguments with the parser of torchrun. Raises LaunchError with the error that it shows."""
+    """Parses arguments with the parser of torchrun. Raises LaunchError with the parser's message."""
     from torch.distributed.run import config_from_args, parse_args
 
     shown = io.StringIO()
@@ -197,21 +199,22 @@ def _environment(size: int) -> dict[str, str]:
     GLOO_SOCKET_IFNAME, the other processes have the same value."""
     linux = sys.platform == "linux"
     cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-    # without an interface, gloo uses the address that the host name resolves to
+    # if no interface is set, gloo uses the address to which the host name resolves
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // size)), **({"GLOO_SOCKET_IFNAME": "lo"} if linux else {})}
     places = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     return {**defaults, **os.environ, **places, **parent_environment()}
 
 
 def parent_environment() -> dict[str, str]:
-    """Returns the environment variable that names this process to a child process, which ends when this process ends.
-    See `end_with_launcher`."""
+    """Returns the environment variable that tells a child process the id of this process, so that the child ends with
+    it. See `end_with_launcher`."""
     return {_LAUNCHER: str(os.getpid())}
 
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Reserves a port on which rank 0 can listen. The system assigns it to no other program while the block runs."""
+    """Reserves a port on which rank 0 can listen. The system does not assign the port to another program while the
+    block runs."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
@@ -266,8 +269,8 @@ def has_launcher() -> bool:
 
 
 def end_with_launcher() -> None:
-    """If `launch` or a sweep started this process: requests SIGTERM from the system for the case that the launcher ends
-    before this process."""
+    """If `launch` or a sweep started this process, makes the system send SIGTERM to this process when the launcher
+    ends."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return

@@ -10,21 +10,21 @@ from specc.runtime.errors import RuntimeFailure
 
 
 class Preempted(RuntimeFailure):
-    """SIGTERM or SIGHUP was received. The work is saved and can be resumed."""
+    """Raised after SIGTERM or SIGHUP. The work is saved and can be resumed."""
 
     code = "P001"
     exit_code = 75
 
 
 class Interrupted(RuntimeFailure):
-    """Ctrl-C was received. The work is saved and can be resumed."""
+    """Raised after Ctrl-C. The work is saved and can be resumed."""
 
     code = "P002"
     exit_code = 130
 
 
 class Stopped(Exception):
-    """A signal was received by this process or by another process of the same run."""
+    """Raised if this process, or another process of the run, received a signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -39,9 +39,8 @@ class Stopped(Exception):
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end.
-
-    Python sets signal handlers only in the main thread. In another thread, the context manager has no effect.
+    """A context manager that restores the handlers of SIGTERM, SIGHUP and SIGINT at its end. It has no effect outside
+    of the main thread, because Python sets signal handlers only there.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -50,7 +49,7 @@ def restored_signals() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             for number, previous in before.items():
-                if previous is not None:  # None: code outside of Python set it
+                if previous is not None:  # None if code outside of Python has set the handler
                     signal.signal(number, previous)
 
 
@@ -58,8 +57,8 @@ def restored_signals() -> Iterator[None]:
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """A context manager in which SIGTERM, SIGHUP and SIGINT only call `handle` with their number.
 
-    A signal that is ignored, such as SIGHUP under nohup, stays ignored. Python handles signals only in the main thread.
-    In another thread, the context manager has no effect.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored. The context manager has no effect outside of
+    the main thread, because Python handles signals only there.
     """
 
     def handler(number: int, frame: FrameType | None) -> None:

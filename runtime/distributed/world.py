@@ -1,8 +1,8 @@
 """The processes that train together: the rank of this process, collective sums, and agreement between ranks.
 
 The processes are started by torchrun, or by `specc train --gpus N` (launch.py), with the same environment variables:
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Each holds the whole model. Only rank 0 writes files. Rank 0
-broadcasts results that no other rank computes.
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Each holds the whole model. Only rank 0 writes files. Results
+that only rank 0 computes are broadcast to the other ranks.
 """
 
 import atexit
@@ -41,11 +41,11 @@ _CPU = torch.device("cpu")
 # torch 2.13 renamed these functions and warns about the old names.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_HEAD_START = 1.0  # seconds by which the other ranks delay, so that rank 0 reports a common failure
+_HEAD_START = 1.0  # the seconds by which the other ranks delay, so that rank 0 reports a common failure
 
 
 class PeerLost(RunFailure):
-    """Another process of the run has ended, so this process cannot continue."""
+    """Raised if another process of the run has ended, so that this process cannot continue."""
 
     exit_code = PEER_LOST
 
@@ -67,15 +67,15 @@ class World:
     _single_host: bool = True
     _store: Any = None
     _heartbeat: Heartbeat | None = None
-    _wire: Any = None  # the process group for tensors on `device`; the default one is gloo, for the host
+    _wire: Any = None  # the process group for tensors on `device`; the default group is gloo, for the host
 
     @classmethod
     def alone(cls) -> "World":
-        """Returns a world of this process alone: every call returns at once."""
+        """Returns a world that consists only of this process. Every call returns immediately."""
         return cls()
 
     def on(self, device: torch.device) -> "World":
-        """Returns the same world with sums on `device`. Each process of a host uses a different GPU.
+        """Returns the same world, which computes sums on `device`. Each process of a host uses a different GPU.
 
         Raises EnvironmentFailure if this host has fewer GPUs than processes.
         """
@@ -92,28 +92,29 @@ class World:
         return replace(self, device=gpu, _wire=wire)
 
     def add(self, tensor: Tensor) -> None:
-        """Replaces a tensor on `device` by its sum over all ranks, bitwise equal on each.
-
-        The host does not wait for a GPU.
+        """Replaces a tensor on `device` with its sum over all ranks, which is bitwise equal on all ranks. The host does
+        not wait for a GPU.
         """
         if self.size > 1:
             with _peers():
                 dist.all_reduce(tensor, group=self._wire)
 
     def largest(self, tensor: Tensor) -> None:
-        """Replaces a tensor on `device` by its elementwise maximum over all ranks. The host does not wait for a GPU."""
+        """Replaces a tensor on `device` with its elementwise maximum over all ranks. The host does not wait for a
+        GPU."""
         if self.size > 1:
             with _peers():
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._wire)
 
     def add_parts(self, whole: Tensor, part: Tensor) -> "Waiting":
-        """Begins a reduce-scatter: sums `whole` over all ranks, divides the sum into equal parts along the first axis,
-        and writes the part of this rank into `part`. Both tensors are contiguous and on `device`."""
+        """Begins a reduce-scatter: sums `whole` over all ranks, divides the sum into equal parts along the first dim,
+        and writes the part of this rank to `part`. Both tensors are contiguous and on `device`."""
         with _peers():
             return Waiting(_reduce_scatter(part, whole, group=self._wire, async_op=True))
 
     def join_parts(self, part: Tensor, whole: Tensor) -> "Waiting":
-        """Begins an all-gather: concatenates `part` of all ranks along the first axis in `whole`."""
+        """Begins an all-gather: concatenates the `part` of all ranks along the first dim, and writes the result to
+        `whole`."""
         with _peers():
             return Waiting(_all_gather(whole, part, group=self._wire, async_op=True))
 
@@ -132,7 +133,8 @@ class World:
         return values
 
     def first(self, make: Callable[[], T]) -> T:
-        """Broadcasts the result of `make`, which runs only on rank 0 while the others wait. The result is pickled."""
+        """Returns the result of `make` on all ranks. `make` runs only on rank 0 while the others wait, and its result
+        is pickled and broadcast."""
         if self.size == 1:
             return make()
         results: list[Any] = [make() if self.rank == 0 else None]
@@ -150,12 +152,12 @@ class World:
         """A context manager that rank 0 enters first. The other ranks enter together after rank 0 has left it, so that
         they can read its files.
 
-        There is no time limit. Each such block of a program needs a unique `name`. Raises PeerLost on the waiting ranks
+        There is no time limit. Each such block in a program needs a unique `name`. Raises PeerLost on the waiting ranks
         if another rank has failed.
         """
         with _peers():
             while self.rank and not self._store.check([name]):
-                # raise here: the store ends with rank 0, and torch's own error is long
+                # an error is raised here, because the store ends with rank 0 and torch's own error is long
                 if self._store.check(["failed"]):
                     raise PeerLost("another process of this run has failed", "see the messages of that process")
                 time.sleep(0.05)
@@ -175,8 +177,8 @@ class World:
 
     def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`. Only the first process that fails shows its error. The
-        others end as a result, or with the same error. The launcher reports a lost process of this machine, because it
-        knows the signal."""
+        others end as a result of it, or with the same error. If a process of this machine was lost, its launcher
+        reports this, because it knows the signal."""
         if self._store is None:
             return True
         if isinstance(error, PeerLost) and self._single_host and has_launcher():
@@ -201,10 +203,10 @@ class World:
 class Waiting:
     """A pending collective call. Its tensors must not be used until `wait` returns."""
 
-    _work: Any = None  # None if there is nothing to wait for
+    _work: Any = None  # None if there is no call to wait for
 
     def wait(self) -> None:
-        """Waits for the call. On a GPU the current stream waits, not the host."""
+        """Waits for the call. On a GPU, the current stream waits instead of the host."""
         if self._work is not None:
             with _peers():
                 self._work.wait()
@@ -225,7 +227,8 @@ def joined() -> Iterator[World]:
     atexit.register(lambda: _leave(codes[0]) if codes else None)
     try:
         yield world
-    except BaseException as error:  # no teardown: it could wait for ranks that have ended
+    # The process group is not destroyed, because that could wait for ranks that have ended
+    except BaseException as error:
         shows = world.reports(error)
         if world._heartbeat is not None:
             world._heartbeat.stop()
@@ -245,7 +248,7 @@ def joined() -> Iterator[World]:
 
 def _leave(code: int) -> None:
     """Ends the process with `os._exit`. Python's normal exit would abort if a gloo thread freed a tensor during the
-    exit, or if a heartbeat thread was in a call of the store."""
+    exit, or if a heartbeat thread called the store during the exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -255,7 +258,8 @@ def _join() -> World:
     rank, size, local_rank, local_size = place()
     end_with_launcher()
     if local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(local_rank)  # before any other CUDA call, which would allocate memory on the first GPU
+        # Set before any other CUDA call, which would otherwise allocate memory on the first GPU
+        torch.cuda.set_device(local_rank)
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
     except (ValueError, RuntimeError) as error:
@@ -279,7 +283,7 @@ def _peers() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # an earlier error of this process, which the call only reports
+        raise  # the call only reports an earlier error of this process
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]
         message = f"another process of this run does not answer: {reason}"

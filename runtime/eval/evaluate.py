@@ -45,9 +45,9 @@ def evaluate(
             the model.
         target, device, quantized, search, say: as for `open_model`.
         progress: called with the number of scored tokens or lines and the total.
-        world: the processes that share the work. Each of them calls this function, on its own device.
-        gpus: the requested number of processes; None if not specified. The processes run on GPUs unless `target` is
-            the CPU. If `target` is None, `cpu_target` determines whether it is.
+        world: the processes that share the work. Each of them calls this function for its device.
+        gpus: the requested number of processes; None if not specified. The processes run on GPUs, unless `target` is
+            the CPU. If `target` is None, `cpu_target` decides.
         tasks: files of examples, which are scored instead of data.
 
     Returns:

@@ -28,7 +28,7 @@ class SetScore:
     Attributes:
         name: the held-out split, or the file's name.
         score: the score of the lines that were decoded.
-        overlap: the fraction of these lines that is in the fixed training set; None if unknown.
+        overlap: the fraction of these lines that are in the fixed training set; None if unknown.
         held_out: whether these lines are the validation split of the training file.
         untried: number of lines that were not decoded, because no earlier line was exact.
     """
@@ -136,8 +136,8 @@ class _Lines:
 
 
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
-    """Yields the sets of lines that `options.data` names. The default is the data of the run. Without a run, it is the
-    task of the spec."""
+    """Yields the sets of lines that `options.data` names. By default, they are the data of the run or, without a run,
+    the task of the spec."""
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
     data = options.data or opened.data or task.name
@@ -160,7 +160,7 @@ def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) ->
     pairs = file.pairs.within(options.max_tokens)
     try:
         yield _Lines(file.path.name, pairs, partial(overlap, task.parse(file.sources[: len(pairs)])))
-    except DataError:  # lines of another task
+    except DataError:  # the lines belong to another task
         yield _Lines(file.path.name, pairs)
 
 
@@ -169,14 +169,14 @@ def _trained_on_task(opened: OpenedModel) -> bool:
     task = task_of(opened.spec.train.data)
     if task.fresh:
         return False
-    if opened.trained_on is None:  # older versions stored no digests, but a run states its data
+    if opened.trained_on is None:  # artifacts of older versions contain no digests, but a run states its data
         return opened.data == task.name
     digest: str = task.training.digest
     return opened.trained_on.train == digest
 
 
 def _is_training_file(opened: OpenedModel, file: LineFile) -> bool:
-    """Returns whether the model was trained on this file, under any path."""
+    """Returns whether the model was trained on this file, possibly under another path."""
     if opened.trained_on is not None:
         return opened.trained_on == file.digests
     try:

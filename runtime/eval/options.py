@@ -12,11 +12,12 @@ from specc.compiler.spec.train import BitsSpec
 from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.errors import RunFailure, RuntimeFailure
 
-FEWER = "lower --batch, or eval.batch in the spec"  # the hint for full GPU memory
+FEWER = "lower --batch, or eval.batch in the spec"  # the hint if GPU memory is full
 
 
 class EvaluateError(RuntimeFailure):
-    """A model cannot be scored with these options. For example, there is no data, or the stride exceeds the window."""
+    """Raised if a model cannot be scored with these options, for example because there is no data, or because the
+    stride exceeds the window."""
 
     code = "U009"
     exit_code = 2
@@ -32,13 +33,13 @@ class EvaluateOptions:
             the data of the run.
         stride: distance between windows in tokens, 1 to the window.
         batch: number of windows, or lines, per batch.
-        max_tokens: score only this number of tokens from the start of the split; for lines, of target tokens.
+        max_tokens: the number of tokens to score, from the start of the split. For lines, target tokens are counted.
         cache: folder of tokenized text.
-        compiled: use torch.compile on a GPU.
+        compiled: whether to use torch.compile on a GPU.
         window: window length in tokens. It may exceed the context, unless the model has learned positions.
         adapt: the method by which the model adapts to the text, as a `kind` or a YAML mapping. The result is then not a
             score of the model. With None, the model does not adapt, even if the spec has `eval.adapt`.
-        hopeless: for lines: stop scoring a set if none of its first `hopeless` lines is exact.
+        hopeless: for lines, the scoring of a set stops if none of its first `hopeless` lines is decoded exactly.
     """
 
     data: str | None = None
@@ -75,7 +76,8 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
         raise EvaluateError(message, "change --window")
     stride = how.stride if options.stride is None else options.stride
     if options.stride is None and stride is not None and options.window is not None:
-        stride = min(stride, window)  # limited, because the stride of the spec may exceed a smaller window
+        # Limited to the window, because the stride in the spec may exceed a smaller window
+        stride = min(stride, window)
     if stride is not None and not 1 <= stride <= window:
         what = "context" if window == context else "window"
         raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "change --stride")

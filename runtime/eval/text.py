@@ -67,8 +67,8 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
-    """Returns the spec with the windows and the adaptation of `options`, if the generated code depends on them. It does
-    so if the model adapts, or if a window exceeds the context.
+    """Returns the spec with the windows and the adaptation of `options`, if the generated code depends on them. The
+    code depends on them if the model adapts, or if a window exceeds the context.
 
     If `options.adapt` is only a kind, and `eval.adapt` of the spec has the same kind, the settings of the spec are
     used. Raises EvaluateError if the options do not apply, and SpecError if the settings are invalid.
@@ -175,8 +175,8 @@ def evaluate_adapted(
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
         text_model = opened.text_model
         score, features, nats = map(compiles, (text_model.score, text_model.features, text_model.nats))
-        # Before 2.12, Torch reuses a graph that another method compiled before weights required gradients
-        # (pytorch/pytorch#139476). Gradients would then lack the contribution of the head.
+        # Before version 2.12, Torch reuses a graph that another method compiled while the weights did not require
+        # gradients (pytorch/pytorch#139476). Gradients would then lack the contribution of the head.
         torch.compiler.reset()
         work = Work(account, model, score, features, nats, rows, world, opened.spec.train.seed, progress)
         try:

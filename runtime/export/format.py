@@ -46,7 +46,7 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The files of an export. If the format has a budget, `total` and `budget` are in bytes."""
+    """The files of an export. If the format has a budget, `total` and `budget` are set, in bytes."""
 
     paths: tuple[Path, ...]
     total: int = 0

@@ -38,14 +38,15 @@ from specc.runtime.storage.quantized_run import quantized_artifact
 from specc.runtime.storage.run_directory import Run
 
 ProgramName = Literal["logits", "score"]
-Call = Callable[[Mapping[str, Tensor]], Tensor]  # maps the inputs of a program, by name, to its output
+Call = Callable[[Mapping[str, Tensor]], Tensor]  # a function that maps the inputs of a program, by name, to its output
 
 TARGET = "cpu"
 BATCHES = 64
-TOLERANCE = 1e-4  # largest allowed difference of logits and nats in f32, and of bits per token
-ROWS, TOKENS = 4, 2048  # largest number of rows and tokens of a compared batch; one batch is a row of the whole context
-LOWER_BOUNDS = (1, 2, 3)  # torch.export specializes on lengths of 0 and 1; some programs contain the length minus one
-GENERATED_OPS = "specc_generated"  # prefix of the namespaces of custom ops in generated code
+TOLERANCE = 1e-4  # the largest allowed difference of logits and nats in f32, and of bits per token
+ROWS, TOKENS = 4, 2048  # the most rows and tokens of a compared batch; one batch is a row as long as the context
+# Torch.export specializes on the lengths 0 and 1, and some programs contain the length minus one
+LOWER_BOUNDS = (1, 2, 3)
+GENERATED_OPS = "specc_generated"  # the prefix of the namespaces of custom ops in generated code
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,13 @@ class ProgramExport:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The differences between an exported file and the model of the run.
+    """The differences between the outputs of an exported file and of the model of the run.
 
     Attributes:
         batches: the number of batches that were compared, of random ids and various sizes.
         largest: the largest difference of an output.
-        bits: the difference of the mean loss in bits per token. Text has at least one byte per token that has bytes,
-            so the difference in bits per byte is not larger.
+        bits: the difference of the mean loss in bits per token. It bounds the difference in bits per byte, because a
+            token that has bytes has at least one.
     """
 
     batches: int
@@ -163,7 +164,7 @@ def compare(export: ProgramExport, call: Call, say: Say) -> Agreement:
             if output.shape != wanted.shape or output.dtype != wanted.dtype:
                 raise IntegrityError(f"the exported program returns {output.dtype} {list(output.shape)}")
             differences.append((output - wanted).abs().max())
-            counted = truth != 0  # pads of lines have no loss
+            counted = truth != 0  # padding in lines has no loss
             targets = list(batch.values())[-1]
             loss = output if export.name == "score" else F.cross_entropy(output.mT, targets, reduction="none")
             nats += float((loss * counted).double().sum())
@@ -230,7 +231,7 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
     """
     most = programs.context or spec.model.window
     graph = programs.program(program.name)
-    lengths = {type.shape[1] for _, type in graph.inputs}  # the names of dims: T, and S of a source
+    lengths = {type.shape[1] for _, type in graph.inputs}  # the names of the dims: T, and S for a source
     rows = Dim("batch", min=1, max=2**20)
     reason = ""
     for least in LOWER_BOUNDS:
@@ -244,7 +245,7 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
             with torch.no_grad(), quiet():
                 exported = torch.export.export(program, example, dynamic_shapes=(shapes,), strict=False)
                 exported = exported.run_decompositions(_decompositions(exported))
-        except Exception as error:  # torch.export raises many types
+        except Exception as error:  # torch.export raises many types of exceptions
             reason = _reason(error)
             continue
         unknown = sorted(
@@ -257,7 +258,7 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
         if unknown:
             raise ExportError(f"{spec.name} cannot be exported as a graph: it has operations of {', '.join(unknown)}")
         for node in exported.graph.nodes:
-            for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):  # paths of this machine
+            for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):  # these contain paths of this machine
                 node.meta.pop(key, None)
         return exported, least
     raise ExportError(
@@ -269,10 +270,10 @@ def _graph(program: "_Program", spec: Spec, programs: Programs) -> tuple[Exporte
 def _decompositions(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
     """Maps each custom op of generated code to its Python function, which torch.export then traces.
 
-    A custom op prevents torch.compile from tracing into a function. A file with a custom op would need the generated
-    code to run.
+    A custom op prevents torch.compile from tracing into a function. A file with a custom op could only run together
+    with the generated code.
     """
-    from torch._library.custom_ops import OPDEFS  # the public interface does not provide the function of an op
+    from torch._library.custom_ops import OPDEFS  # the public interface does not provide the Python function of an op
 
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
     return {

@@ -14,7 +14,7 @@ from specc.runtime.storage.atomic import write_atomically
 
 
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes `tensors` (on any device) with their dtypes and shapes, and `metadata`, to `path` atomically.
+    """Writes `tensors` (on any device), with their dtypes and shapes, and `metadata` to `path` atomically.
 
     Tensors that share memory are written separately. The file is read back and compared bit for bit, including the
     metadata, before it is renamed to `path`.
@@ -53,12 +53,13 @@ def _sorted_metadata(data: bytes) -> bytes:
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+    text += b" " * (-len(text) % 8)  # because tensors must start at a multiple of 8
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Returns True if dtype, shape and bytes are equal. NaN equals the same NaN, and 0 differs from -0."""
+    """Returns True if dtype, shape and bytes are equal. A NaN equals a NaN with the same bits, and 0 differs from
+    -0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -21,8 +21,8 @@ class GroupSize:
         tensors: the number of tensors.
         parameters: the number of values in all tensors.
         scheme: the labels of the tensors' schemes, most bits first.
-        stored: the bytes before compression. Compressed bytes cannot be attributed to a parameter, because streams join
-            the codes of several parameters.
+        stored: the bytes before compression. Compressed bytes cannot be attributed to single parameters, because a
+            stream joins the codes of several.
     """
 
     name: str

@@ -19,7 +19,7 @@ from specc.runtime.metrics.validation import Score
 
 
 class AdaptError(RuntimeFailure):
-    """The settings of a method do not fit the model."""
+    """Raised if the settings of a method do not fit the model."""
 
     code = "U010"
     exit_code = 2
@@ -37,12 +37,13 @@ class Placed:
 
 @dataclass
 class Work:
-    """A model and the text to score. No parameter of the model requires gradients, unless a method enables them.
+    """A model, and the text to score. No parameter of the model requires gradients, unless a method enables them.
 
     Attributes:
         account: accumulates the losses of the batches.
         model: the model.
-        score: maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]; runs without autograd.
+        score: a function that maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]. It runs
+            without autograd.
         features: maps ids to the input of the head, [B, T, D].
         nats: maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
         rows: number of rows per batch.
@@ -68,7 +69,7 @@ class Work:
 
     @property
     def share(self) -> Share:
-        """The share of this process."""
+        """The part of the work that this process does."""
         return Share(self.world.rank, self.world.size, self.world.totals)
 
     def local_batches(self, batches: range) -> range:
@@ -95,12 +96,12 @@ class Method:
 
     Attributes:
         name: the `kind` of the settings.
-        rows: maps the settings to the required number of windows per batch. The result is None if any number is
+        rows: a function that maps the settings to the required number of windows per batch; None if any number is
             possible, because the windows of a batch share no parameters.
-        chunk: maps the settings to the number of targets to score between changes of the model. The result is None if
-            the model does not change.
-        run: scores the whole text and returns a description of the number of adaptations. All processes of a `world`
-            call it.
+        chunk: a function that maps the settings to the number of targets that are scored between changes of the model;
+            None if the model does not change.
+        run: a function that scores the whole text, and returns a description of the number of adaptations. All
+            processes of a `world` call it.
     """
 
     name: str
@@ -110,6 +111,6 @@ class Method:
 
 
 def method_of(settings: Adaptation) -> Method:
-    """Returns the method that the settings belong to."""
+    """Returns the method to which the settings belong."""
     known: Mapping[str, Method] = catalog(adapt, Method)
     return known[settings.kind]

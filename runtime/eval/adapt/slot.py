@@ -1,7 +1,7 @@
 """SLOT: fits a vector that is added to the input of the head, while all weights are frozen.
 
-The model before the head runs once per batch, without gradients. Each optimizer step runs only the head, forward and
-backward.
+The model before the head runs once per batch, without gradients. Each optimizer step runs only the forward and backward
+pass of the head.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,9 @@ def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, v
         how: the settings.
         batch: the batch.
         fitted: the targets to fit on, bool [B, T].
-        vectors: 1 for one vector, fitted on the mean loss over all rows; B for one vector per row, each fitted on the
-            mean loss of its row. The vector of a row without targets in `fitted` remains 0.
+        vectors: the number of vectors: 1 for a vector that is fitted on the mean loss over all rows, or B for one
+            vector per row, each fitted on the mean loss of its row. The vector of a row without targets in `fitted`
+            remains 0.
 
     Returns:
         The loss of each target in nats, f32 [B, T].

@@ -53,9 +53,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> "LowRank":
-        base = _wide(
-            weight
-        ).clone()  # a copy, because `_wide` of an f32 weight is the weight itself, which is overwritten
+        base = _wide(weight).clone()  # a copy, because `_wide` returns an f32 weight itself, which is overwritten later
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
         b = base.new_zeros(rows, how.rank)
@@ -68,7 +66,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A window that begins at token `start`. Only its targets at positions after + 1 .. end are used."""
+    """A window that begins at token `start`, of which only the targets at positions after + 1 .. end are used."""
 
     start: int
     after: int
@@ -120,7 +118,7 @@ class Learner:
                     weight.requires_grad_(False).copy_(before)
 
     def learn(self, span: tuple[int, int], done: float) -> None:
-        """Trains on the targets of a chunk. `done` is the complete fraction of training, which the schedule reads."""
+        """Trains on the targets of a chunk. `done` is the completed fraction of training, which the schedule reads."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)
         rows = rows_of(span, self.work.account.windows.length)

@@ -1,4 +1,4 @@
-"""Multiple choice, as HellaSwag, ARC and PIQA are scored."""
+"""Multiple choice, the form in which HellaSwag, ARC and PIQA are scored."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class Choices(Task):
 
     Each choice is scored after context and delimiter. `acc` is the share of questions whose answer has the largest log
     likelihood. `acc_norm` first divides log likelihoods by the number of characters of the choice. Both are defined as
-    in lm-evaluation-harness. Among equal choices, the first is selected. `bits_per_byte` is that of the answers.
+    in lm-evaluation-harness. If choices are equally likely, the first is selected. `bits_per_byte` is that of the
+    answers.
     """
 
     name = "choices"

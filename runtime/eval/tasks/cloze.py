@@ -1,4 +1,4 @@
-"""Cloze: predicts the end of a text from its beginning, as LAMBADA is scored."""
+"""Cloze: predicts the end of a text from its beginning, the form in which LAMBADA is scored."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import log

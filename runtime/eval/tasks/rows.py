@@ -16,13 +16,13 @@ from specc.runtime.metrics.share import Share
 from specc.runtime.open_model import OpenedModel
 
 SURE = math.log(2)  # a token with a smaller loss has a probability above 1/2, so it is the most probable one
-MULTIPLE = 64  # compiled lengths are multiples of this
-LOAD_ROWS = 8  # rows in which the load of experts is counted
+MULTIPLE = 64  # lengths are padded to multiples of this, so that few are compiled
+LOAD_ROWS = 8  # the number of rows in which the load of experts is counted
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens, the last `scored` of which are targets.
+    """A row of tokens, of which the last `scored` are scored targets.
 
     Attributes:
         tokens: the tokens, of which all but the last are inputs of the model.
@@ -58,7 +58,8 @@ class Encoder:
         tokenizer: the tokenizer of the model.
         window: the largest number of inputs.
         stride: the distance between windows of a longer text.
-        unscored: the number of first inputs whose targets are not scored, because the model sees them.
+        unscored: the number of inputs at the start of a window whose targets are not scored, because the model sees
+            them.
     """
 
     tokenizer: Tokenizer
@@ -70,12 +71,12 @@ class Encoder:
         """Returns the row that scores `text` after `context`.
 
         As in lm-evaluation-harness, white space at the end of the context is moved to the start of the text. Both are
-        tokenized together. If the context alone has n tokens, the tokens of the text are those after the first n. BOS
+        tokenized together. If the context alone has n tokens, all tokens after the first n belong to the text. BOS
         precedes the context, if the tokenizer has one. If there are more inputs than the window has, the first inputs
         are removed.
 
-        Raises DataError with the place `where` if the text has no tokens or is too long, if no token precedes it, or if
-        it begins within the first targets, which the model sees.
+        Raises DataError, which states `where`, if the text has no tokens or is too long, if no token precedes it, or if
+        it begins among the first targets, which the model sees.
         """
         bos = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
         head = context.rstrip()
@@ -97,7 +98,8 @@ class Encoder:
         return Row(tuple(tokens[-inputs - 1 :]), scored, size, inputs < len(tokens) - 1)
 
     def encoded(self, text: str, where: str) -> list[int]:
-        """Returns the tokens of a text without BOS. Raises DataError with the place `where`."""
+        """Returns the tokens of a text without BOS. Raises DataError, which states `where`, if the text cannot be
+        encoded."""
         try:
             tokens: list[int] = self.tokenizer.encode(text.encode()).tolist() if text else []
         except UnicodeEncodeError:
@@ -121,14 +123,14 @@ def score_rows(
     """Scores rows in batches of similar length.
 
     Shorter rows of a batch are padded on the right. In a causal model no token reads later tokens. Padding therefore
-    changes scores only by rounding, because products have other shapes.
+    does not change scores, apart from rounding, because matrix products have other shapes.
 
     Args:
         opened: the model.
         rows: the rows.
         batch: the number of rows per batch.
         greedy: whether to compute `RowScore.greedy`.
-        share: the share of this process.
+        share: the part of the work that this process does.
         score: maps ids and targets, i64 [B, T], to the loss of each target in nats, [B, T].
         fixed_length: whether all batches are padded to one length, so that `score` is compiled once.
         progress: called with the number of scored rows and the total, on this process.
@@ -144,7 +146,7 @@ def score_rows(
     local = [batches[i] for i in share.of(len(batches))]
     longest = len(rows[order[0]].tokens) - 1
     sums, done = np.zeros((len(rows), 2)), 0
-    unsure: dict[int, list[int]] = {}  # by row: the positions of targets that may not be the most probable token
+    unsure: dict[int, list[int]] = {}  # for each row, the positions of targets that may not be the most probable token
     for chosen in local:
         width = -(-longest // MULTIPLE) * MULTIPLE if fixed_length else len(rows[chosen[0]].tokens) - 1
         width = max(min(width, opened.spec.model.window), opened.spec.model.unscored + 1)

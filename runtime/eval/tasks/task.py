@@ -27,7 +27,7 @@ HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A number and its standard error; None if there are fewer than two examples."""
+    """A number and its standard error. The error is None if there are fewer than two examples."""
 
     value: float
     error: float | None
@@ -115,10 +115,10 @@ class TaskResults:
 
 
 class Task(ABC):
-    """Examples of one kind, from the lines of a file. Each kind is a subclass, in a file of this package.
+    """The examples of one kind, read from the lines of a file. Each kind is a subclass, in a file of this package.
 
     Args:
-        records: the (place, object) of each line.
+        records: a pair (place, object) for each line.
 
     Attributes:
         name: the kind.

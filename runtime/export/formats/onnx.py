@@ -1,7 +1,7 @@
 """Format `onnx`: a program as an ONNX file, checked by onnx and run by onnxruntime.
 
-A model of more than `LARGEST` bytes has its weights in a second file next to it, because protobuf cannot hold them. The
-name of this file contains a digest, so that an existing export stays valid until it is replaced.
+The weights of a model with more than `LARGEST` bytes are in a second file next to it, because protobuf cannot hold
+them. The name of this file contains a digest, so that an existing export stays valid until it is replaced.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.run_directory import Run
 
 OPSET = 20
-LARGEST = 1_900_000_000  # maximum bytes of a model in a single file; protobuf allows 2 GiB
-SMALLEST = 1024  # minimum bytes of a tensor in the second file
+LARGEST = 1_900_000_000  # the most bytes of a model in a single file; protobuf allows 2 GiB
+SMALLEST = 1024  # the fewest bytes of a tensor in the second file
 DATA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.data")
 
 

@@ -1,4 +1,5 @@
-"""Format `safetensors`: the final weights of a run, f32, with the spec's name and digest and the step as metadata."""
+"""Format `safetensors`: the final weights of a run in f32. The metadata states the name and digest of the spec, and the
+step."""
 
 from specc.runtime.export.format import Exported, ExportFormat, ExportRequest
 from specc.runtime.export.safetensors_file import export_safetensors
