@@ -77,7 +77,7 @@ class PagedDecoder:
         page: the number of positions of a page.
         pages: the number of pages.
         device: the device of the model.
-        step: appends a token to each text. The default is `model.step`.
+        step: a function that appends a token to each text; by default, `model.step`.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class PagedTexts(Decoder):
         page: the number of positions of a page.
         device: the device of the model.
         rows: the number of texts.
-        step: appends a token to each text. The default is `model.step`.
+        step: a function that appends a token to each text; by default, `model.step`.
     """
 
     def __init__(

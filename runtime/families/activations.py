@@ -1,4 +1,4 @@
-"""Activations by the names that configs have for them."""
+"""Activations, by the names that configs use for them."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from specc.compiler.expr import ExprError, parse
 from specc.runtime.families.config import Config
 
 OPERANDS = ("x", "gate")
-# An export writes the first name of an expression.
+# If an expression has several names, an export writes the first.
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu({})",
     "swish": "silu({})",

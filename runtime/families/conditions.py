@@ -1,14 +1,14 @@
-"""Finds a short condition over `layer` that holds exactly in given layers, in the form that a person would write."""
+"""Finds a short and readable condition over `layer` that holds in exactly the given layers."""
 
 from collections.abc import Iterable, Iterator
 
 from specc.runtime.families.config import ConfigError
 
-LONGEST = 500  # characters of a condition
+LONGEST = 500  # the most characters of a condition
 
 
 def where(layers: Iterable[int], count: int) -> str:
-    """Returns the shortest condition that, among `count` layers, holds exactly in `layers`. `layers` must not be empty.
+    """Returns the shortest condition that, among `count` layers, holds in exactly `layers`. `layers` must not be empty.
 
     Raises:
         ConfigError: if the condition is longer than a spec allows.

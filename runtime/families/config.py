@@ -31,7 +31,7 @@ HARMLESS = frozenset(
 
 
 class ConfigError(RuntimeFailure):
-    """A config.json is not valid, or states a feature that specc lacks (exit code 2)."""
+    """Raised if a config.json is not valid, or contains a feature that specc lacks (exit code 2)."""
 
     code = "U013"
     exit_code = 2
@@ -60,7 +60,7 @@ class Config:
         self.read: set[str] = set()
 
     def error(self, key: str, message: str, hint: str) -> ConfigError:
-        """Returns the error of a field. It states the path of the field, its value, the problem and a remedy."""
+        """Returns an error about a field, which states the path of the field, its value, the problem and a remedy."""
         path = f"{self.section}.{key}" if self.section else key
         value = f": {shown(self.fields[key])}" if key in self.fields else ""
         return ConfigError(f"{self.place}: {path}{value}: {message}", hint)
@@ -71,7 +71,8 @@ class Config:
         return self.fields.get(key, default)
 
     def absent(self, key: str, default: T | None) -> T | None:
-        """Returns `default` if a field is absent, and None if it is present. Null may differ from the default."""
+        """Returns `default` if a field is absent, and None if it is present. A field that is null counts as present,
+        because null may differ from the default."""
         self.read.add(key)
         return None if key in self.fields else default
 
@@ -103,7 +104,7 @@ class Config:
         return value
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        """Returns a finite number above `least`. An absent field, or null, is the default."""
+        """Returns a finite number above `least`. A field that is absent or null has the value `default`."""
         value = self.value(key)
         value = default if value is None else value
         if value is None:
@@ -114,7 +115,7 @@ class Config:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Returns true or false. An absent field, or null, is the default."""
+        """Returns true or false. A field that is absent or null has the value `default`."""
         value = self.value(key)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -143,7 +144,7 @@ class Config:
         return choices[value]
 
     def fixed(self, key: str, values: Sequence[Any], needed: str) -> None:
-        """Checks that a field, if it is present, has one of a few values. `needed` is the hint of the error."""
+        """Checks that a field, if it is present, has one of `values`. `needed` is the hint of the error."""
         value = self.value(key)
         if key in self.fields and not any(type(value) is type(known) and value == known for known in values):
             raise self.error(key, "is not supported", needed)
@@ -177,7 +178,7 @@ def require_known(config: Config, family: str, ignored: Sequence[str] = ()) -> l
         ignored: fields that the user tells specc to ignore.
 
     Raises:
-        ConfigError: if an unknown field has a value. Fields that are null, false or empty have none.
+        ConfigError: if an unknown field has a value. A field that is null, false or empty counts as having no value.
     """
     for key in config.unread():
         value = config.fields[key]

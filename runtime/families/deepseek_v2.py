@@ -43,7 +43,8 @@ def model(config: Config) -> Data:
     config.fixed("scoring_func", ("softmax",), "other scores of experts exist only in DeepSeek-V3")
     config.fixed("norm_topk_prob", (False, None), "remove the field: Transformers ignores it in DeepSeek-V2")
     config.fixed("moe_layer_freq", (1,), "specc does not support experts in every n-th layer of DeepSeek-V2")
-    for name in ("n_group", "topk_group", "head_dim", "qk_head_dim"):  # derived, or not used by this method
+    # Fields that are derived from others, or that this method does not use
+    for name in ("n_group", "topk_group", "head_dim", "qk_head_dim"):
         config.value(name)
     factor = config.number("routed_scaling_factor", 1.0)
     shared = config.whole("n_shared_experts", 2, least=0, most=1024)
@@ -108,7 +109,8 @@ def config(model: Decoder) -> Data:
 
 
 def _scale(latent: Latent, size: int) -> Data:
-    """Returns `mscale_all_dim` for a scale of the scores, and the `mscale` that does not change the magnitude."""
+    """Returns the `mscale_all_dim` that gives the scale of the scores, and the `mscale` that leaves the magnitude
+    unchanged."""
     scaling = latent.rope.scaling
     if latent.scale is None or not isinstance(scaling, Yarn):
         return {}

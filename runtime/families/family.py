@@ -12,10 +12,10 @@ Data = dict[str, Any]
 
 
 class NotOfFamily(Exception):
-    """A spec lacks a part that every model of the family has.
+    """Raised if a spec lacks a part that every model of the family has.
 
     Attributes:
-        distance: the distance of the model from the family. A difference of one field has a distance of 1.
+        distance: how far the model is from the family, as a number of differing fields.
     """
 
     def __init__(self, message: str, distance: int = 100) -> None:
@@ -31,11 +31,12 @@ class Family:
         name: `model_type` in config.json.
         title: the name in messages and pages.
         architecture: the class of Transformers.
-        model: converts a config to the `model` section of a spec, as data, without defaults.
-        config: converts a model to the fields of a config, which the caller checks with `model`. Raises NotOfFamily.
-        table: returns the rows of all tensors that a model with a given config can have.
-        buffers: patterns of tensors in files of older versions that hold no parameter.
-        prefix: a prefix of tensor names. Files of the model without its head omit it.
+        model: a function that converts a config to the `model` section of a spec, as data without defaults.
+        config: a function that converts a model to the fields of a config, which the caller checks with `model`. It
+            raises NotOfFamily.
+        table: a function that returns the rows of all tensors that a model with a given config can have.
+        buffers: patterns of tensors that hold no parameter, in files of older versions.
+        prefix: a prefix of tensor names. Files that contain the model without its head omit it.
     """
 
     name: str

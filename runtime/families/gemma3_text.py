@@ -87,7 +87,7 @@ def config(model: Decoder) -> Data:
 
 
 def _scalar(layer: Attention, dim: int) -> float:
-    """Returns n of a scale 1/sqrt(n). A scale in another form is rejected later, when the config is read back."""
+    """Returns the n of a scale 1/sqrt(n). A scale in another form is rejected later, when the config is read back."""
     text = str(layer.scale).replace(" ", "") if layer.scale is not None else ""
     number = text.removeprefix("1/sqrt(").removesuffix(")")
     size = layer.size(dim)

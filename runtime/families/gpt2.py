@@ -21,7 +21,7 @@ def model(config: Config) -> Data:
         raise config.error("n_head", f"does not divide n_embd, {dim}", "use a divisor of it")
     config.fixed("scale_attn_weights", (True,), "specc does not import scores without a scale")
     config.fixed("add_cross_attention", (False,), "cross attention needs an encoder, which specc does not import")
-    config.value("reorder_and_upcast_attn")  # the same function in another precision
+    config.value("reorder_and_upcast_attn")  # this field only changes the precision
     by_layer = config.flag("scale_attn_by_inverse_layer_idx", False)
     scale = {"scale": "1/sqrt(head_dim)/(layer + 1)"} if by_layer else {}
     act = activation(config, "activation_function", "gelu_new", False)
@@ -61,7 +61,8 @@ def config(model: Decoder) -> Data:
 
 
 def norms(block: str, names: Sequence[tuple[str, str]]) -> tuple[Row, ...]:
-    """Returns the rows of the LayerNorms before layers. `names` are pairs of a layer and its norm in a file."""
+    """Returns the rows of the LayerNorms before layers. `names` contains pairs: a layer, and the name of its norm in a
+    file."""
     return tuple(
         same(f"{BLOCK}.{layer}.norm_{part}", f"{block}.{theirs}.{part}")
         for layer, theirs in names

@@ -9,7 +9,7 @@ from specc.compiler.blocks.rope import Llama3, RopeSpec, Yarn
 from specc.runtime.families.config import Config
 
 Data = dict[str, Any]
-LAYERS = ("sliding_attention", "full_attention")  # kinds of layers, each of which may have its own base
+LAYERS = ("sliding_attention", "full_attention")  # the kinds of layers, each of which may have a separate base
 KINDS = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
 NEEDED = "specc has the rope_type default, linear, llama3 and yarn"
 
@@ -20,7 +20,7 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     Args:
         config: the config.
         base: the default of the family for the base.
-        key: the entry of `rope_parameters` for a kind of layers; empty if the family has only one kind.
+        key: the entry of `rope_parameters` for a kind of layer; empty if the family has only one kind.
         old: the field of the base in older configs.
         more: further fields of the section.
     """
@@ -45,7 +45,7 @@ def rope(config: Config, base: float = 10000.0, key: str = "", old: str = "rope_
     else:
         parameters.fixed("partial_rotary_factor", (1, 1.0, None), "only GPT-NeoX rotates a part of each head")
     if kind == "default":
-        for name in parameters.unread():  # fields of other kinds, which have no effect
+        for name in parameters.unread():  # these fields belong to other kinds, and have no effect
             parameters.value(name)
         return turned
     factor = parameters.number("factor", least=0.999)

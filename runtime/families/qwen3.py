@@ -25,7 +25,7 @@ from specc.runtime.families.sections import (
 )
 
 KINDS = ("full_attention", "sliding_attention")
-WINDOW = 4096  # tokens, the default with use_sliding_window
+WINDOW = 4096  # the default number of tokens with use_sliding_window
 
 
 def model(config: Config) -> Data:

@@ -21,12 +21,12 @@ EPS = {"rms": 1e-6, "layer": 1e-5}  # these values are the defaults of a spec
 
 
 def norm(kind: str, eps: float, **more: Any) -> Data:
-    """Returns a section `norm`."""
+    """Returns a section `norm` of a spec."""
     return {"kind": kind, **more, **({"eps": eps} if eps != EPS[kind] else {})}
 
 
 def qk_norm(eps: float, **more: Any) -> Data:
-    """Returns a section `qk_norm`."""
+    """Returns a section `qk_norm` of a spec."""
     return {**more, **({"eps": eps} if eps != EPS["rms"] else {})}
 
 
@@ -38,8 +38,8 @@ def attention(
     Args:
         config: the config.
         rope: the rotary positions.
-        head_dim: the default for the channels of a head; None for the features divided by the heads.
-        kv_heads: the default for the number of key heads. None, like null in the config, is the number of query heads.
+        head_dim: the default number of channels of a head; None for the number of features divided by that of heads.
+        kv_heads: the default number of key heads. None, like null in the config, stands for the number of query heads.
         more: further fields, which precede the rotary positions.
     """
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
@@ -54,7 +54,8 @@ def attention(
 
 
 def require_divisor(config: Config) -> None:
-    """Checks that the heads divide the features. Transformers requires this of some families for any `head_dim`."""
+    """Checks that the number of heads divides that of features. For some families, Transformers requires this even with
+    an explicit `head_dim`."""
     heads, dim = config.whole("num_attention_heads"), config.whole("hidden_size")
     if dim % heads:
         raise config.error("num_attention_heads", f"does not divide hidden_size, {dim}", "use a divisor of it")
@@ -112,13 +113,14 @@ def decoder(config: Config, norm: Data, layers: Sequence[Data], tied: bool, **bl
 
 
 def window(config: Config, usual: int | None = None) -> Data:
-    """Returns the mask of a window of tokens; empty if the field is null. `usual` is the default of the field."""
+    """Returns the mask that restricts attention to a window of tokens; empty if the field is null. `usual` is the
+    default of the field."""
     size = config.whole("sliding_window") if config.stated("sliding_window") else config.absent("sliding_window", usual)
     return {"mask": f"j <= i and i - j < {size}"} if size is not None else {}
 
 
 def window_of(mask: Any) -> int | None:
-    """Returns the length of the window of a mask as `window` writes it; None for another mask."""
+    """Returns the window length of a mask that has the form returned by `window`; None for any other mask."""
     start = "j <= i and i - j < "
     digits = mask.removeprefix(start) if isinstance(mask, str) and mask.startswith(start) else ""
     return int(digits) if digits.isdecimal() else None
@@ -151,7 +153,7 @@ def sizes(model: Decoder) -> Data:
 
 
 def softcap_of(model: Decoder) -> float | None:
-    """Returns the softcap of the logits; None if there is none, or a schedule."""
+    """Returns the softcap of the logits; None if there is no softcap, or a schedule of softcaps."""
     cap = model.head.softcap
     return cap if isinstance(cap, float) else None
 

@@ -18,9 +18,9 @@ class Row:
     Attributes:
         parameters: the names of the parameters. `{i}` is the index of a block.
         tensors: the names of the tensors. `{i}` is the index of a block, `{e}` that of an expert.
-        split: computes the parameters from the tensors.
-        join: computes the tensors from the parameters.
-        dims: the row holds only if the first parameter has this number of dims. None for any number.
+        split: a function that computes the parameters from the tensors.
+        join: a function that computes the tensors from the parameters.
+        dims: the row applies only if the first parameter has this number of dims. None for any number.
     """
 
     parameters: tuple[str, ...]
@@ -34,7 +34,7 @@ class Row:
         return replace(self, parameters=tuple(map(rename, self.parameters)), tensors=tuple(map(rename, self.tensors)))
 
     def shapes(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors. `shapes` are the shapes of the parameters."""
+        """Returns the shapes of the tensors. `shapes` contains the shapes of the parameters."""
         joined = self.join([torch.empty(shapes[name], device="meta") for name in self.parameters])
         return {name: tuple(tensor.shape) for name, tensor in zip(self.tensors, joined, strict=True)}
 
@@ -58,7 +58,7 @@ def transposed(parameter: str, tensor: str) -> Row:
 
 
 def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
-    """Returns the row of equal matrices that the file stores as [inputs, all outputs], or of their biases."""
+    """Returns the row of matrices of equal shape that the file joins as [inputs, all outputs], or of their biases."""
 
     def split(tensors: Tensors) -> Tensors:
         return [part.T if part.ndim == 2 else part for part in tensors[0].chunk(len(parameters), -1)]
@@ -70,7 +70,7 @@ def joint_columns(parameters: Sequence[str], tensor: str) -> Row:
 
 
 def joint_rows(parameters: Sequence[str], tensor: str, sizes: Sequence[int]) -> Row:
-    """Returns the row of matrices that the file joins in one matrix. Matrix i has `sizes[i]` consecutive rows."""
+    """Returns the row of matrices that the file joins into one matrix. Matrix i has `sizes[i]` consecutive rows."""
 
     def split(tensors: Tensors) -> Tensors:
         return [tensors[0][first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
@@ -118,8 +118,8 @@ def experts(parameter: str, tensor: str) -> Row:
 
 
 def with_biases(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Returns the rows, and one more row for the bias of each matrix whose tensor name ends in `weight`. Biases are
-    never transposed."""
+    """Returns the rows, and an additional row for the bias of each matrix whose tensor name ends in `weight`. Biases
+    are never transposed."""
 
     def bias(row: Row) -> Row:
         parameters = tuple(f"{name}_bias" for name in row.parameters)

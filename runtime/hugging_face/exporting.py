@@ -32,13 +32,13 @@ from specc.runtime.storage.atomic import sync_folder, write_atomically
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.safetensors_stream import Entry, stream
 
-SHARD = 5_000_000_000  # maximum bytes of a file of weights
+SHARD = 5_000_000_000  # the most bytes of a weight file
 DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 SPELLED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ExportFolderError(RuntimeFailure):
-    """The folder cannot be written at this path (exit code 2)."""
+    """Raised if the folder cannot be written at this path (exit code 2)."""
 
     code = "U012"
     exit_code = 2
@@ -51,9 +51,9 @@ class ExportOptions:
     Attributes:
         out: the folder; None for `NAME-hf` in the run directory.
         dtype: `f32`, `bf16` or `f16`; None for the dtypes that the run was imported with, or f32.
-        shard: the largest size of a file of weights in bytes. A tensor that is larger has a file of its own.
+        shard: the largest size of a weight file in bytes. A tensor that is larger has a separate file.
         search: folders to search for the tokenizer.
-        force: replace a folder that an export wrote.
+        force: whether to replace a folder that an export wrote.
     """
 
     out: Path | None = None
@@ -169,7 +169,7 @@ def _describes(match: Recognized, config: Data, model: Any) -> bool:
 
 
 def _new_config(run: Run, match: Recognized, carried: Data | None, origin: Origin, options: ExportOptions) -> Data:
-    """Returns the config of a run. Fields that do not change the function have the values of the import."""
+    """Returns the config of a run. Fields that do not change the function have the values from the import."""
     fields: Data = {"architectures": [match.family.architecture], "model_type": match.family.name}
     if carried is not None and carried.get("model_type") == match.family.name:
         fields |= {key: value for key, value in carried.items() if key in HARMLESS}
@@ -192,7 +192,7 @@ def _separator(run: Run, options: ExportOptions) -> int | None:
 
 
 def _companions(run: Run, options: ExportOptions, say: Say) -> Mapping[str, bytes]:
-    """Returns the files of the tokenizer and of generation: imported files, or those of the run's tokenizer."""
+    """Returns the files of the tokenizer and of generation: the imported files, or those of the run's tokenizer."""
     carried = {name: (run.files / name).read_bytes() for name in CARRIED[1:] if (run.files / name).is_file()}
     if any(name.startswith("tokenizer.") or name == "vocab.json" for name in carried):
         return carried
@@ -237,7 +237,7 @@ def _write_weights(
         placed |= {entry.name: file for entry in entries}
         ordered = sorted(
             entries, key=lambda entry: -entry.dtype.itemsize
-        )  # so that each tensor starts at a multiple of its item size
+        )  # sorted so that each tensor starts at a multiple of its item size
         write_atomically(folder / file, stream(ordered, read, {"format": "pt"}))
     if several:
         total = sum(entry.size for entries in files for entry in entries)
@@ -251,7 +251,7 @@ def joined(row: Row, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _compare(folder: Path, rows: Sequence[Row], weights: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> None:
-    """Raises IntegrityError unless the tensors read back are those that were written."""
+    """Raises IntegrityError unless the tensors that are read back equal those that were written."""
     stored = open_folder(folder).tensors
     for row in rows:
         for name, tensor in joined(row, weights).items():

@@ -20,10 +20,10 @@ from specc.runtime.families.config import ConfigError
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 LARGEST_JSON = 1 << 26  # bytes
-LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+LARGEST_HEADER = 100_000_000  # in bytes; this is also the limit of the safetensors library
 FLOATS: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
-# Small files of a model, which an export writes without change.
+# Small files of a model, which an export copies unchanged.
 CARRIED = (
     CONFIG,
     "generation_config.json",
@@ -49,7 +49,7 @@ class Stored:
 
     Attributes:
         file: the file.
-        dtype: the dtype as the header spells it, such as `BF16`.
+        dtype: the dtype, as the header writes it, such as `BF16`.
         shape: the dims.
         start: the offset of the first byte in the file.
         size: the number of bytes.
@@ -123,7 +123,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _parsed(text: bytes) -> Any:
-    """Returns the data of JSON text. Raises ValueError where readers of JSON differ: duplicate keys, and NaN."""
+    """Returns the data of a JSON text. Raises ValueError for duplicate keys and NaN, on which JSON readers disagree."""
     return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_unique)
 
 

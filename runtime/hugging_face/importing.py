@@ -33,7 +33,7 @@ from specc.runtime.storage.run_directory import Run, default_run, lasting, locke
 from specc.runtime.storage.safetensors_stream import Entry, stream
 
 NOT_OF_CONFIG = "the weights do not belong to this config.json"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first of these that the folder contains is used
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first of these files that the folder contains is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ImportOptions:
         name: the name of the spec; None for the name of the folder.
         spec: the file of the spec; None for `specs/NAME.yaml`.
         run: the run directory; None for the next free `runs/NAME-NNN`.
-        data: the data of the run, as for `specc train --data`; None for the usual data.
+        data: the data of the run, as for `specc train --data`; None for the default data.
         overrides: texts `path=value` that replace values of the spec in the run.
         ignored: fields of config.json to ignore.
     """
@@ -119,7 +119,7 @@ def import_folder(path: Path, options: ImportOptions, say: Say) -> Imported:
         run = Run(directory, spec, choose_target(spec, None), data, options.overrides)
         create_folder(run.checkpoints)
         entries = [Entry(key, torch.float32, shapes[key]) for row in rows for key in row.parameters]
-        if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # remains of an interrupted import
+        if (left := checkpoint.path_of(run.checkpoints, 0)).exists():  # the remains of an interrupted import
             committed.discard(left)
         checkpoint.save_weights(run.checkpoints, stream(entries, fitted.read), run.spec_digest)
         run.create(folder.carried)
@@ -141,7 +141,7 @@ def family_of(config: Config) -> Family:
 
 
 def _slug(path: Path) -> str:
-    """Returns the name of a spec for the name of a folder."""
+    """Returns the name of a spec, derived from the name of a folder."""
     text = re.sub(r"[^a-z0-9]+", "_", path.absolute().name.lower()).strip("_")
     return (text if text[:1].isalpha() else f"model_{text}")[:64].rstrip("_")
 
@@ -155,7 +155,7 @@ def _require_writable(place: Path, text: str) -> None:
 def matched_rows(
     family: Family, config: Config, shapes: Mapping[str, tuple[int, ...]], blocks: int, folder: Folder
 ) -> list[Row]:
-    """Returns the rows of all parameters. Their tensors are in the folder.
+    """Returns the rows of all parameters, after checking that the folder contains their tensors.
 
     Args:
         family: the family.
@@ -165,7 +165,7 @@ def matched_rows(
         folder: the folder.
 
     Raises:
-        IntegrityError: if tensors are missing, left over, or of another shape or dtype.
+        IntegrityError: if tensors are missing or left over, or have another shape or dtype.
     """
     rows = expanded(family.table(config), shapes, blocks)
     bare = family.prefix and not any(name.startswith(family.prefix) for name in folder.tensors)

@@ -1,4 +1,4 @@
-"""Formats a spec as YAML in the style of a person: short mappings on one line, long mappings on several lines."""
+"""Formats a spec as readable YAML: short mappings on one line, and long mappings on several lines."""
 
 import json
 import re
@@ -12,7 +12,7 @@ _RESERVED = re.compile(r"(?i)true|false|null|yes|no|on|off|~|[-+.0-9_e]+|0x[0-9a
 
 
 def page(data: Mapping[str, Any], comment: str = "") -> str:
-    """Returns the text of a spec. Blank lines separate sections of several lines.
+    """Returns the text of a spec. Blank lines separate sections with several lines.
 
     Args:
         data: the spec as data.
@@ -49,7 +49,7 @@ def _entry(key: str, value: Any, indent: int) -> Iterator[str]:
 
 
 def _has_lines(value: Any) -> bool:
-    """Returns whether each item of a list has its own line. This holds for several mappings, and for changes."""
+    """Returns whether each item of a list is on a separate line. This is so for several mappings, and for changes."""
     mappings = [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
     return len(mappings) > 1 or any("where" in item for item in mappings)
 

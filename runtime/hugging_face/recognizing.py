@@ -22,7 +22,7 @@ OF_TRAINING = ("init", "output_init", "dropout")  # fields that do not change th
 
 
 class NoFamily(RuntimeFailure):
-    """No family of Transformers that specc knows has this model (exit code 2)."""
+    """Raised if no family of Transformers that specc knows contains this model (exit code 2)."""
 
     code = "U013"
     exit_code = 2
@@ -65,7 +65,8 @@ def recognized(model: Architecture, first: str = "") -> Recognized:
 
 
 def _as_family(model: Decoder, family: Family) -> Recognized | Sequence[str]:
-    """Returns the model as a member of a family, or its differences from the family, the most important first."""
+    """Returns the model as a member of a family, or the differences between the model and the family, the most
+    important first."""
     try:
         config = family.config(model)
         said = decoder_of(family, config)

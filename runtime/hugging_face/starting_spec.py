@@ -15,19 +15,19 @@ from specc.runtime.families.tensors import Shapes
 from specc.runtime.hugging_face.page import page
 
 Data = dict[str, Any]
-CONTEXT = 2048  # tokens of a training row, if the model has more
+CONTEXT = 2048  # the most tokens of a training row, if the context of the model is longer
 TARGETS = (("sm90", "cpu"), ("cpu",))
 
 
 def checked_model(name: str, model: Data, tokenizer: str) -> Decoder:
-    """Returns the model of a section `model`. Raises ConfigError if it is not valid."""
+    """Returns the model that a section `model` describes. Raises ConfigError if the section is not valid."""
     spec = _checked(_unquantized(name, model, tokenizer))
     assert isinstance(spec.model, Decoder)
     return spec.model
 
 
 def written_spec(name: str, model: Data, shapes: Shapes, tokenizer: str, comment: str) -> str:
-    """Returns the text of a spec that builds.
+    """Returns the text of a spec that can be built.
 
     Args:
         name: the name of the spec.
@@ -51,7 +51,7 @@ def _unquantized(name: str, model: Data, tokenizer: str) -> Data:
 
 
 def _checked(data: Data) -> Spec:
-    """Returns the spec of data. Raises ConfigError with the first problem."""
+    """Returns the spec that the data describes. Raises ConfigError with the first problem."""
     try:
         return load(page(data))[0]
     except SpecError as error:
@@ -70,7 +70,8 @@ def _buildable(data: Data) -> Data:
             tried = data | {"targets": list(targets), "fuse": chosen}
             problems = _problems(tried)
             refused |= {every.index(chosen[i]) for i in _points_in(problems)}
-            if problems and _points_in(problems):  # the error names the fusion points; without them, the spec may build
+            # The error names the fusion points at fault; without these, the spec may build
+            if problems and _points_in(problems):
                 tried["fuse"] = [point for point in chosen if every.index(point) not in refused]
                 problems = _problems(tried)
             if not problems:

@@ -21,9 +21,9 @@ TOKENIZER, SETTINGS, PIECES = "tokenizer.json", "tokenizer_config.json", "tokeni
 def tokenizer_files(spec: Spec, search: Sequence[Path]) -> Mapping[str, bytes]:
     """Returns the files of the tokenizer of a spec, by name.
 
-    The tokenizer of the files puts the separator of documents before a text, as `specc generate` does. A SentencePiece
-    model does not change. The result is empty for a rank file whose special tokens do not follow the ranks, because
-    tokenizer.json cannot represent it.
+    With these files, the tokenizer puts the separator of documents before a text, as `specc generate` does. A
+    SentencePiece model is copied unchanged. The result is empty for a rank file whose special tokens do not follow the
+    ranks, because tokenizer.json cannot represent it.
 
     Raises DataError if a file is not found, or is not valid.
     """
@@ -57,7 +57,7 @@ def byte_level() -> bytes:
 
 
 def is_byte_level(path: Path) -> bool:
-    """Returns whether a tokenizer.json is that of the tokenizer `bytes`."""
+    """Returns whether a tokenizer.json represents the tokenizer `bytes`."""
     return path.read_bytes() == byte_level()
 
 
@@ -71,7 +71,7 @@ def _separated(content: Mapping[str, Any], bos: str, identity: int) -> Mapping[s
         "special_tokens": {bos: {"id": bos, "ids": [identity], "tokens": [bos]}},
     }
     before = content.get("post_processor")
-    if before is not None and before["type"] == "ByteLevel":  # this step trims offsets, and inserts nothing
+    if before is not None and before["type"] == "ByteLevel":  # this step trims offsets and inserts no tokens
         return {**content, "post_processor": {"type": "Sequence", "processors": [before, template]}}
     return {**content, "post_processor": template}
 

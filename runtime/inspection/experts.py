@@ -1,4 +1,4 @@
-"""The load of each expert on each kind of documents, which shows whether experts specialize."""
+"""The load of each expert on each kind of document, which shows whether experts specialize."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from specc.runtime.metrics.expert_load import imbalance
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoad:
-    """The load of the experts of a layer on one kind of documents.
+    """The load of a layer's experts on one kind of document.
 
     Attributes:
         layer: the path of the layer, such as `blocks.1.moe`.
         kind: the kind of the documents.
-        loads: the share of the tokens of each expert; they sum to 1.
+        loads: the share of the tokens that each expert receives. The shares sum to 1.
         largest: the largest load divided by the mean load.
         differs: the total variation distance between the loads and their mean over all kinds, 0 to 1. None if there is
             one kind.

@@ -1,7 +1,7 @@
-"""The types of attention heads, by the tokens that they attend to.
+"""Classifies attention heads by the tokens that they attend to.
 
 Every attention node of the unfused program is observed. The reference of its op computes the scores, including mask,
-score function and sinks. Therefore this module has no code for specific architectures.
+score function and sinks, so this module contains no code for specific architectures.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.attention import Attention
 
 PREVIOUS, FIRST, INDUCTION, CONTENT, MIXED = "previous token", "first token", "induction", "content", "mixed"
-THRESHOLD = 0.4  # minimum mean attention of a head to the tokens of its type
+THRESHOLD = 0.4  # the minimum mean attention of a head to the tokens of its type
 FROM = 2  # the first query that is measured; for earlier queries, the previous and the first token hardly differ
 
 
@@ -28,9 +28,9 @@ class Head:
         previous: the mean attention to the token before the query.
         first: the mean attention to the first token of the window.
         induction: "prefix matching" (Olsson et al. 2022, "In-context Learning and Induction Heads"), measured on random
-            tokens and their repetition. It is the mean attention of the second part to the token after the earlier
-            occurrence of the query. None if it was not measured.
-        content: the mean total variation distance between the attention of the same position in two texts. It is 0 for
+            tokens and their repetition. It is the mean attention, over queries in the repetition, to the token after
+            the earlier occurrence of the query. None if it was not measured.
+        content: the mean total variation distance between the attention at the same position in two texts. It is 0 for
             a head whose attention depends only on positions.
     """
 
@@ -43,8 +43,8 @@ class Head:
 
     @property
     def type(self) -> str:
-        """The type with the largest attention, if this is at least `THRESHOLD`. Otherwise `content`, if the attention
-        depends mainly on the text, or else `mixed`."""
+        """The type with the largest attention, if this attention is at least `THRESHOLD`. Otherwise, the type is
+        `content` if the attention depends mainly on the text, and `mixed` if not."""
         scores = {PREVIOUS: self.previous, FIRST: self.first, INDUCTION: self.induction or 0.0}
         best = max(scores, key=lambda name: scores[name])
         if scores[best] >= THRESHOLD:
@@ -145,7 +145,7 @@ def repeated_tokens(rows: int, length: int, vocabulary: int, seed: int = 0) -> T
 
     Args:
         rows: the number of rows.
-        length: the number of random tokens of a row.
+        length: the number of random tokens per row, before the repetition.
         vocabulary: the number of ids.
         seed: the seed of the random numbers.
 

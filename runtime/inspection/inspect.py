@@ -45,9 +45,9 @@ class InspectOptions:
     """The options of an inspection.
 
     Attributes:
-        parts: the parts to measure, of `PARTS`.
+        parts: the parts to measure, which are entries of `PARTS`.
         bits: the numbers of bits at which sensitivity is measured. If empty, the numbers of the spec.
-        top: the number of singular values whose share of the energy is stated. None for a tenth of them.
+        top: the number of largest singular values whose share of the energy is reported. None for a tenth of all.
         sequences: the number of rows of text on which heads, units and norms are measured.
         window: the length of these rows in tokens, at most the context.
         max_tokens: the number of tokens of the validation split on which sensitivity is measured.
@@ -177,8 +177,8 @@ class _Work:
         return tuple(uses)
 
     def activations(self, result: Inspection) -> Inspection:
-        """Returns the result with heads, units and norms. They are measured in one pass over rows of text and one pass
-        over repeated random tokens."""
+        """Returns the result with heads, units and norms added. They are measured in one pass over rows of text, and
+        one pass over repeated random tokens."""
         graph = flatten(self.programs, self.programs.program("score"))
         heads, units, norms = HeadPatterns(graph), UnitActivity(graph), ResidualNorms(graph)
         parts = {"heads": heads.observe, "units": units.observe, "norms": norms.observe}
@@ -269,7 +269,7 @@ class _Work:
             self.progress("repetition", min(i + 2, self.options.sequences), self.options.sequences)
 
     def sensitivity(self, result: Inspection) -> Inspection:
-        """Returns the result with the measured and estimated rises of each matrix."""
+        """Returns the result with the measured and the estimated rise for each matrix added."""
         spec, opened = self.run.spec, self.opened
         if not self.is_text:
             self.notes["sensitivity"] = "not measured: the model is not scored in bits per byte"

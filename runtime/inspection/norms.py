@@ -1,8 +1,8 @@
 """The growth of the residual stream: its size before and after each block.
 
-A block consists of all nodes whose names begin with the same index, such as `blocks.3`, if one of them is a product
-with weights. The stream after a block is a value of the block that has the width of the model and that a node outside
-of the block reads. If there are several, it is the last.
+A block consists of all nodes whose names begin with the same index, such as `blocks.3`, if one of them is a matrix
+product with weights. The stream after a block is the last of its values that have the width of the model and that a
+node outside of the block reads.
 """
 
 import re
@@ -14,7 +14,7 @@ from torch import Tensor
 from specc.compiler.ir.graph import Graph, Node
 from specc.runtime.inspection.units import is_product
 
-_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+(?:\.again\d+)?)\.")  # a repeated block has one name per repetition
+_BLOCK = re.compile(r"((?:[^.]+\.)*?\d+(?:\.again\d+)?)\.")  # a repeated block has a separate name for each repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,11 @@ class BlockNorm:
 
     Attributes:
         block: the name of the block.
-        before: the root mean square of the stream that the block reads; None if it has another shape than the result.
+        before: the root mean square of the stream that the block reads; None if this stream and the result differ in
+            shape.
         after: the root mean square of the stream after the block.
-        change: |after - before| / |before|, the relative size of the change by the block; None if `before` is None.
+        change: |after - before| / |before|, the relative size of the change that the block makes; None if `before` is
+            None.
     """
 
     block: str
@@ -50,11 +52,12 @@ class ResidualNorms:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._stream: dict[str, str] = {}  # name of the last node of a block -> block
-        self._before: dict[str, str] = {}  # block -> the value that it reads
+        self._stream: dict[str, str] = {}  # the block of each node that is the last of a block
+        self._before: dict[str, str] = {}  # the value that each block reads
         self._values: dict[str, Tensor] = {}
         self.refused: dict[str, str] = {}
-        self._sums: dict[str, list[float]] = {}  # block -> sums of squares before, after, and of the change; counts
+        # For each block, the sums of squares before it, after it, and of the change; and the counts
+        self._sums: dict[str, list[float]] = {}
         width = _width(graph)
         blocks: dict[str, list[Node]] = {}
         readers: dict[str, set[str]] = {}

@@ -1,6 +1,6 @@
-"""Pictures of an inspection, one PNG per part. Needs matplotlib.
+"""Pictures of an inspection, one PNG per part. They need matplotlib.
 
-All pictures are readable without color: lines differ in dashes and marks, and maps show values as shades of one color.
+All pictures can be read without color: lines differ in dashes and marks, and maps show values as shades of one color.
 """
 
 import re
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 COLORS = ("#0b5cad", "#b3440e", "#0f766e", "#7b2d8b", "#8a6100", "#4a5560", "#b01e4a", "#3f6f1d")
 DASHES = ("-", "--", ":", "-.")
 MARKS = ("o", "s", "^", "D", "v", "x", "P", "*")
-LETTERED = 24  # maximum columns or rows of a map with numbers in its cells
+LETTERED = 24  # the most columns or rows of a map that has numbers in its cells
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
 
@@ -99,7 +99,7 @@ def _by_block(axes: "Axes", label: str, rows: Sequence[tuple[str, float]]) -> No
         roles.setdefault(role, []).append((-1 if block is None else block, value))
     for i, (role, points) in enumerate(roles.items()):
         means: dict[int, list[float]] = {}
-        for block, value in points:  # the experts of a block are one mark, at their mean
+        for block, value in points:  # the experts of a block are drawn as one mark, at their mean
             means.setdefault(block, []).append(value)
         xs = sorted(means)
         ys = [sum(means[x]) / len(means[x]) for x in xs]
@@ -224,7 +224,7 @@ def _sensitivity(result: Inspection) -> "Figure":
     rises = [(f"{row.name}{f', {row.bits:g} bits' if several else ''}", row.rise) for row in result.sensitivity]
     _by_block(over, "measured rise, bits per byte", rises)
     middle = sorted(abs(rise) for _, rise in rises)[len(rises) // 2]
-    over.set_yscale("symlog", linthresh=max(middle, 1e-9))  # a few matrices often have most of the rise
+    over.set_yscale("symlog", linthresh=max(middle, 1e-9))  # a few matrices often cause most of the rise
     over.axhline(0, color="#4a5560", linewidth=0.8)
     pairs = [(row.estimate, row.rise) for row in result.sensitivity if row.estimate and row.rise > 0]
     against.set_xlabel("estimated rise, bits per byte")

@@ -1,4 +1,4 @@
-"""The rank that each matrix uses, by its singular values."""
+"""The effective rank of each matrix, computed from its singular values."""
 
 import math
 from collections.abc import Iterator

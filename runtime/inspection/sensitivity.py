@@ -1,4 +1,4 @@
-"""The sensitivity of each matrix to quantization: the measured rise of the loss if only this matrix is quantized."""
+"""The sensitivity of each matrix to quantization, measured as the rise of the loss if only this matrix is quantized."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,14 +82,14 @@ def sensitivities(
 
     Args:
         model: the model that `measure` scores.
-        quantizer: quantizes the parameters of `model`, with the statistics of a calibration.
+        quantizer: a quantizer for the parameters of `model`, with the statistics of a calibration.
         pairs: the parameters and schemes.
-        measure: scores the model on the validation text.
-        refused: receives the reason for each parameter whose scheme cannot quantize it.
+        measure: a function that scores the model on the validation text.
+        refused: a mapping to which the reason is added for each parameter whose scheme cannot quantize it.
     """
     parameters = dict(model.named_parameters())
     before = measure()
-    per_byte = before.tokens / _size(before) / math.log(2)  # nats per token -> bits per byte
+    per_byte = before.tokens / _size(before) / math.log(2)  # the factor from nats per token to bits per byte
     options: dict[str, list[Scheme]] = {}
     for name, scheme in pairs:
         try:
@@ -119,5 +119,5 @@ def sensitivities(
 
 
 def _size(score: BitsPerByte) -> int:
-    """Returns the number of bytes by which a score is divided."""
+    """Returns the number of bytes by which the loss of a score is divided."""
     return score.document_bytes if score.bpb is not None and score.document_bytes else score.piece_bytes

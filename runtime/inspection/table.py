@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from specc.runtime.inspection.inspect import Inspection
 
-SHOWN = 16  # maximum experts of a layer in a table
+SHOWN = 16  # the most experts of a layer in a table
 
 
 def tables(result: Inspection) -> Iterator[str]:
-    """Yields one table per measured part, each with a line of explanation, and then the notes."""
+    """Yields one table per measured part, each with a line of explanation, followed by the notes."""
     if result.ranks:
         yield "ranks        of each matrix, from its singular values"
         head = ("matrix", "shape", "largest", "stable rank", "effective rank", "of", "energy in the top")

@@ -1,7 +1,8 @@
-"""Dead units: features between two products that are zero, or nearly zero, at every token.
+"""Dead units: inner features of layers such as MLPs that are zero, or nearly zero, at every token.
 
-A layer of units is a pointwise node in the graph of the program. It depends only on outputs of products, and is an
-input of a product with a weight. An example is the activation of an MLP, with or without a gate, or of experts.
+The units of a layer are the features of a pointwise node in the graph of the program. The node depends only on outputs
+of matrix products, and is multiplied with a weight. Examples are the activation of an MLP, with or without a gate, and
+that of experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.runtime.calibration.hessian import rows_of_experts
 
-WEAK = 0.01  # share of the median over a layer of the largest magnitude of each unit
+WEAK = 0.01  # a fraction of the median, over the units of a layer, of their largest magnitudes
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Units:
         units: the number of units.
         tokens: the number of tokens that reached the units; 0 for an expert to which no token was routed.
         dead: the number of units that are zero at every token.
-        weak: the number of units whose magnitude is small at every token, including the dead units. Small means at most
-            1 % of the median over units of their largest magnitude.
+        weak: the number of units whose magnitude is small at every token, including dead units. A magnitude is small if
+            it is at most 1 % of the median, over the units, of their largest magnitudes.
         active: the mean share of tokens at which a unit is not zero.
     """
 
@@ -49,7 +50,7 @@ class UnitActivity:
     """
 
     def __init__(self, graph: Graph) -> None:
-        # first product that reads an activation -> activation
+        # the activation of each product that is the first to read one
         self._read_by: dict[str, str] = {}
         by_name = {node.name: node for node in graph.nodes}
         for node in graph.nodes:
@@ -64,7 +65,7 @@ class UnitActivity:
         self._tokens: dict[str, Tensor] = {}
 
     def observe(self, node: Node, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Adds the rows that a product multiplies."""
+        """Adds the rows that a matrix product multiplies."""
         layer = self._read_by.get(node.name)
         if layer is None:
             return
@@ -104,7 +105,7 @@ def is_product(node: Node) -> bool:
 
 
 def _bends(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node, or a pointwise node before it, is nonlinear. The addition of a bias is not."""
+    """Returns whether a pointwise node, or a pointwise node before it, is nonlinear. Adding a bias is linear."""
     if not isinstance(node.op, Pointwise):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -121,12 +122,12 @@ def _first(value: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 def _of_products(node: Node, by_name: dict[str, Node]) -> bool:
-    """Returns whether a pointwise node depends only on products, parameters and numbers."""
+    """Returns whether a pointwise node depends only on matrix products, parameters and numbers."""
     if not isinstance(node.op, Pointwise):
         return False
     read = [ref for ref in node.inputs if ref[0] not in "@$"]
     nodes = [by_name.get(ref.partition(":")[0]) for ref in read]
-    nodes = [other for other in nodes if other is None or not isinstance(other.op, OfExperts)]  # biases of experts
+    nodes = [other for other in nodes if other is None or not isinstance(other.op, OfExperts)]  # the biases of experts
     return bool(nodes) and all(
         other is not None and (is_product(other) or _of_products(other, by_name)) for other in nodes
     )

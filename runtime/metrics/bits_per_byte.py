@@ -1,8 +1,8 @@
 """Bits per byte: the loss of a model over a stream, in a unit that does not depend on the tokenizer.
 
 `bpb` divides by the bytes of the documents in the source, or by the byte counts beside the shards. `bpb_pieces` divides
-by the bytes that the scored tokens represent (PieceBytes). For a lossless tokenizer, both divisors must be equal, which
-is verified.
+by the bytes that the scored tokens represent (PieceBytes). For a lossless tokenizer, it is verified that both divisors
+are equal.
 """
 
 import math
@@ -31,8 +31,8 @@ class BitsPerByte:
     Attributes:
         nats: sum of the loss over the scored tokens, in nats.
         tokens: number of scored tokens, including separators, which have no bytes.
-        document_bytes: bytes of the documents. If the stream has byte counts, they are the sum over the scored tokens.
-            Otherwise, None if only a part was scored or the source does not state them.
+        document_bytes: the number of bytes of the documents. If the stream has byte counts, this is their sum over the
+            scored tokens. Otherwise, it is None if only a part was scored, or if the source does not state it.
         piece_bytes: bytes that the scored tokens represent.
         bpb: bits per document byte. None if the document bytes are unknown and the tokenizer is lossy.
         bpb_pieces: bits per piece byte.
@@ -105,7 +105,7 @@ class ScoredText:
     Attributes:
         stream: tokens of the text.
         tokenizer: the tokenizer that produced them.
-        max_tokens: score only the first `max_tokens` targets; None scores all.
+        max_tokens: the number of targets to score, from the start of the text; None for all.
     """
 
     stream: TokenStream
@@ -140,12 +140,12 @@ class Account:
     Args:
         text: the text to score.
         plan: the windows.
-        chunk: approximate number of targets to score before the model may change; None for all.
+        chunk: the approximate number of targets to score before the model may change; None for all.
 
     Attributes:
         windows: windows of `plan.length` tokens, or one shorter window if the whole stream is shorter.
-        chunks: ranges of batch indices; the windows of each range score about `chunk` targets. One range if `chunk` is
-            None.
+        chunks: ranges of batch indices. The windows of each range score about `chunk` targets. If `chunk` is None,
+            there is one range.
 
     Raises:
         DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
@@ -169,7 +169,7 @@ class Account:
         return int(self._sums[-3])
 
     def span(self, batches: range) -> tuple[int, int]:
-        """Returns (after, end) of a range of batches, which scores the targets at positions after + 1 .. end."""
+        """Returns (after, end) for a range of batches, which scores the targets at positions after + 1 .. end."""
         first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
         return self.windows.before(first), self.windows.before(end)
 
@@ -188,7 +188,7 @@ class Account:
         """
         if tuple(scores.shape) != batch.ids.shape:
             raise ValueError(f"score gave shape {tuple(scores.shape)} for targets of shape {batch.ids.shape}")
-        losses, mask = scores.detach().cpu().double().numpy(), batch.new  # one mask for both loss and bytes
+        losses, mask = scores.detach().cpu().double().numpy(), batch.new  # the same mask selects losses and bytes
         self._sums[batch.number] += math.fsum(losses[mask])
         counted = self._bytes_at(batch.at[mask]) if self._counted else 0
         pieces = self._pieces
@@ -246,9 +246,9 @@ def evaluate_bits(
     """Computes the bits per byte of a text.
 
     Args:
-        score: maps ids and targets, i64 [B, T] on `device`, to the loss of each target in nats, f32 or f64 [B, T]. It
-            runs without autograd. B is `plan.batch` and T is `plan.length`, or less if the whole stream is shorter. The
-            last batch is padded with copies of its last window, which do not count.
+        score: a function that maps ids and targets, i64 [B, T] on `device`, to the loss of each target in nats, f32 or
+            f64 [B, T]. It runs without autograd. B is `plan.batch` and T is `plan.length`, or less if the whole stream
+            is shorter. The last batch is padded with copies of its last window, which do not count.
         text: the text.
         plan: the windows.
         device: device of ids and targets.

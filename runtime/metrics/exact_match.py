@@ -20,7 +20,7 @@ class ExactMatch:
     """The score of a set of pairs.
 
     Attributes:
-        nats: sum of the teacher-forced loss over all target tokens, including stop tokens but not pads.
+        nats: the sum of the teacher-forced loss over all target tokens, including stop tokens but not padding.
         tokens: number of these tokens.
         lines: number of scored pairs.
         exact: number of pairs whose decoded line equals the target.
@@ -67,15 +67,17 @@ def exact_match(
     """Scores pairs by decoding their sources and comparing the results with their targets.
 
     Args:
-        score: maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B, width], 0 at
-            pads. B is always `batch`: the last batch is padded with copies of its last pair, which do not count.
+        score: a function that maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B,
+            width], 0 at padding. B is always `batch`: the last batch is padded with copies of its last pair, which do
+            not count.
         translates: the decoder of the sources.
         pairs: the pairs to score.
         tokenizer: the characters of the pairs.
         batch: number of pairs per batch.
         device: device of source and target.
         progress: called with the number of scored lines and the total.
-        hopeless: if none of the first `hopeless` pairs is exact, stop after the batch that contains the last of them.
+        hopeless: if none of the first `hopeless` pairs is exact, scoring stops after the batch that contains the last
+            of them.
 
     Returns:
         The score of the pairs that were decoded.
@@ -107,7 +109,7 @@ def exact_match(
 
 @dataclass(frozen=True, slots=True)
 class PairValidation:
-    """Validation pairs, scored during training with the settings in `eval` of the spec."""
+    """Validation pairs, which are scored during training with the settings in `eval` of the spec."""
 
     pairs: Pairs
     tokenizer: CharTokenizer

@@ -50,7 +50,7 @@ def expert_loads(
     loads: dict[str, list[float]] = {}
     with torch.no_grad(), _Loads(model) as counted:
         score(ids, targets)
-    for name, rows in counted.rows.items():  # all products of a layer have equal rows
+    for name, rows in counted.rows.items():  # all matrix products of a layer have the same rows
         loads.setdefault(name.rpartition(".")[0], (rows / rows.sum()).tolist())
     return loads
 

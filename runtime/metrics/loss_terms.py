@@ -13,9 +13,9 @@ def loss_terms(
 ) -> dict[str, float]:
     """Returns the mean of each term over a batch, without its weight, by the title of the term.
 
-    For terms that are functions of tokens, the loss of the program is linear in their weights. The program therefore
-    runs with a weight of 1 for one term at a time. For a loss that layers state, the value is the gradient with respect
-    to the weight of the term, which is the sum over the blocks.
+    The loss of the program is linear in the weights of the terms that are computed for each token. To measure these
+    terms, the program runs with a weight of 1 for one term at a time. The value of an auxiliary loss is the gradient
+    with respect to its weight, which is the sum over the blocks.
 
     Args:
         model: the model. The buffers that the program writes, such as statistics of 8-bit products, are restored.

@@ -27,8 +27,8 @@ class Metric:
         return None if value is None else float(value)
 
     def of_score(self, facts: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> float:
-        """Returns the metric from the `facts` of a score of text, whose loss is a sum, or of lines, where the first set
-        counts."""
+        """Returns the metric from the `facts` of a score. For text, the loss in the facts is a sum; for lines, the
+        first set is used."""
         if not isinstance(facts, Mapping):
             return float(facts[0][self.name])
         return float(facts[self.name]) / (float(facts["tokens"]) if self.name == "nats" else 1.0)
@@ -45,7 +45,7 @@ _OF_SPECS: Mapping[str, Sequence[Metric]] = {"bits_per_byte": (BITS, PIECE_BITS)
 
 
 def metric_of(spec_metric: str, scores: Sequence[Mapping[str, Any] | None]) -> Metric:
-    """Returns the metric that validations of runs have in common.
+    """Returns the metric that the validations of several runs have in common.
 
     Args:
         spec_metric: `eval.metric` of the spec.

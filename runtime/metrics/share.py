@@ -11,14 +11,14 @@ Sums = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one process in a measurement by `size` processes.
+    """The part of one process in a measurement by `size` processes.
 
     Raises ValueError if `rank` is out of range, or if `reduce` is None and `size` is greater than 1.
 
     Attributes:
         rank: index of this process, 0 to size - 1.
         size: number of processes.
-        reduce: sums a float64 array [N] over all processes; None for a single process.
+        reduce: a function that sums a float64 array [N] over all processes; None for a single process.
     """
 
     rank: int = 0

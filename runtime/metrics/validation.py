@@ -36,15 +36,16 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model to measure, and the share of this process.
+    """A model to measure, and the part of the measurement that this process does.
 
     Attributes:
         model: the model.
-        score: maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in nats, f32 [B, T].
+        score: a function that maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in
+            nats, f32 [B, T].
         window: length of a row in tokens.
         device: device of the model.
         share: the share of this process.
-        progress: called between batches with the number of scored items and the total.
+        progress: a function that is called between batches with the number of scored items and the total.
         compiled: whether `score` is compiled. If so, the measurement compiles all other functions that it runs.
     """
 
@@ -70,7 +71,7 @@ class Validates(Protocol):
 @dataclass(frozen=True, slots=True)
 class Validation:
     """A measurement of the first `max_tokens` targets of a text stream, or of all targets if it is None. A batch has
-    `batch` windows. The first `unscored` targets of a window do not count."""
+    `batch` windows. The first `unscored` targets of a window are not scored."""
 
     stream: TokenStream
     tokenizer: Tokenizer

@@ -1,8 +1,8 @@
-"""The cache of generated and compiled code: private folders, whose files are loaded as code.
+"""The cache of generated and compiled code: private folders that contain code to load.
 
 By default, torch uses a folder with a predictable name in /tmp, which another user can create first. The name of an
-entry is a digest of the source that it was made from. Runs and processes therefore share entries, and never read an
-outdated entry.
+entry is a digest of the source from which the entry was made. Runs and processes can therefore share entries, and never
+read an outdated one.
 """
 
 import hashlib
@@ -22,19 +22,20 @@ from specc.runtime.support.native import cache_folder, cache_root, private_folde
 # The environment variable that each compiler reads, and the name of its folder in the cache of specc.
 CACHES: Mapping[str, str] = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 FOLDERS = ("generated", "native", *CACHES.values())
-LIMIT = 20.0  # GB, without SPECC_CACHE_GB
-IN_USE = 24 * 3600  # seconds: entries that were used within this time are never removed
+LIMIT = 20.0  # in GB, if SPECC_CACHE_GB is not set
+IN_USE = 24 * 3600  # in seconds; entries that were used within this time are never removed
 
 
 def use_private_caches() -> None:
-    """Sets the variables of `CACHES`, for this process and those that it starts. Variables that the user set remain.
+    """Sets the variables of `CACHES`, for this process and the processes that it starts. Variables that the user has
+    set are not changed.
 
     Also lets torch.compile cache graphs that contain an `autograd.Function`, such as generated groups. Torch does not
     do so by default. It is safe, because the cache key covers the forward and the backward of the function.
 
     Raises IntegrityError if a folder is a link, belongs to another user, or is writable by others.
     """
-    shared = f"{tempfile.gettempdir()}/torchinductor_"  # Inductor sets its variable to this folder once it is imported
+    shared = f"{tempfile.gettempdir()}/torchinductor_"  # Inductor sets its variable to this folder when it is imported
     for variable, name in CACHES.items():
         chosen = os.environ.get(variable)
         chosen = None if chosen is not None and chosen.startswith(shared) else chosen
@@ -60,7 +61,8 @@ def content_digest(directory: Path) -> str:
 
 
 def cached_code(directory: Path) -> Path:
-    """Copies the code of a generated folder into the cache, unless it is there, and returns the folder of the copy.
+    """Copies the code of a generated folder into the cache, unless the cache has it, and returns the folder of the
+    copy.
 
     A file of the copy that differs is replaced. The copy outlives the run, so that bytecode and libraries are reused.
     Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others.
@@ -97,7 +99,7 @@ def entries() -> Iterator[Entry]:
         for path in filter(Path.is_file, folder.rglob("*")) if name == "inductor" else folder.glob("*"):
             try:
                 facts = [part.lstat() for part in (path, *path.rglob("*")) if part.is_file()]
-            except FileNotFoundError:  # another process removed it
+            except FileNotFoundError:  # another process has removed the entry
                 continue
             used = max((max(fact.st_atime, fact.st_mtime) for fact in facts), default=path.lstat().st_mtime)
             yield Entry(path, sum(fact.st_size for fact in facts), used)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-WARM_UP = 2  # uncaptured calls before the capture: they compile kernels and allocate library workspaces
+WARM_UP = 2  # the number of uncaptured calls before the capture, which compile kernels and allocate library workspaces
 Result = TypeVar("Result")
 
 
@@ -42,11 +42,11 @@ def captured(
 
 
 class Captured:
-    """Runs `work(*tensors)` on a GPU: directly for the first two calls, and as a replayed CUDA graph from the third.
+    """Runs `work(*tensors)` on a GPU. The first two calls run it directly; later calls replay a CUDA graph.
 
     Unlike `captured`, it calls `work` once per call, so `work` may have effects such as an optimizer update. All calls
     must have the same tensor shapes. `work` must write to the same addresses, and execute the same Python operations,
-    in every call. `pool` and the errors are those of `captured`. There is no fallback without a graph.
+    in every call. `pool` and the errors are those of `captured`. If the capture fails, there is no fallback.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:

@@ -64,14 +64,14 @@ def _checked(
         sizes: dict[str, int] = {}
         device = next((tensor.device for tensor in (*live.parameters(), *live.buffers())), None)
         for name, type in inputs:
-            if name in tensors:  # else the call below raises TypeError for the missing argument
+            if name in tensors:  # otherwise, the call below raises TypeError for the missing argument
                 _require(name, tensors[name], type, sizes, context, device)
                 if type.shape and name not in PLACES and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
         if sizes.get("T", least) < least and not int(tensors.get("start", 0)):
             raise ValueError(f"{names[0]} has {sizes['T']} tokens per row; its prefix needs at least {least}")
         for state in (*args[len(names) :], *(value for name, value in kwargs.items() if name not in names)):
-            if "B" in sizes:  # pages belong to no row
+            if "B" in sizes:  # pages do not belong to a row
                 _require_rows(state, names[0], sizes["B"])
         return getattr(Unchecked(live), program)(*args, **kwargs)
 

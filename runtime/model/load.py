@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TargetError(RuntimeFailure):
-    """The target is not in the spec, or the code of no target runs on the device."""
+    """Raised if the spec does not list the target, or if no target's code runs on the device."""
 
     code = "U004"
     exit_code = 2
@@ -39,8 +39,8 @@ class TargetError(RuntimeFailure):
 class Loaded:
     """A module with the spec, target and programs that it was generated from.
 
-    `directory` contains its code. `stored` are the arrays of the quantized model that its floats were dequantized from,
-    by parameter and suffix; None if there is none.
+    `directory` contains its code. `stored` holds the arrays of the quantized model from which the floats were
+    dequantized, by parameter and suffix; None if there is no quantized model.
     """
 
     spec: Spec
@@ -52,7 +52,7 @@ class Loaded:
 
     @property
     def deployed(self) -> bool:
-        """Whether the module runs from an artifact, with products of stored codes."""
+        """Whether the module runs from an artifact, with matrix products of stored codes."""
         return self.directory.name == DEPLOYED
 
 
@@ -65,7 +65,7 @@ def instantiate(
         spec: the spec.
         target: the target to generate for.
         directory: the folder that the code is written to.
-        fuse: whether to apply fusion points. Without them, plain ops compute the same function.
+        fuse: whether to apply fusion points. Without fusion points, plain ops compute the same function.
         lock: measured tile sizes of the kernels.
         deployed: whether to generate the module that runs from an artifact. Allowed only if it differs from the
             training module of the spec.
@@ -76,7 +76,7 @@ def instantiate(
     Raises:
         IntegrityError: for a GPU target, if others can write to the cache of generated and compiled code.
     """
-    if TARGETS[target].arch:  # code for the CPU is not compiled
+    if TARGETS[target].arch:  # code for the CPU is not compiled, so it is not cached
         use_private_caches()
     spec = spec if fuse else spec.plain
     built = compile_loaded(spec, None, (target,), lock)
@@ -117,7 +117,8 @@ def sharing(loaded: Loaded, files: Mapping[str, str], directory: Path) -> "nn.Mo
 
 def import_model(directory: Path) -> ModuleType:
     """Imports `model.py` of a generated folder. Raises RunFailure if the file does not exist."""
-    # Weights of an LSTM are separate parameters, so cuDNN copies them into one chunk at every call: about a megabyte.
+    # The weights of an LSTM are separate parameters, so cuDNN copies them into one chunk at every call, which is about
+    # a megabyte.
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     return import_file(directory, "model")
 
@@ -137,7 +138,7 @@ def import_file(directory: Path, name: str) -> ModuleType:
     holder = sys.modules.setdefault(package, ModuleType(package))
     holder.__path__ = [
         str(directory.resolve())
-    ]  # a folder with the same content may have been imported before and then deleted
+    ]  # a folder with the same content may have been imported earlier and then deleted
     spec = importlib.util.spec_from_file_location(f"{package}.{name}", directory / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -155,7 +156,7 @@ def import_file(directory: Path, name: str) -> ModuleType:
 def _keep_sources(package: str) -> None:
     """Stores the source lines of a package's modules in `linecache`, for tracebacks and `inspect.getsource`.
 
-    Another folder with the same content uses the modules too, even after the files of this folder are deleted.
+    Another folder with the same content uses the same modules, even after the files of this folder are deleted.
     """
     for name, module in list(sys.modules.items()):
         file = module.__file__ if name.startswith(f"{package}.") else None
@@ -165,15 +166,16 @@ def _keep_sources(package: str) -> None:
 
 
 def initialize(loaded: Loaded, seed: int) -> None:
-    """Fills every f32 parameter by its `init`. Each parameter has its own random generator. Its seed is derived from
-    `seed` and the name of the parameter."""
+    """Fills every f32 parameter by its `init`. Each parameter has a separate random generator, whose seed is derived
+    from `seed` and the name of the parameter."""
     from specc.runtime.model.parameters import fill
 
     fill(loaded.model, initial_values(loaded.programs), seed)
 
 
 def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
-    """Returns (distribution, number) by parameter name. The number is, for example, the standard deviation."""
+    """Returns a pair (distribution, number) for each parameter name. The number is, for example, the standard
+    deviation."""
     return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
 
@@ -228,7 +230,7 @@ def runs_on(target: Target, capability: int) -> bool:
 
 
 def device_of(target: Target) -> str:
-    """Returns the device type that a target's code runs on: `cuda` or `cpu`."""
+    """Returns the type of device on which a target's code runs: `cuda` or `cpu`."""
     return "cuda" if target.arch else "cpu"
 
 
@@ -257,7 +259,7 @@ def device_asked_for(target: Target, name: str | None) -> "torch.device":
 
 
 def group_function(module: ModuleType, programs: Programs, group: Group) -> Callable[..., Any]:
-    """Returns the generated function of a group: a named function of `module`, or the autograd function of the group.
+    """Returns the generated function of a group, which is a named function of `module` or an autograd function.
 
     The arguments of the function are the inputs of the group, in order.
     """

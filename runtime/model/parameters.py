@@ -9,7 +9,8 @@ from torch import Generator, Tensor, nn
 
 from specc.runtime.errors import IntegrityError
 
-# In-place initializers, by the name of the distribution in a spec. The float is its number, e.g. a standard deviation.
+# In-place initializers, by the name of the distribution in a spec. The float is the distribution's parameter, e.g. a
+# standard deviation.
 DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
     "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
     "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),
@@ -24,7 +25,7 @@ DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
 def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) -> None:
     """Fills every parameter from its entry (distribution, number) in `initial`, in f32.
 
-    Each parameter has its own random generator, which depends only on `seed` and the parameter's name.
+    Each parameter has a separate random generator, which depends only on `seed` and the parameter's name.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

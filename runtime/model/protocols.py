@@ -7,8 +7,8 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor
 
-Cache = list[tuple[Tensor, ...]]  # per layer, tensors with one row per text
-State = dict[str, tuple[Tensor, ...]]  # by location in the spec, tensors with one row per source
+Cache = list[tuple[Tensor, ...]]  # for each layer, tensors with one row per text
+State = dict[str, tuple[Tensor, ...]]  # for each location in the spec, tensors with one row per source
 
 
 class GeneratedText(Protocol):
@@ -37,7 +37,7 @@ class GeneratedText(Protocol):
 
 
 class GeneratedPages(Protocol):
-    """A generated text model whose cache is in pages. Row r of `table`, i64 [R, N], lists the pages of text r."""
+    """A generated text model with a paged cache. Row r of `table`, i64 [R, N], lists the pages of text r."""
 
     def step(self, ids: Tensor, starts: Tensor, table: Tensor, cache: Cache) -> Tensor:
         """Appends tokens to texts.
@@ -60,7 +60,7 @@ class GeneratedLines(Protocol):
     """A generated model of lines. Sources are i64 [B, S], targets i64 [B, T]."""
 
     def score(self, source: Tensor, target: Tensor) -> Tensor:
-        """Returns the loss of each target token in nats, f32 [B, T]; 0 at pads."""
+        """Returns the loss of each target token in nats, f32 [B, T]; 0 at padding."""
 
     def encode(self, source: Tensor) -> State:
         """Returns the decoder state before the first token."""
@@ -78,7 +78,7 @@ def text_model(module: Any) -> GeneratedText:
 
 
 def paged_model(module: Any) -> GeneratedPages:
-    """Casts to GeneratedPages a module that was generated from a text spec and whose cache is in pages."""
+    """Casts to GeneratedPages a module that was generated from a text spec with a paged cache."""
     return cast(GeneratedPages, module)
 
 
