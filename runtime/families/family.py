@@ -15,7 +15,7 @@ class NotOfFamily(Exception):
     """Raised if a spec lacks a part that every model of the family has.
 
     Attributes:
-        distance: how far the model is from the family, as a number of differing fields.
+        distance: the distance of the model from the family. Each differing field counts as 1.
     """
 
     def __init__(self, message: str, distance: int = 100) -> None:

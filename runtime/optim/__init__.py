@@ -1,1 +1,1 @@
-"""Learning-rate schedules, Muon and AdamW by name pattern, f32 master weights, and weight averages."""
+"""Optimizers, learning-rate schedules, master weights and weight averages."""

@@ -1,4 +1,4 @@
-"""The average of the weights over a run, used as its final weights."""
+"""The average of the weights over a run, which becomes its final weights."""
 
 from collections.abc import Callable, Mapping
 
@@ -35,7 +35,7 @@ class Average:
         return isinstance(self._spec, EmaSpec) or bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:
-        """Updates the mean from the masters after `step` updates. `moment` is that of the last update."""
+        """Updates the mean from the master weights after `step` updates. `moment` is the moment of the last update."""
         if isinstance(self._spec, EmaSpec):
             self._move(1 - self._spec.decay)
         elif step % self._spec.every == 0 and moment.warm_down < self._spec.below:
@@ -48,13 +48,13 @@ class Average:
         torch._foreach_lerp_(list(self._tensors.values()), [weights[name] for name in self._tensors], share)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the state besides the mean, by name. The tensors are not copies."""
+        """Returns the state other than the mean, by name. The tensors are not copies."""
         return {} if isinstance(self._spec, EmaSpec) else {"swa.count": self._count}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Copies `weights` into the mean and `state` into the state. Both must have the current names and shapes. Other
-        names in `state` are ignored."""
+        """Copies `weights` into the mean and `state` into the state. Both must have the current names and shapes,
+        except that unknown names in `state` are ignored."""
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])
         for name, tensor in self.state().items():

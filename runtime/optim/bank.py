@@ -33,8 +33,8 @@ class Bank:
         self._states: list[Tensor] = []
 
     def new_state(self, *shape: int) -> Tensor:
-        """Returns new state of zeros, f32 [all matrices, *shape]. The state of matrices of other processes is out of
-        date until `gather`."""
+        """Returns new state of zeros, f32 [all matrices, *shape]. The state for matrices of other processes is only
+        current after `gather`."""
         self._states.append(self.params[0].new_zeros(self._shape[0], *shape))
         return self._states[-1]
 
@@ -60,7 +60,7 @@ class Bank:
         return self._world.join_parts(part.contiguous(), whole), whole
 
     def gather(self) -> None:
-        """Updates the state of other processes' matrices. All processes must call this."""
+        """Fetches the state for the matrices of other processes. All processes must call this."""
         if self._world.size > 1:
             for state in self._states:
                 self._world.join_parts(state[self.local].clone(), state).wait()

@@ -1,4 +1,4 @@
-"""Matrices that a model computes from its parameters alone: their values and gradients, once per step."""
+"""Matrices that a model computes only from parameters. Their values and gradients are computed once per step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,16 +12,16 @@ from specc.runtime.dtypes import DTYPES
 class DerivedWeights:
     """The derived weights of a model, as leaves of the gradient.
 
-    A leaf takes the place of the method that computes the matrix. Backward passes sum their gradients of the leaf. By
-    the chain rule, `add_gradients` then adds the gradients of the parameters: both steps are linear in the gradient of
-    the leaf, so the result equals that of computing the matrix in each pass.
+    A leaf replaces the method that computes the matrix, and backward passes accumulate the gradient of the leaf.
+    `add_gradients` then applies the chain rule and adds the gradients of the parameters. Because this is linear in the
+    gradient of the leaf, the result is the same as if every pass computed the matrix.
 
     Args:
         model: the model, on the device that it will run on.
         weights: its derived weights.
 
     Attributes:
-        leaves: the matrices, in the dtypes that programs read them in.
+        leaves: the matrices, in the dtypes in which programs read them.
     """
 
     def __init__(self, model: nn.Module, weights: Sequence[DerivedWeight]) -> None:
@@ -38,7 +38,8 @@ class DerivedWeights:
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Computes the matrices in f32 from the values of parameters, by name, and rounds each once.
 
-        Only one matrix in f32 exists at a time: all of them may be larger than any other temporary value of an update.
+        Only one f32 matrix exists at a time, because all of them together may be larger than any other temporary value
+        of an update.
         """
         for (weight, matrix), leaf in zip(self._weights, self.leaves, strict=True):
             leaf.copy_(matrix.of(_values(weight, values)))
@@ -46,12 +47,12 @@ class DerivedWeights:
     def add_gradients(
         self, totals: Sequence[Tensor], values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> None:
-        """Adds the gradients of parameters that follow from the gradients of the matrices.
+        """Adds to the gradients of parameters the part that follows from the gradients of the matrices.
 
         Args:
             totals: f32, the gradient of each matrix, in the order of `leaves`.
-            values: the values of parameters that `write` last computed the matrices from, by name.
-            gradients: f32, the gradients of parameters to add to, by name.
+            values: the values of parameters, by name, from which `write` last computed the matrices.
+            gradients: f32, the gradients of parameters, by name, to which the part is added.
         """
         for (weight, matrix), total in zip(self._weights, totals, strict=True):
             with torch.enable_grad():
@@ -73,7 +74,7 @@ class _Matrix(nn.Module):
         return value
 
     def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Returns the matrix for values of parameters, by their names in the block."""
+        """Returns the matrix for the given values of parameters, by their names in the block."""
         value: Tensor = torch.func.functional_call(self, {f"block.{name}": value for name, value in values.items()})
         return value
 

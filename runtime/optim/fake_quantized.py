@@ -9,7 +9,7 @@ from specc.compiler.quant.scheme import Scheme
 
 
 class FakeQuantized:
-    """Writes the masters into the model's parameters, each rounded to the grid of its scheme.
+    """Writes the master weights to the model's parameters, each rounded to the grid of its scheme.
 
     Args:
         masters: the f32 master weights, by name.
@@ -37,7 +37,7 @@ class FakeQuantized:
         self.names = frozenset(name for name, scheme in schemes.items() if scheme.has_grid)
         if same := sorted(name for name in self.names if masters[name] is parameters[name]):
             raise ValueError(f"{same[0]} is the same tensor as its master, so it cannot be rounded")
-        # Grouped by scheme and shape, so that the kernels are launched per group and not per parameter.
+        # Parameters are grouped by scheme and shape, so that kernels are launched per group and not per parameter.
         shares = input_shares or {}
         groups: dict[tuple[Scheme, torch.Size, bool], list[str]] = {}
         for name in masters:

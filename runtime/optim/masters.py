@@ -16,7 +16,7 @@ from specc.runtime.optim.derived_weights import DerivedWeights
 from specc.runtime.optim.fake_quantized import FakeQuantized
 
 _ALONE = World.alone()
-ALIGNMENT = 64  # alignment in elements of each gradient in a flat buffer, so that kernels can use vector loads
+ALIGNMENT = 64  # the alignment, in elements, of each gradient in a flat buffer, so that kernels can use vector loads
 
 
 class Masters:
@@ -27,12 +27,13 @@ class Masters:
     refreshed from the master once per step, and gradients of the copy are summed in f32. A parameter in f32 is the
     master itself.
 
-    Masters in bf16 are the model's own parameters in bf16. `tensors` then hold their values only within `in_f32`, and
-    NaN outside it. At its end, the values are rounded stochastically (Zamirai et al., 2020, arXiv 2010.06192) with
-    Torch's default generator, whose state is part of checkpoints. Values that bf16 represents do not change.
+    With bf16 masters, the model's own bf16 parameters are the masters. `tensors` then hold their values only inside
+    `in_f32`, and NaN outside of it. When `in_f32` ends, the values are rounded stochastically (Zamirai et al., 2020,
+    arXiv 2010.06192) with Torch's default generator, whose state is part of checkpoints. Values that bf16 can represent
+    do not change.
 
     Args:
-        model: has f32 parameters under exactly the names of `dtypes`, on the device that it will run on.
+        model: a model with f32 parameters, under exactly the names in `dtypes`, on the device on which it will run.
         dtypes: the compute dtype of each parameter, by name.
         sharded: the parameters whose gradients are summed in banks, one part per process.
         copied: the parameters that have a separate master, although the model computes with them in f32.
@@ -40,7 +41,7 @@ class Masters:
             not be in `sharded`.
         in_bf16: whether the bf16 parameters of the model are themselves the masters. They must not be in `copied`.
         derived: the matrices that the model computes from parameters. They are computed with each cast, and their
-            gradients become gradients of the parameters once per step.
+            gradients are converted to gradients of the parameters once per step.
 
     Attributes:
         tensors: the masters.
@@ -77,7 +78,7 @@ class Masters:
             else:
                 self.tensors[name] = nn.Parameter(param.detach().clone())
                 param.data = param.data.to(dtype)
-        self._released: dict[str, Tensor] = {}  # the values of masters in bf16 outside `in_f32`
+        self._released: dict[str, Tensor] = {}  # the values of bf16 masters outside of `in_f32`
         for name in [name for name, dtype in dtypes.items() if in_bf16 and dtype == torch.bfloat16]:
             (master := self.tensors[name]).data.copy_(self.model_parameters[name])
             self._released[name] = torch.full((), math.nan, device=master.device).expand(master.shape)
@@ -86,14 +87,14 @@ class Masters:
         self._lay_out(dtypes, sharded, unclipped, {name for weight in derived for name in weight.params})
 
     def release(self) -> None:
-        """Releases the f32 values of masters in bf16. Until then, optimizers can create state of the same shapes and
-        dtypes."""
+        """Releases the f32 values of bf16 masters. Before this call, optimizers can create state with the shapes and
+        dtypes of `tensors`."""
         for name, nan in self._released.items():
             self.tensors[name].data = nan
 
     @contextmanager
     def in_f32(self, changes: bool = True) -> Iterator[None]:
-        """A context manager in which `tensors` hold the f32 values of all masters. At the end, masters in bf16 are
+        """A context manager in which `tensors` hold the f32 values of all masters. At the end, bf16 masters are
         rounded, unless `changes` is False."""
         if not self._released:
             yield
@@ -111,7 +112,7 @@ class Masters:
         self.release()
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the f32 values of all masters by name. Values of masters in bf16 are copied."""
+        """Returns the f32 values of all masters by name. The values of bf16 masters are copies."""
         return {
             name: self.model_parameters[name].detach().float() if name in self._released else master
             for name, master in self.tensors.items()
@@ -121,10 +122,9 @@ class Masters:
     def fake_quantize(
         self, schemes: Mapping[str, Scheme] | None, input_shares: Mapping[str, Tensor] | None = None
     ) -> bool:
-        """Switches the model to quantized weights: the values that a scheme stores without calibration data.
-
-        Every later `refresh` writes quantized values. Gradients are computed at the quantized values, and applied to
-        the masters without change. This is the straight-through estimator (Bengio et al. 2013). A call with the current
+        """Switches the model to quantized weights, i.e. the values that a scheme would store without calibration data.
+        Every later `refresh` writes quantized values. Gradients are computed at the quantized values and applied
+        unchanged to the masters, which is the straight-through estimator (Bengio et al. 2013). A call with the current
         schemes does nothing.
 
         Args:
@@ -132,7 +132,7 @@ class Masters:
             input_shares: as in `FakeQuantized`.
 
         Returns:
-            Whether `refresh` launches other kernels after this call than before.
+            Whether `refresh` launches different kernels after this call than before it.
 
         Raises:
             ValueError: if a parameter to be rounded is the same tensor as its master.
@@ -162,7 +162,7 @@ class Masters:
         """Allocates one f32 buffer for all gradients and the loss. The gradients of `sharded` are first, and those of
         `unclipped` last. Within each part, gradients of one compute dtype are adjacent.
 
-        Derived weights read the parameters `read_once`, whose gradients are computed once per step. These form a
+        Only derived weights read the parameters `read_once`, so their gradients are computed once per step. They form a
         separate group, which costs nothing in a backward pass.
         """
         groups: dict[tuple[int, bool, torch.dtype], list[str]] = {}
@@ -200,7 +200,7 @@ class Masters:
         """Begins a step: sets all gradients and the loss to 0."""
         self.sums.zero_()
         for param in self.model_parameters.values():
-            param.grad = None  # otherwise autograd would accumulate into it, with one kernel per parameter
+            param.grad = None  # otherwise, autograd would accumulate into the gradient, with one kernel per parameter
         for group in self._derived_groups:
             group.clear()
 
@@ -217,18 +217,17 @@ class Masters:
         world: World = _ALONE,
         scale: Tensor | None = None,
     ) -> Tensor:
-        """Replaces the sums of this process by means over all micro-batches of all processes, and clips them.
-
-        The host does not wait for a GPU, on which the sums over the processes overlap.
+        """Replaces the sums of this process with means over all micro-batches of all processes, and clips them. The
+        host does not wait for the GPU. The sums over processes overlap on the GPU.
 
         Args:
             micro_batches: the number of micro-batches of one process.
             clip_norm: the largest 2-norm over all gradients. None for no limit.
-            banks: the banks of the sharded parameters. Each receives the mean of this process's part of its matrices;
-                the entries of `gradients` for sharded parameters are not used.
+            banks: the banks of the sharded parameters. Each receives the mean for this process's part of its matrices.
+                The entries of `gradients` for sharded parameters are not used.
             world: the processes.
-            scale: the factor of the loss in the backward passes, f32 [], by which the gradients are divided. None for
-                gradients of the loss itself.
+            scale: f32 [], the factor of the loss in the backward passes, by which the gradients are divided. None if
+                the loss had no factor.
 
         Returns:
             The 2-norm of all gradients except those of `unclipped`, before clipping, f32 []. It has the same bits on
@@ -249,7 +248,7 @@ class Masters:
             for tensor in (self.common, *local):
                 tensor.mul_(1 / passes)
         if scale is not None:
-            for tensor in (self.common[:-1], *local):  # without the last element, the loss
+            for tensor in (self.common[:-1], *local):  # all elements except the last, which is the loss
                 tensor.div_(scale)
         norm = get_total_norm(self._in_norm)
         if local:
@@ -266,7 +265,7 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Casts, or quantizes, the masters into the model's parameters."""
+        """Writes the masters to the model's parameters, cast or quantized."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
         if self.quantized is not None:
@@ -275,14 +274,14 @@ class Masters:
 
     @property
     def _computed_with(self) -> Mapping[str, Tensor]:
-        """The values that derived weights are computed from: the masters, unless the model computes with other values
-        than a cast of the masters."""
+        """The values from which derived weights are computed: the masters, unless the model computes with values that
+        are not casts of the masters."""
         names = {*self._released, *(self.quantized.names if self.quantized is not None else ())}
         return {name: self.model_parameters[name] if name in names else self.tensors[name] for name in self.tensors}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies `weights`, which must have the names and shapes of `tensors`, into masters and model."""
+        """Copies `weights`, which must have the names and shapes of `tensors`, to the masters and the model."""
         for name in self.tensors:
             (self.model_parameters if name in self._released else self.tensors)[name].copy_(weights[name])
         self.refresh()
@@ -308,7 +307,7 @@ class Masters:
         """Returns the first parameter whose value contains NaN or infinity. If all values are finite, returns the first
         parameter whose gradient is not finite, or None.
 
-        Values are checked first. One step after the failure, all gradients may be non-finite, but the values still
+        Values are checked first. One step after a failure, all gradients may be non-finite, whereas the values still
         identify the parameter that failed first.
         """
         gradients = zip(self.tensors, self.gradients, strict=True)
@@ -331,7 +330,7 @@ class _Group:
     def __init__(self, params: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> None:
         self._params, self._flat = params, flat
         self.totals = _views(flat, params)
-        # No multi-tensor kernel mixes dtypes, so adding bf16 to f32 directly would need one kernel per tensor.
+        # No multi-tensor kernel mixes dtypes: adding bf16 to f32 directly would need one kernel per tensor.
         self._staging = torch.zeros_like(flat, dtype=dtype) if dtype != torch.float32 else None
         self._staged = _views(self._staging, params) if self._staging is not None else []
 
@@ -356,18 +355,18 @@ class _Group:
             torch._foreach_add_([self.totals[index] for index in gradients], list(gradients.values()))
             return
         if len(gradients) < len(self._params):
-            self._staging.zero_()  # the values of the previous pass must not count again
+            self._staging.zero_()  # the values of the previous pass must not be added again
         torch._foreach_copy_([self._staged[index] for index in gradients], list(gradients.values()))
         self._flat.add_(self._staging)
 
 
 def _round_stochastically(values: Tensor) -> None:
-    """Rounds f32 `values` to values of bf16 in place, stochastically. Infinity and NaN remain.
+    """Rounds f32 `values` stochastically to bf16 values, in place. Infinity and NaN do not change.
 
-    Let a value be the fraction p of the way from the bf16 value toward zero to the next one away from zero. It is
-    rounded away from zero with probability p, otherwise toward zero. A bf16 number consists of the upper 16 bits of an
-    f32 number. A uniform integer of 16 bits is added to the lower 16 bits, which are then set to zero. The sum carries
-    into the upper bits with probability p.
+    Every value lies between two adjacent bf16 values. If it is the fraction p of the way from the one nearer to zero to
+    the other, it is rounded away from zero with probability p, and toward zero otherwise. A bf16 number consists of the
+    upper 16 bits of an f32 number. A uniform integer of 16 bits is added to the lower 16 bits, which are then set to
+    zero. The sum carries into the upper bits with probability p.
     """
     bits = values.view(torch.int32)
     bits.add_(torch.randint_like(bits, 1 << 16)).bitwise_and_(-1 << 16)

@@ -1,4 +1,4 @@
-"""The base class of update rules of matrices, whose work is divided among processes."""
+"""The base class of update rules for matrices. Their work is divided among processes."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from specc.runtime.optim.update_rule import S, UpdateRule
 class MatrixRule(UpdateRule[S]):
     """Updates all matrices of one shape together. A parameter [experts, rows, columns] has one matrix per expert.
 
-    Each process has a part of the parameters of a shape. It sums their gradients, stores their state, computes their
-    directions, and sends these to the other processes.
+    Each process handles a part of the parameters of a shape: it sums their gradients, stores their state, computes the
+    directions of the update, and sends these to the other processes.
     """
 
     sharded = True
@@ -37,12 +37,12 @@ class MatrixRule(UpdateRule[S]):
     def matrices(self, bank: Bank, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the state of a bank, [all matrices, ...], by parameter name."""
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        # padding has no parameter
+        # padding belongs to no parameter
         return {names[id(param)]: matrix for param, matrix in zip(bank.params, tensor, strict=False)}
 
     def gradients(self) -> list[Tensor]:
-        """Returns the gradients of each bank, f32 [local matrices, ..., rows, columns]. Sums them if this is not done
-        yet."""
+        """Returns the gradients of each bank, f32 [local matrices, ..., rows, columns]. Sums them over the processes,
+        if this has not been done yet."""
         for bank in self.banks:
             if bank.gradient is None:
                 bank.add_up().wait()
@@ -71,7 +71,7 @@ class MatrixRule(UpdateRule[S]):
         return 1.0
 
     def exact_in_bf16(self, direction: Tensor) -> bool:
-        """Returns whether directions can be sent in bf16 without a loss of precision."""
+        """Returns whether `direction` can be sent in bf16 without a loss of precision."""
         return False
 
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:
@@ -83,7 +83,7 @@ class MatrixRule(UpdateRule[S]):
             part, bank.gradient = self.direction(index, bank.gradient, work, others), None
             sent = part.bfloat16() if self.world.size > 1 and self.exact_in_bf16(part) else part
             pending.append((bank, *bank.join(sent)))
-            if len(pending) > 1:  # the previous bank was being sent while this bank was computed
+            if len(pending) > 1:  # the previous bank was sent while this bank was computed
                 self._apply(*pending.pop(0), lr)
         for last in pending:
             self._apply(*last, lr)

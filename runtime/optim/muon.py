@@ -12,7 +12,7 @@ from specc.runtime.distributed.world import World
 from specc.runtime.optim.matrix_rule import MatrixRule
 from specc.runtime.optim.orthogonalize import METHODS, orthogonalize
 
-LEAST_ROW = 1e-7  # the lower bound of a row's 2-norm
+LEAST_ROW = 1e-7  # the lower bound for the 2-norm of a row
 EPS = 1e-10  # added to NorMuon's mean squares, which are about 1 / columns
 
 
@@ -22,8 +22,8 @@ class Muon(MatrixRule[MuonSpec]):
 
     `equalize_rows` first divides each row of u by its 2-norm (MuonEq-R). Let o be the orthogonalized update.
     `second_moment` is the decay v of the running mean square m of each row of o (NorMuon). o is divided by sqrt(v m +
-    (1 - v) mean(o^2)) and then rescaled to the previous norm. (Li et al. 2025 instead scale all updates to one RMS,
-    which would change the meaning of lr.)
+    (1 - v) mean(o^2)) and then rescaled to the previous norm. (Li et al. 2025 instead scale all updates to the same
+    RMS, which would change the meaning of lr.)
     """
 
     name = "muon"
@@ -57,7 +57,7 @@ class Muon(MatrixRule[MuonSpec]):
         moment = self._second_moment[index][local]
         moment.lerp_(direction.square().mean(-1, keepdim=True), 1 - spec.second_moment)
         scaled = direction / (moment + EPS).sqrt_()
-        # rescaled to the previous norm, so that the learning rate keeps its meaning
+        # rescaled to the previous norm, so that the meaning of the learning rate does not change
         before, after = (tensor.norm(dim=(-2, -1), keepdim=True) for tensor in (direction, scaled))
         same_norm: Tensor = scaled * (before / after.clamp_(min=EPS))
         return same_norm

@@ -15,7 +15,7 @@ from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.schedule import Moment
 from specc.runtime.optim.update_rule import UpdateRule
 
-Work = tuple[str, ...]  # of each optimizer in a step
+Work = tuple[str, ...]  # the kind of work of each optimizer in a step
 
 
 def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
@@ -25,7 +25,7 @@ def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
 
 
 def unclipped_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:
-    """Returns the parameters whose gradients are not in the norm of `train.clip_norm`. Raises the same errors as
+    """Returns the parameters whose gradients are not part of the norm for `train.clip_norm`. Raises the same errors as
     `owners`."""
     return frozenset(name for name, index in owners(specs, shapes).items() if not specs[index].in_norm)
 
@@ -46,8 +46,8 @@ class Optimizers:
     Args:
         masters: the f32 master weights, by name, with gradients in `.grad`.
         specs: the entries of `train.optimizers`.
-        world: the processes that train together. Before `gather`, a process has the state of only its part of the
-            sharded parameters.
+        world: the processes that train together. Before `gather`, a process has state only for its part of the sharded
+            parameters.
 
     Raises:
         LoweringError: under the conditions of `owners`.
@@ -61,7 +61,7 @@ class Optimizers:
         world = world or World.alone()
         self._rules = [rule_of(spec)(spec, group, world) for spec, group in zip(specs, groups, strict=True)]
         device = next(iter(masters.values())).device
-        # Torch's AdamW reads an f32 rate on a GPU. On the CPU it reads a Python float, which is f64.
+        # On a GPU, Torch's AdamW reads the learning rate as f32. On the CPU, it reads a Python float, which is f64.
         dtype = torch.float32 if device.type == "cuda" else torch.float64
         counts = [len(rule.numbers(Moment())) for rule in self._rules]
         self._numbers = torch.zeros(sum(counts), dtype=dtype, device=device)
@@ -79,26 +79,28 @@ class Optimizers:
         self._numbers.copy_(tensor.pin_memory() if self._numbers.is_cuda else tensor, non_blocking=True)
 
     def work(self, step: int) -> Work:
-        """Returns the work of each optimizer in the step after `step` steps."""
+        """Returns the kind of work of each optimizer in the step after `step` steps."""
         return tuple(rule.work(step) for rule in self._rules)
 
     def waits(self, work: Work) -> bool:
-        """Returns whether a step of this work waits for a GPU."""
+        """Returns whether a step with this work waits for a GPU."""
         return any(rule.waits(part) for rule, part in zip(self._rules, work, strict=True))
 
     def update(self, work: Work) -> None:
-        """Performs one step with the numbers of the last `set`."""
-        with torch.profiler.record_function("specc.optimizer"):  # a profile counts its launches by this range
+        """Performs one step with the numbers that the last `set` wrote."""
+        # A profile attributes kernels to the optimizer by this range
+        with torch.profiler.record_function("specc.optimizer"):
             for rule, part, numbers in zip(self._rules, work, self._split, strict=True):
                 rule.step(part, numbers)
 
     def gather(self) -> None:
-        """Gathers the whole state on every process. All processes must call this."""
+        """Gathers the complete state on every process. All processes must call this."""
         for bank in self.banks:
             bank.gather()
 
     def state(self) -> dict[str, Tensor]:
-        """Returns all state, without a copy. Keys are `kind.slot/parameter`, e.g. `adamw.exp_avg/blocks.0.mlp.up`."""
+        """Returns the complete state, without copying it. Keys are `kind.slot/parameter`, e.g.
+        `adamw.exp_avg/blocks.0.mlp.up`."""
         return {
             f"{rule.name}.{slot}/{name}": tensor
             for rule in self._rules

@@ -21,8 +21,8 @@ class Method:
     Attributes:
         name: the name in a spec.
         quintics: the coefficients (a, b, c) of each iteration. Additional iterations repeat the last coefficients.
-        prepare: returns X and A = X X^T for wide matrices [N, m, n], m <= n, of Frobenius norm 1 or 0. The singular
-            values of X are at most 1.
+        prepare: a function that returns X and A = X X^T for wide matrices [N, m, n], m <= n, of Frobenius norm 1 or 0.
+            The singular values of X are at most 1.
         replaces: the number of requested iterations that `prepare` replaces.
     """
 
@@ -37,14 +37,15 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides row i of X by the square root of the sum of |A| over row i, with A = X X^T. This is an almost-orthogonal
+    """Divides row i of X by the square root of the sum of |A| over row i, where A = X X^T. This is an almost-orthogonal
     layer (Prach and Lampert, 2022)."""
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
     return x * scale, gram * scale * scale.mT
 
 
-# The quintic of Jordan (2024): steepest at 0, so that small singular values grow fast. Maps (0, 1] to near 1.
+# The quintic of Jordan (2024): it is steep at 0, so that small singular values grow fast, and maps (0, 1] to values
+# near 1.
 NEWTON_SCHULZ = Method("newton_schulz", ((3.4445, -4.7750, 2.0315),), _plain)
 
 # The five minimax quintics of Amsel et al. (2025), one per iteration, with the safety margins of the speed-run records
@@ -61,7 +62,7 @@ POLAR_EXPRESS = Method(
     _plain,
 )
 
-# The remaining quintics if almost-orthogonal rows replace the first iteration (Turbo-Muon, arXiv 2512.04632).
+# The quintics of the other iterations if almost-orthogonal rows replace the first (Turbo-Muon, arXiv 2512.04632).
 TURBO = Method(
     "turbo",
     ((4.1071, -2.9478, 0.5448), (3.9487, -2.9089, 0.5518), (3.3184, -2.4885, 0.5100), (2.3007, -1.6689, 0.4188)),

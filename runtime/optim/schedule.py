@@ -1,4 +1,4 @@
-"""The learning rate's multiplier and other scheduled numbers, as pure functions of steps and seconds.
+"""The learning-rate multiplier and other scheduled numbers, as pure functions of steps and seconds.
 
 compiler/changing_values.py defines the schedules and formulas of a spec.
 `step` is the number of updates so far, so the first update has step 0.
@@ -17,8 +17,9 @@ class Moment:
 
     Attributes:
         multiplier: the factor of learning rates.
-        warm_down: the multiplier without the warm-up. Settings that begin late in a run begin below a value of it.
-        done: the share of the run that is complete, 0 to 1.
+        warm_down: the multiplier without the warm-up. Settings that begin late in a run begin when it falls below a
+            limit.
+        done: the completed share of the run, 0 to 1.
         step: the number of updates so far.
     """
 
@@ -29,7 +30,7 @@ class Moment:
 
 
 def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
-    """Returns the moment after `step` updates and `seconds` of training.
+    """Returns the position of the run after `step` updates and `seconds` of training.
 
     The multiplier rises linearly to 1 over the warm-up, and falls from 1 to at least `floor` over the warm-down, by the
     schedule's shape. In a run that is limited by steps, the warm-down ends just after the last update.
@@ -37,8 +38,9 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
     In a run of `budget_seconds`, the mean time per step so far converts `warmdown_steps` into seconds, so the warm-down
     ends with the budget on a machine of any speed. Let T be the budget, t the seconds so far, s the mean seconds per
     step, and W the warm-down steps. The multiplier is 1 while T - t > W s, and then max((T - t) / (W s), floor), as in
-    the wall-clock schedule of parameter-golf. If the warm-down is a fraction f, f T replaces W s. If the warm-up is a
-    fraction f, it has f T / s steps. Before the first update, s is unknown, and the multiplier is 0.
+    the wall-clock schedule of parameter-golf. If the warm-down is given as a fraction f, f T replaces W s. If the
+    warm-up is given as a fraction f, it has f T / s steps. Before the first update, s is unknown and the multiplier is
+    0.
     """
     schedule, warmup, warmdown = train.schedule, 0.0, 0.0
     if train.steps is not None:
@@ -55,7 +57,7 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
         left, done = max(0.0, budget - seconds), seconds / budget
     # step + 1, because an update with a multiplier of 0 would change nothing
     up = min(1.0, (step + 1) / warmup) if warmup else 1.0
-    # `left` is at most 0 after the last update, where a benchmark may continue
+    # after the last update, where a benchmark may continue, `left` is at most 0
     down = schedule.down(left / warmdown) if warmdown and left < warmdown else 1.0
     return Moment(min(up, down), down, min(1.0, done), step)
 

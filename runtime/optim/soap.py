@@ -12,8 +12,10 @@ from specc.runtime.optim.matrix_rule import MatrixRule
 from specc.runtime.optim.schedule import Moment
 from specc.runtime.optim.update_rule import SUM
 
-NULL = 1e-5  # eigenvalues below this share of the largest count as zero: they come from the rounding of gradients
-BEGIN, REFRESH = "begin", "refresh"  # updates that compute the bases: the first, and one in `basis_every`
+# Eigenvalues below this share of the largest are treated as zero, because they result from the rounding of gradients
+NULL = 1e-5
+# The kinds of updates that compute the bases: the first, and one in every `basis_every`
+BEGIN, REFRESH = "begin", "refresh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class _Side:
         return _Side(self.rows, self.gram[local], self.basis[local])
 
     def rotated(self, x: Tensor, back: bool = False) -> Tensor:
-        """Transforms `x` to the coordinates of the basis, or back from these coordinates."""
+        """Transforms `x` to the coordinates of the basis or, if `back`, from these coordinates."""
         basis = self.basis.mT if self.rows != back else self.basis
         return basis @ x if self.rows else x @ basis
 
@@ -47,9 +49,9 @@ class _Side:
         self.gram.lerp_(gradient @ gradient.mT if self.rows else gradient.mT @ gradient, share)
 
     def begin(self) -> None:
-        """Computes the eigenvectors. In the null space they would depend on rounding. A term that ranks the axes in the
-        null space makes them unique."""
-        gram = self.gram.nan_to_num()  # a gradient that is not finite is reported elsewhere
+        """Computes the eigenvectors. In the null space they would depend on rounding. A term that orders the axes of
+        the null space makes them unique."""
+        gram = self.gram.nan_to_num()  # another check reports a gradient that is not finite
         values, vectors = torch.linalg.eigh(gram)
         largest = values[..., -1:].unsqueeze(-1)
         null = vectors * (values.unsqueeze(-2) < NULL * largest)
@@ -73,11 +75,11 @@ class Soap(MatrixRule[SoapSpec]):
     """SOAP (Vyas et al. 2024, arXiv 2409.11321).
 
     L = b2 L + (1 - b2) g g^T and R = b2 R + (1 - b2) g^T g. U and V are the eigenvectors of L and R. Adam's second
-    moment is that of U^T g V. The first moment is rotated into the same bases. Adam's update is then rotated back.
+    moment is computed from U^T g V. The first moment is rotated into the same bases, and Adam's update is rotated back.
 
-    As in the authors' code, the first update only computes U and V. A gradient in the bases of that same gradient is
-    nearly diagonal, and Adam would divide rounding errors by their size. A refresh first sorts the columns of U, and
-    the second moment, by eigenvalue. It then replaces U by the factor Q of the QR decomposition of L U.
+    As in the authors' code, the first update only computes U and V. In the bases of the gradient itself, a gradient is
+    nearly diagonal, and Adam would divide rounding errors by their own size. A refresh first sorts the columns of U,
+    and the second moment, by eigenvalue. It then replaces U by the factor Q of the QR decomposition of L U.
     """
 
     name = "soap"

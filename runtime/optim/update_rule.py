@@ -13,16 +13,17 @@ from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.schedule import Moment, value_at
 
 S = TypeVar("S", bound=OptimizerSpec)
-UPDATE, SUM = "update", "sum"  # the work of a step: an update, or a gradient that a later update reads
+UPDATE, SUM = "update", "sum"  # the kinds of work in a step: an update, or adding a gradient that a later update reads
 
 
 class UpdateRule(ABC, Generic[S]):
-    """One entry of `train.optimizers`, with the parameters that the entry updates.
+    """The update rule of one entry of `train.optimizers`, with the parameters that it updates.
 
     Each subclass is one kind of optimizer, in a file of this package. The settings are in
-    `specc.compiler.spec.optimizers`. Weight decay and the sums of gradients between updates are common to all kinds.
-    Numbers that change from step to step, such as the learning rate, are read from the device. Steps of equal `work`
-    launch the same kernels and never wait for a GPU, so that CUDA graphs can contain them.
+    `specc.compiler.spec.optimizers`. This class implements what all kinds share: weight decay, and the sums of
+    gradients between updates. Numbers that change from step to step, such as the learning rate, are read from the
+    device. Steps of equal `work` launch the same kernels and never wait for a GPU, so that CUDA graphs can contain
+    them.
 
     Args:
         spec: the entry.
@@ -33,8 +34,8 @@ class UpdateRule(ABC, Generic[S]):
         name: the `kind` of the entry.
         sharded: whether the parameters are in `banks`, in which each process sums only a part of the gradients.
             Otherwise, each process sums all gradients of the parameters.
-        scheduled: the settings, besides `lr` and `weight_decay`, that may change from step to step.
-        banks: the parameters in groups that are summed and updated together.
+        scheduled: the settings, other than `lr` and `weight_decay`, that may change from step to step.
+        banks: groups of parameters that are summed and updated together.
         tensors: the parameters in order.
     """
 
@@ -49,11 +50,11 @@ class UpdateRule(ABC, Generic[S]):
         self._sums = self.new_slot() if spec.every > 1 else []
 
     def new_slot(self) -> list[Tensor]:
-        """Returns new state of zeros, in the shapes of the parameters."""
+        """Returns new state of zeros, with the shapes of the parameters."""
         return [torch.zeros_like(tensor) for tensor in self.tensors]
 
     def local(self, slot: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the part of a state slot that this process updates, in the shapes of `gradients`."""
+        """Returns the part of a state slot that this process updates, with the shapes of `gradients`."""
         return list(slot)
 
     def by_name(self, slot: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -78,7 +79,7 @@ class UpdateRule(ABC, Generic[S]):
         return SUM if (step + 1) % self.spec.every else UPDATE
 
     def waits(self, work: str) -> bool:
-        """Returns whether a step of this work waits for a GPU, so that no CUDA graph can contain it."""
+        """Returns whether a step with this work waits for a GPU, so that a CUDA graph cannot contain it."""
         return False
 
     @torch.no_grad()
@@ -112,7 +113,7 @@ class UpdateRule(ABC, Generic[S]):
         torch._foreach_mul_(self.tensors, 1 - share)
 
     def discard(self) -> None:
-        """Releases the gradients of this step. Later updates read their sums instead."""
+        """Releases the gradients of this step, because later updates read their sums instead."""
 
     @abstractmethod
     def update(self, work: str, numbers: Sequence[Tensor]) -> None:

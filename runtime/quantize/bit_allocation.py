@@ -1,4 +1,4 @@
-"""Bit allocation under a byte budget: chooses the bits of each parameter such that the loss increases least.
+"""Bit allocation under a byte budget: chooses the bits of each parameter so that the loss increases least.
 
 Each choice of bits for a parameter has a size in bytes, measured by quantizing it, and a cost in nats per token,
 estimated by runtime/calibration/added_nats.py. The choice over all parameters is a multiple-choice knapsack problem,
@@ -26,11 +26,12 @@ Costs = Callable[[Mapping[str, Sequence[Scheme]]], Mapping[str, Sequence[float]]
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """Solves a multiple-choice knapsack problem: the smallest total cost with at most `budget` bytes.
+    """Solves a multiple-choice knapsack problem: finds the smallest total cost with at most `budget` bytes.
 
-    Returns the index of the chosen option of each item, or None if even the smallest options exceed the budget. Sizes
+    Returns the index of the chosen option for each item, or None if even the smallest options exceed the budget. Sizes
     are rounded up to whole cells of budget / 65536 bytes. The result is optimal up to this rounding, and never exceeds
-    the budget. Among options of equal cost, the smallest in cells is chosen, then the lowest index.
+    the budget. Among options of equal cost, the one with the fewest cells is chosen, and among these, the one with the
+    lowest index.
     """
     smallest = sum(min(size for size, _ in item) for item in options)
     if smallest > budget:
@@ -71,7 +72,7 @@ def allocate_bits(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> dict[str, Scheme]:
-    """Returns `base` with bits from `allocate.bits`, chosen such that the loss increases least within `budget` bytes.
+    """Returns `base` with bits from `allocate.bits`, chosen so that the loss increases least within `budget` bytes.
 
     Bits are chosen for each parameter that matches `allocate.match` and has a scheme with several variants. The schemes
     of other parameters are unchanged.
@@ -80,10 +81,11 @@ def allocate_bits(
         allocate: the bits and clips to choose from, and the pattern of parameter names.
         budget: the size limit of the artifact in bytes, with `reserved` already subtracted.
         base: the scheme of each parameter before allocation.
-        costs: returns the rise of the loss by each parameter at each of its schemes, in nats per token.
-        estimate: returns the estimated bytes of a parameter at a scheme.
-        exact: returns the bytes of the whole artifact. This size determines whether an allocation fits, and corrects
-            the sum of the estimates.
+        costs: a function that returns the rise of the loss, in nats per token, for each parameter with each of its
+            schemes.
+        estimate: a function that returns the estimated bytes of a parameter with a scheme.
+        exact: a function that returns the bytes of the whole artifact. This size determines whether an allocation fits,
+            and corrects the sum of the estimates.
         say: called with a line of text for each allocation that is measured.
         reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
 
@@ -148,6 +150,7 @@ def _variants(name: str, scheme: Scheme, allocate: Allocate) -> tuple[Scheme, ..
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:
-    """Returns the `count` names whose errors have the largest Frobenius norms. Equal norms are ordered by name."""
+    """Returns the `count` names whose errors have the largest Frobenius norms. Names with equal norms are sorted by
+    name."""
     norms = {name: float(torch.linalg.vector_norm(errors(name).double())) for name in names}
     return tuple(sorted(names, key=lambda name: (-norms[name], name))[:count])

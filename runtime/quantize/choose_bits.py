@@ -1,4 +1,5 @@
-"""Chooses the bits of each parameter by the spec's `quant`: promotion or allocation, with low-rank corrections."""
+"""Chooses the bits of each parameter as `quant` in the spec requests: by promotion or allocation, with low-rank
+corrections."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,14 +24,14 @@ def choose_bits(
 ) -> Allocation:
     """Returns `base` with the bits and low-rank corrections chosen by `quant.promote`, `allocate` and `correct`.
 
-    Corrections are added to the parameters with the largest errors at the chosen bits. Then the bits are chosen again,
-    because the corrections use part of the budget.
+    First, bits are chosen. The parameters with the largest errors at these bits get corrections. Then the bits are
+    chosen again, because the corrections use part of the budget.
 
     Args:
         quantizer: quantizes the weights and estimates their cost and size.
         quant: supplies `promote`, `allocate`, `correct` and `budget_bytes`.
         base: the scheme of each parameter according to the rules.
-        measure: returns the exact bytes of the artifact.
+        measure: a function that returns the exact bytes of the artifact.
         say: called with a line of text for each allocation that is measured.
         reserved: bytes of the budget that the artifact must not use, for the code of a submission.
 
@@ -88,7 +89,7 @@ def _widths(
         others = {name: (scheme,) for name, scheme in base.items() if not isinstance(scheme, Unquantized)}
         return quantizer.rises(
             {**others, **options}
-        )  # estimated for the report, which states the rises of all quantized parameters
+        )  # estimated for the report, which states the rise for every quantized parameter
 
     return allocate_bits(
         quant.allocate,

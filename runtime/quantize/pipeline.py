@@ -45,7 +45,8 @@ from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
 from specc.runtime.storage.run_directory import SPEC, Run, locked, readable
 from specc.runtime.train.sources.source import source_of
 
-# Evaluation of a set stops after this number of lines if none is exact. A barely trained model is then scored quickly.
+# The evaluation of a set stops after this number of lines if none of them is exact, so that a barely trained model is
+# scored quickly.
 HOPELESS = 4096
 
 
@@ -91,8 +92,8 @@ class QuantizeOptions:
         data: a data source that `specc.runtime.data.windows.stream.open_stream` accepts. The train split is the
             calibration text, unless the model generates that text. The loss is measured on the val split.
         max_tokens: the number of tokens on which the loss is measured; None for all.
-        target: the target of the spec whose code computes.
-        device: the torch device that computes.
+        target: the target of the spec whose code is used.
+        device: the torch device on which the code runs.
         search: additional folders to search for the tokenizer.
         cache: the folder of tokenized text.
         overrides: `--set` texts for the spec's `quant`.
@@ -111,7 +112,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class _Quantization:
-    """The quantization of one run: its inputs, and the modules and data to calibrate."""
+    """The quantization of one run: its inputs, and the modules and data for calibration."""
 
     run: Run
     quant: QuantSpec
@@ -180,7 +181,8 @@ class _Quantization:
 
 
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
-    """Quantizes the final weights of a run by its spec's `quant` and writes the result to the run's `quantized/`.
+    """Quantizes the final weights of a run as `quant` in its spec requests, and writes the result to `quantized/` in
+    the run.
 
     That folder contains the artifact, spec.json (resolved) and report.json, and is replaced atomically. For the same
     run, machine and number of threads, the result is byte-identical. The trained weights are not changed.
@@ -206,7 +208,8 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         run = Run.open(path).requantized(options.overrides)
         if run.spec.quant is None:
             raise QuantizeError(f"{run.spec.name} has no `quant` section", "add quant: to the spec")
-        with locked(run.staged.parent), ExitStack() as stack:  # locked first, so that a read-only folder fails early
+        # Locked first, so that a read-only folder causes an error early
+        with locked(run.staged.parent), ExitStack() as stack:
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
         again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
@@ -316,7 +319,8 @@ def _write(
 
 
 def _clear(staging: Path) -> None:
-    """Removes everything except the lock from the staging folder: folders and artifacts, also of an interrupted run."""
+    """Removes everything except the lock from the staging folder: folders and artifacts, including those of an
+    interrupted run."""
     for entry in staging.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)

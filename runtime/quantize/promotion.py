@@ -13,7 +13,7 @@ Measure = Callable[[Allocation], int]  # bytes
 
 
 def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> QuantizeError:
-    """Returns the error for an artifact that exceeds its budget even with the fewest bits.
+    """Returns the exception for an artifact that exceeds its budget even with the fewest bits.
 
     Args:
         size: the size of the artifact in bytes.
@@ -39,19 +39,20 @@ def promote(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> Allocation:
-    """Returns `base` with more bits for the parameters of the largest Hessian traces, within the budget.
+    """Returns `base` with more bits for the parameters with the largest Hessian traces, within the budget.
 
-    A candidate has a Hessian trace. Its scheme has fewer bits than `quant.promote` states, and supports that number.
-    Candidates are promoted by descending trace, which is not divided by the size of the parameter (the ranking of
-    parameter-golf PR 1105). Promotion stops before the first candidate that exceeds the budget.
+    A candidate is a parameter with a Hessian trace whose scheme has fewer bits than `quant.promote` states, and
+    supports this number of bits. Candidates are promoted by descending trace. The trace is not divided by the size of
+    the parameter (the ranking of parameter-golf PR 1105). Promotion stops before the first candidate that exceeds the
+    budget.
 
     Args:
         quant: supplies `promote` and `budget_bytes`, with `reserved` already subtracted.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name. Equal traces are ordered by name.
-        estimate: returns a quick estimate of the bytes of an allocation. The estimate is corrected by its error at
-            `base`. It determines the first number of promotions to measure.
-        exact: returns the bytes of the compressed artifact. It determines whether an allocation fits.
+        estimate: a function that returns a quick estimate of the bytes of an allocation. The estimate, corrected by its
+            error at `base`, determines the first number of promotions to measure.
+        exact: a function that returns the bytes of the compressed artifact, which determine whether an allocation fits.
         say: called with a line of text for each promotion that is undone because the artifact exceeds the budget.
         reserved: bytes of the budget that are reserved for the code of a submission; used only in messages.
 

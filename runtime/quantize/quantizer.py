@@ -11,7 +11,7 @@ from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution, Use
 from specc.runtime.artifact.quantized_model import QuantizedModel, entropy_bytes, quantize_tensors
 
 Estimate = Callable[[Mapping[str, Sequence[Tensor]]], Mapping[str, Sequence[float]]]
-Progress = Callable[[str, int, int], None]  # stage, done, total
+Progress = Callable[[str, int, int], None]  # called with the stage, the number of items done, and the total
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Statistics:
 
     Attributes:
         hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
-        uses: the uses of the parameters that have more uses than a single product.
-        rises: returns the estimated rises of the loss, in nats per token, by errors of parameters; None if the
-            quantization does not need them.
+        uses: the uses of the parameters that are used in any other way than in a single matrix product.
+        rises: a function that returns the estimated rises of the loss, in nats per token, for errors of parameters;
+            None if the quantization does not need them.
     """
 
     hessians: Mapping[str, Tensor] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class IntegerInputs:
     Attributes:
         sources: the int8 products that read these inputs.
         ranges: the measured range of each input, by weight.
-        trained: the scales f32 [1] or [K] that the run trained with, by the first weight that reads the input; empty
+        trained: the scales, f32 [1] or [K], with which the run trained, by the first weight that reads the input; empty
             if calibration chooses the scales.
     """
 
@@ -56,7 +56,7 @@ class Quantizer:
         progress: called as `progress("quantize", done, total)` after each parameter that is quantized.
 
     Attributes:
-        solutions: the damping and dead columns of each (parameter, scheme) that was solved with its Hessian.
+        solutions: the damping and the dead columns for each (parameter, scheme) that was solved with its Hessian.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Quantizer:
         self._rises: dict[tuple[str, Scheme], float] = {}
 
     def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
-        """Returns every parameter quantized by its scheme.
+        """Returns the model, with every parameter quantized by its scheme.
 
         Raises QuantizeError, which names the parameter, if a scheme cannot store it.
         """
@@ -143,9 +143,8 @@ class Quantizer:
         return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
 
     def rises(self, options: Mapping[str, Sequence[Scheme]]) -> Mapping[str, Sequence[float]]:
-        """Returns the estimated rise of the loss by each parameter at each of its schemes, in nats per token.
-
-        All of them are estimated in one pass over the calibration text.
+        """Returns the estimated rise of the loss, in nats per token, for each parameter with each of its schemes. All
+        rises are estimated in one pass over the calibration text.
 
         Raises:
             QuantizeError: a scheme cannot store its parameter, or a gradient is not finite.
@@ -160,7 +159,7 @@ class Quantizer:
         return rises
 
     def rise(self, name: str, scheme: Scheme) -> float | None:
-        """Returns the rise of the loss for a (parameter, scheme), if it was estimated; otherwise None."""
+        """Returns the rise of the loss for a parameter with a scheme; None if it was not estimated."""
         return self._rises.get((name, scheme))
 
     def estimate(self, schemes: Mapping[str, Scheme]) -> int:

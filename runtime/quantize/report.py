@@ -14,7 +14,7 @@ from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.quantize.quantizer import Quantizer
 
 COLUMNS = 100  # the maximum number of columns of a text table
-MANY = 40  # a table of more rows has one line per role
+MANY = 40  # a table with more rows than this has one line per role
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class InputRow:
         rms: the root mean square of its values in the calibration.
         scale: the largest scale of its features.
         spread: the largest scale divided by the smallest.
-        bits: the bits of the input. With 16 bits a scale is divided into 254 steps.
-        reach: the largest ratio of a magnitude to the range of the scale of its feature. Inputs beyond the range are
-            clipped. `reach` can exceed 1 if the run trained with the scale.
-        clipped: the share of values that clipping changes by more than half a scale. The second code of a 16-bit input
-            covers smaller differences.
+        bits: the bits of the input. With 16 bits, a step of the first code is divided into 254 steps.
+        reach: the largest ratio of a magnitude to the range that the scale of its feature covers. Inputs beyond the
+            range are clipped. The ratio can exceed 1 if the run trained with the scale.
+        clipped: the share of values that clipping changes by more than half a scale. In a 16-bit input, the second code
+            absorbs smaller differences.
         error: the expected error of rounding to these scales, including clipping, relative to the root mean square:
             sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k E[x_k^2]).
     """
@@ -119,7 +119,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
 
 
 def clipped_line(rows: Sequence[InputRow]) -> str:
-    """Returns a line about the inputs that exceed the range of their scales, the largest `reach` first. It is empty if
+    """Returns a line about the inputs that exceed the range of their scales, sorted by descending `reach`; empty if
     there are none."""
     clipped = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
     if not clipped:
@@ -171,7 +171,8 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 
     If the trained output is zero, returns 0 if the quantized output is zero too, otherwise infinity.
     """
-    # The largest entry of the Hessian is scaled to 1, to avoid underflow and overflow. The ratio does not change.
+    # The Hessian is scaled so that its largest entry is 1, to avoid underflow and overflow. This does not change the
+    # ratio.
     largest = float(hessian.abs().max())
     hessian = hessian / largest if largest > 0 else hessian
     wrong = max(float((delta @ hessian * delta).sum()), 0.0)
@@ -225,7 +226,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
-    """Returns the cells of the line of `table` that these rows share, without the name."""
+    """Returns the cells, except the name, of the line of `table` that these rows share."""
     bits = sorted({row.bits for row in rows})
     errors = [row.output_error for row in rows if row.output_error is not None]
     nats = [row.added_nats for row in rows if row.added_nats is not None]

@@ -28,16 +28,18 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A trained model to quantize. `specc` renders the modules from the spec. A submission contains their code.
+    """A trained model to quantize. specc generates its modules from the spec, whereas a submission contains their code.
 
     Attributes:
         text: the model that generates text, with its tokenizer and device.
         weights: the trained parameters, f32 on that device, by name.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        reused: the parameters with more uses than a single product, from `reused` of compiler/passes/assign_quant.py.
-        unfused: returns the module without fusions, with `weights`, in eval mode on the device. Each linear is a node.
-        windows: yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes of
+        reused: the parameters that are used in any other way than in a single matrix product, from `reused` in
+            compiler/passes/assign_quant.py.
+        unfused: a function that returns the module without fusions, with `weights`, in eval mode on the device. Each
+            linear layer is a separate node.
+        windows: a function that yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes in
             `quant.calibrate`.
     """
 
@@ -58,7 +60,7 @@ class QuantizedWeights:
         schemes: the chosen scheme of each parameter.
         stored: the arrays of the artifact.
         quantizer: the cache of quantized parameters, with the statistics of the calibration.
-        text: the calibration text that the model generated; None if the calibration text is other text.
+        text: the calibration text that the model generated; None if other text was used.
         seconds: the duration of the calibration; None if nothing was calibrated.
     """
 
@@ -86,12 +88,12 @@ def quantize_weights(
         model: the weights, the modules to calibrate, and the data.
         quant: the settings of the calibration and of the choice of bits, and the byte budget.
         base: the scheme of each parameter by the rules of `quant`.
-        measure: returns the exact bytes of an artifact. The choice of bits calls it.
+        measure: a function that returns the exact bytes of an artifact. The choice of bits calls it.
         say: called with a line of text for each stage and each allocation that is measured.
         progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `uses`, `gradients`,
             `quantize`.
-        integer_inputs: measures the inputs of int8 products on a text. The text is the training data if its argument is
-            None. `integer_inputs` is None if the model has no int8 products.
+        integer_inputs: a function that measures the inputs of int8 products on a text, or on the training data if its
+            argument is None. None if the model has no int8 products.
         reserved: bytes of the budget that the artifact must not use, for the code of a submission.
 
     Returns:
@@ -151,12 +153,12 @@ def statistics_of(
 
     Args:
         unfused: the model without fusions, on `device`.
-        windows: returns batches of (ids, targets) of the text, i64 [rows, window] each.
+        windows: a function that returns batches of (ids, targets) of the text, i64 [rows, window] each.
         device: the device of the model.
         reused: the parameters whose uses are measured.
         progress: called as `progress(stage, done, total)` in the stages `calibrate`, `uses` and `gradients`.
-        sequences: the rows of the text.
-        rises: whether to also estimate the rise of the loss by errors.
+        sequences: the number of rows of the text.
+        rises: whether to also return a function that estimates the rise of the loss for errors.
 
     Returns:
         The Hessians of all weights, the uses of `reused`, and a function that estimates rises.

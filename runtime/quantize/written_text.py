@@ -16,7 +16,7 @@ from specc.runtime.decode.text import sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.model.protocols import GeneratedText
 
-REPORT_EVERY = 64  # tokens per row between two calls of `progress`
+REPORT_EVERY = 64  # the number of tokens per row between two calls of `progress`
 
 
 class TextModel(Protocol):
@@ -38,7 +38,7 @@ class WrittenText:
         tokens: i64 [sequences, length + 1] on the CPU. The first token of each row is the prompt.
         separators: the number of document separators among the sampled tokens.
         seconds: the total duration.
-        capture_seconds: the part of `seconds` spent on capturing steps as CUDA graphs.
+        capture_seconds: the part of `seconds` in which steps were captured as CUDA graphs.
     """
 
     tokens: Tensor
@@ -92,7 +92,7 @@ def write_text(
     try:
         decoder = decoder_of(
             model.text_model, length, model.device, rows
-        )  # sampling ends before the cache is full, so no prefill is repeated
+        )  # sampling ends before the cache is full, so no text is prefilled again
         steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step

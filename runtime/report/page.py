@@ -22,8 +22,8 @@ from specc.runtime.storage.records import Record, Records, is_number
 from specc.runtime.storage.run_directory import readable
 from specc.runtime.storage.samples import Samples
 
-LIMIT = 2_000_000  # bytes of a page
-ROWS = 400  # maximum rows of a table; a longer table states the number of omitted rows
+LIMIT = 2_000_000  # the most bytes of a page
+ROWS = 400  # the most rows of a table; a longer table states the number of omitted rows
 VALIDATED = [
     ("nats", "nats per token", 4),
     ("bpb", "bits per byte", 4),
@@ -36,7 +36,7 @@ VALIDATED = [
     ("piece_bytes", "token bytes", 0),
 ]  # the fields of a validation, their labels and digits
 WEIGHTS = {"raw": "plain", "average": "averaged"}
-WIDEST = 16  # maximum experts of a layer in a map
+WIDEST = 16  # the most experts of a layer in a map
 _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=\.)")
 
 
@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table as text. The columns from `numbers` on are numbers."""
+    """A table as text. The columns from index `numbers` on contain numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -172,7 +172,7 @@ def _training(facts: RunFacts) -> Iterator[Picture | None]:
 
 
 def _terms(records: Records) -> dict[str, list[tuple[float, float]]]:
-    """Returns the points (step, mean) of each term of the training loss by its name."""
+    """Returns the points (step, mean) of each term of the training loss, by the name of the term."""
     points: dict[str, list[tuple[float, float]]] = {}
     for record in records.of("losses", weights="raw"):
         step, terms = record.get("step"), record.get("terms")

@@ -15,7 +15,7 @@ from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.storage.samples import Sample, Samples, record_samples, recorded_samples
 
-LINES = 4  # number of lines of the validation split, if no prompts are given
+LINES = 4  # the number of lines from the validation split that are used if no prompts are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class SampleOptions:
     """The samples to show.
 
     Attributes:
-        prompts: the prompts, or the source lines. If empty, a text model has the empty prompt with two seeds, and a
-            model of lines has the first lines of its validation split.
+        prompts: the prompts, or the source lines. If empty, the empty prompt with two seeds is used for a text model,
+            and the first lines of the validation split for a model of lines.
         seed: the seed of each prompt.
         max_tokens: the maximum number of tokens of a text.
         temperature: the temperature of the sampling.
@@ -41,13 +41,14 @@ class SampleOptions:
 
 
 def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool, say: Say) -> Samples:
-    """Returns the samples of a run: those that it stores, or new ones, which are then stored.
+    """Returns the samples of a run: the stored samples, or new samples, which are then stored.
 
     Args:
         run: the run.
         step: the step of its newest checkpoint; None without one.
         options: the samples to generate.
-        stated: whether the user stated the options. If not, stored samples are returned even if their options differ.
+        stated: whether the user specified the options. If not, stored samples are returned even if their options
+            differ.
         say: called with lines of text for the user.
 
     Raises:
@@ -64,7 +65,7 @@ def samples_of(run: Run, step: int | None, options: SampleOptions, stated: bool,
 
 
 def _fits(stored: Samples, options: SampleOptions, lines: bool) -> bool:
-    """Returns whether stored samples are those of `options`."""
+    """Returns whether stored samples were generated with `options`."""
     shown = [(sample.prompt, sample.seed) for sample in stored.samples]
     if lines:
         return shown == [(prompt, None) for prompt in options.prompts] or not options.prompts
@@ -73,7 +74,7 @@ def _fits(stored: Samples, options: SampleOptions, lines: bool) -> bool:
 
 
 def _asked(options: SampleOptions) -> list[tuple[str, int]]:
-    """Returns the prompts and seeds of texts."""
+    """Returns the prompts of a text model, each with its seed."""
     if options.prompts:
         return [(prompt, options.seed) for prompt in options.prompts]
     return [("", options.seed), ("", options.seed + 1)]

@@ -22,7 +22,7 @@ def write_report(run: Path, out: Path | None, options: SampleOptions | None, sta
         run: the run directory.
         out: the file; None for report.html in the run.
         options: the samples to generate if the run does not store them; None generates none.
-        stated: whether the user stated the options of the samples. If not, stored samples are shown even if their
+        stated: whether the user specified the options of the samples. If not, stored samples are shown even if their
             options differ.
         say: called with lines of text for the user.
 
@@ -56,7 +56,7 @@ def _samples(facts: RunFacts, options: SampleOptions | None, stated: bool, say: 
         return (stored, "") if stored is not None and stored.step == facts.step else (None, NONE)
     except RuntimeFailure as error:
         if stated:
-            raise  # not ignored, because the user requested these samples
+            raise  # the error is not ignored, because the user requested these samples
         return None, error.message
 
 

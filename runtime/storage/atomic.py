@@ -1,6 +1,7 @@
 """Writes a file completely or not at all.
 
-The steps: temporary file in the same folder, fsync, check, rename, fsync of the folder.
+The content is written to a temporary file in the same folder, synced and checked. Then the file is renamed, and the
+folder is synced.
 """
 
 import contextlib
@@ -16,14 +17,15 @@ from specc.runtime.errors import cannot_write
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None] = lambda _: None) -> None:
     """Writes `parts` to `path`, replacing an existing file.
 
-    Temporary files of interrupted writers are removed first. After an error no temporary file remains, and `path` is
-    unchanged. One error is an exception: if only the sync of the folder fails, `path` has the new content, but a power
-    failure may still undo the write.
+    Temporary files of interrupted writers are removed first. After an error, no temporary file remains and `path` is
+    unchanged, with one exception: if only the sync of the folder fails, `path` has the new content, but a power failure
+    may still undo the write.
 
     Args:
         path: the file to write.
         parts: the content, in order.
-        check: called with the finished temporary file before the rename; raises to reject it.
+        check: a function that is called with the finished temporary file before the rename. It raises an exception to
+            reject the file.
 
     Raises:
         EnvironmentFailure: if the file cannot be written.
@@ -51,7 +53,7 @@ def write_all(descriptor: int, part: bytes) -> None:
 def create_folder(folder: Path) -> None:
     """Creates a folder, with its parents, if it does not exist, and syncs the entry of each that is new.
 
-    Without the sync, a power failure may remove a new folder with all files in it, although these were synced.
+    Without this sync, a power failure may remove a new folder and all files in it, although the files were synced.
     """
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +84,7 @@ def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
     try:
         yield temporary, descriptor
     finally:
-        # After the rename the file is gone from this path.
+        # After the rename, the file no longer exists at this path.
         temporary.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -97,7 +99,7 @@ def _sweep(path: Path) -> None:
         try:
             descriptor = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            continue  # removed by another process, or cannot be opened
+            continue  # the file was removed by another process, or cannot be opened
         try:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

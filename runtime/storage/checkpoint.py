@@ -2,7 +2,7 @@
 
 `checkpoints/step_00000400/` contains model.safetensors (the f32 master weights), optimizer.safetensors,
 rng.safetensors, state.json and COMMIT. It also contains ema.safetensors if the run averages its weights. Tensors are
-stored by parameter name. If a run starts from given weights, `checkpoints/step_00000000/` contains only
+stored by parameter name. If a run starts from existing weights, `checkpoints/step_00000000/` contains only
 model.safetensors, state.json and COMMIT.
 """
 
@@ -47,7 +47,7 @@ class Snapshot:
         rng: the states of the random generators, u8.
         loader: the position of the data loader.
         spec_digest: SHA-256 (hex) of the canonical spec.
-        done: the share of the run that was complete before the last update, which determines the phase of the run.
+        done: the completed share of the run before the last update, which determines the phase of the run.
     """
 
     step: int
@@ -62,12 +62,13 @@ class Snapshot:
 
     @property
     def weights_alone(self) -> bool:
-        """True if a run starts from these weights. There is then no state of optimizers, generators and data yet."""
+        """True if these are weights from which a run starts. State of optimizers, generators and data does not exist
+        yet."""
         return self.step == 0 and not self.rng
 
     def copied(self) -> "Snapshot":
-        """Returns a snapshot with copies of the weights, the average and the optimizer state in the memory of the
-        host, so that they use no memory of a GPU."""
+        """Returns a snapshot with copies of the weights, the average and the optimizer state in host memory, so that
+        they occupy no GPU memory."""
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -94,10 +95,9 @@ class State(StrictModel):
 
 
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
-    """Commits `snapshot` as `folder/step_NNNNNNNN` and then removes all but the `keep` newest checkpoints.
-
-    A valid checkpoint of that step is left unchanged; a damaged checkpoint is replaced. Raises
-    EnvironmentFailure if the checkpoint cannot be written, and ValueError if `keep` is below 2.
+    """Commits `snapshot` as `folder/step_NNNNNNNN`, then removes all checkpoints except the `keep` newest. A valid
+    checkpoint of the same step is left unchanged, and a damaged one is replaced. Raises EnvironmentFailure if the
+    checkpoint cannot be written, and ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("`keep` must be at least 2, because the newest checkpoint may be damaged")
@@ -117,11 +117,11 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
 
 
 def save_weights(folder: Path, model: Iterable[bytes], spec_digest: str) -> Path:
-    """Commits the weights that a run starts from as `folder/step_00000000`.
+    """Commits the weights from which a run starts, as `folder/step_00000000`.
 
     Args:
         folder: the folder of the checkpoints of the run.
-        model: the parts of model.safetensors, f32 by parameter name.
+        model: the parts of the file model.safetensors, which holds f32 tensors by parameter name.
         spec_digest: SHA-256 (hex) of the canonical spec.
 
     Raises:
@@ -169,7 +169,8 @@ def fault(path: Path) -> str | None:
 
 
 def load(path: Path) -> Snapshot:
-    """Reads and verifies a checkpoint. Raises IntegrityError unless it is complete and as it was committed."""
+    """Reads and verifies a checkpoint. Raises IntegrityError unless it is complete and unchanged since it was
+    committed."""
     files = Committed.open(path)
     state = read_state(path)
     if state.step == 0 and files.members.keys() == {STATE, MODEL}:
@@ -196,8 +197,8 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """Returns the final weights if the run ended at this checkpoint, f32 by parameter name: the averaged weights if the
-    run averages, otherwise the plain weights.
+    """Returns the weights that are final if the run ends at this checkpoint, f32 by parameter name: the averaged
+    weights if the run averages, and the plain weights otherwise.
 
     Raises IntegrityError if the checkpoint is incomplete or has changed since it was committed.
     """

@@ -1,8 +1,8 @@
 """Directories that are written completely or not at all, and are valid only with their COMMIT file.
 
-COMMIT is JSON: size and SHA-256 of every other file. A directory is written under a temporary name. The files and the
-directory are synced before the rename, and the parent directory after it. Therefore neither a kill nor a power failure
-leaves a partial directory under the final name. Reading verifies the hash of the returned bytes.
+COMMIT is JSON, and contains the size and SHA-256 of every other file. A directory is written under a temporary name.
+The files and the directory are synced before the rename, and the parent directory after it. Neither a kill nor a power
+failure therefore leaves a partial directory under the final name. Reading verifies the digest of the returned bytes.
 """
 
 import errno
@@ -67,7 +67,7 @@ class Committed:
         if member is None:
             raise IntegrityError(f"{self.path}: has no {name}", HINT)
         try:
-            with open(path, "rb") as file:  # not mapped: truncating a mapped file kills the process
+            with open(path, "rb") as file:  # read instead of mapped, because truncating a mapped file kills the process
                 size = os.fstat(file.fileno()).st_size
                 data = file.read(member.size) if size == member.size else b""
         except OSError as error:
@@ -90,7 +90,7 @@ class Committed:
 def write(path: Path, files: Iterable[tuple[str, Iterable[bytes]]]) -> None:
     """Creates the directory `path`, which must not exist. `files` are pairs of a name and the parts of the content.
 
-    Raises OSError if an operation fails. Nothing remains then.
+    Raises OSError if an operation fails, in which case nothing remains.
     """
     temporary = _aside(path)
     try:
@@ -114,11 +114,11 @@ def discard(path: Path) -> None:
 
 
 def replace(path: Path, new: Path) -> None:
-    """Replaces `path` by the committed directory `new`, which has the same name and is in another folder of the same
+    """Replaces `path` with the committed directory `new`, which has the same name and is in another folder on the same
     disk.
 
-    The previous directory moves next to `new` as `before`, for the caller to remove. A kill between the two renames
-    leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if an operation fails.
+    The previous directory is moved next to `new` under the name `before`, and the caller removes it. A kill between the
+    two renames leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if an operation fails.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))
@@ -132,7 +132,7 @@ def settle(path: Path, new: Path) -> None:
     process may call this at any time. Raises OSError if an operation fails."""
     if path.exists() or not new.is_dir():
         return
-    with suppress(IntegrityError, FileNotFoundError):  # incomplete, or another process renamed it first
+    with suppress(IntegrityError, FileNotFoundError):  # `new` is incomplete, or another process renamed it first
         Committed.open(new)
         os.rename(new, path)
         sync_folder(path.parent)

@@ -12,7 +12,8 @@ FOLDER = "evaluations"
 
 
 def record_evaluation(run: Path, facts: Mapping[str, Any]) -> Path:
-    """Writes a result of a run, and returns the path of its file. A result of the same file and model is replaced.
+    """Writes a result of a run, and returns the path of its file. An earlier result for the same file and model is
+    replaced.
 
     `facts` contains the results of the task, and the keys `model` (`run` or `quantized`) and `step`. Raises
     EnvironmentFailure if the file cannot be written.

@@ -21,7 +21,7 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     Calls `say` with a warning if the run has newer weights, or if the step of the artifact is unknown. Raises
     RunFailure if the run is not quantized.
     """
-    with suppress(OSError):  # an interrupted replacement cannot be finished in a read-only folder
+    with suppress(OSError):  # in a read-only folder, an interrupted replacement cannot be finished
         committed.settle(run.quantized, run.staged)
     path = run.quantized / ARTIFACT
     again = f"specc quantize {shlex.quote(str(run.directory))}"
@@ -43,8 +43,8 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
 
 
 def artifact_of(path: Path, say: Callable[[str], None]) -> Path:
-    """Returns `path` if it is an artifact, or the artifact of the run at `path`, as `quantized_artifact`. Raises
-    RunDirectoryError if nothing is at `path`, otherwise as `quantized_artifact` and `Run.open`."""
+    """Returns `path` if it is an artifact, or the artifact of the run at `path`. Raises RunDirectoryError if nothing is
+    at `path`, and the errors of `quantized_artifact` and `Run.open`."""
     if path.is_dir():
         return quantized_artifact(Run.open(path), say)
     require_path(path)

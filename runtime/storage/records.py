@@ -18,7 +18,7 @@ class Records:
 
     Attributes:
         all: the records.
-        unreadable: the number of lines that are not records, such as one that a kill cut off.
+        unreadable: the number of lines that are not records, such as a line that a kill cut off.
     """
 
     all: tuple[Record, ...] = ()
@@ -26,7 +26,7 @@ class Records:
 
     @classmethod
     def read(cls, path: Path) -> "Records":
-        """Reads a log; a missing file has no records."""
+        """Reads a log. If the file is missing, there are no records."""
         try:
             lines = path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -60,7 +60,7 @@ class Records:
         return next(iter(reversed(self.of(event, **fields))), {})
 
     def series(self, event: str, field: str, **fields: object) -> Sequence[tuple[float, float]]:
-        """Returns (step, value) of the records that have a finite number in `field`."""
+        """Returns a pair (step, value) for each record that has a finite number in `field`."""
         records = self.of(event, **fields)
         return [(r["step"], r[field]) for r in records if is_number(r.get("step")) and is_number(r.get(field))]
 

@@ -2,7 +2,7 @@
 
 runs/gpt_mini-001/
     spec.json        the resolved spec with its overrides; every command that reads a spec accepts it
-    run.json         target, data and overrides, as given, and the weights that the run started from
+    run.json         target, data and overrides, as given, and the source of the weights from which the run started
     lock.json        the measured kernels of the run, if the spec had any
     files/           other files that the run needs, such as its tokenizer
     generated/       the generated code
@@ -45,7 +45,7 @@ FILES = "files"
 
 
 class RunDirectoryError(RuntimeFailure):
-    """The run directory does not exist, is in use, or belongs to another run."""
+    """Raised if a run directory does not exist, is in use, or belongs to another run."""
 
     code = "U003"
     exit_code = 2
@@ -82,14 +82,14 @@ class Run:
     Attributes:
         directory: the run directory.
         spec: the resolved spec.
-        target: the target that it trains.
+        target: the target that the run uses for training.
         data: the training data, as given to `--data`.
         overrides: the `--set` texts that `spec` contains.
         lock: the measured kernels of the run.
         data_digests: the digests of the content of `data` at the start of the run. None if an older version of specc
             started the run.
         old_digest: the digest of the recorded spec, if the spec has an old format version.
-        start: the weights that the run started from; None for initial values.
+        start: the weights from which the run started; None for initial values.
     """
 
     directory: Path
@@ -124,13 +124,13 @@ class Run:
 
     @property
     def staged(self) -> Path:
-        """The folder in which the next `quantized` is written. Its parent folder has a lock of its own. A run can
-        therefore be quantized from its last checkpoint while it trains."""
+        """The folder in which the next `quantized` is written. Its parent folder has a separate lock, so that a run can
+        be quantized from its last checkpoint while it trains."""
         return self.directory / ".quantizing" / "quantized"
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run. It includes neither `--gpus` nor limits."""
+        """The command that continues the run, without `--gpus` and limits."""
         return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
     @property
@@ -250,8 +250,8 @@ def lasting(data: str) -> str:
 
 
 def is_run(directory: Path) -> bool:
-    """Returns whether this directory is a run, valid or damaged. A quantized directory also has a spec.json, but in
-    addition a COMMIT."""
+    """Returns whether this directory is a run, valid or damaged. A quantized directory also has a spec.json, but it has
+    a COMMIT as well."""
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 

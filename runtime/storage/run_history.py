@@ -1,4 +1,5 @@
-"""Reads the history of a run from its log: steps, validations and the end, without the traces of interruptions."""
+"""Reads the history of a run from its log: steps, validations and the end. Repeated records after interruptions are
+removed."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,8 @@ class LoggedStep:
     Attributes:
         step: number of the step.
         loss: mean training loss of the step, in nats per token.
-        seconds: seconds of training up to the end of the step.
-        tokens: tokens trained on up to the end of the step.
+        seconds: the seconds of training up to the end of the step.
+        tokens: the number of tokens used for training up to the end of the step.
     """
 
     step: int
@@ -99,7 +100,7 @@ class RunHistory:
                 self.end, self.message = None, ""
             case "step":
                 last = self.steps[-1] if self.steps else LoggedStep(0, 0.0, 0.0, 0.0)
-                # older logs have only the rate
+                # older logs contain only the rate
                 tokens = event.get("tokens") or event["tokens_per_second"] * (event["seconds"] - last.seconds)
                 self.steps.append(LoggedStep(event["step"], event["loss"], event["seconds"], last.tokens + tokens))
             case "validation":

@@ -34,11 +34,12 @@ def stream(
 
     Args:
         entries: the tensors, in the order of the file.
-        read: returns a tensor by name, in its dtype and shape. It is called once for each entry, in order.
+        read: a function that returns a tensor by name, in its dtype and shape. It is called once for each entry, in
+            order.
         metadata: texts in the header.
 
     Raises:
-        ValueError: if a tensor has another dtype or shape than its entry.
+        ValueError: if the dtype or shape of a tensor differs from its entry.
     """
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0

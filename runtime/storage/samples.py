@@ -13,7 +13,7 @@ HINT = "delete it; `specc report` generates it again"
 
 
 class Sample(StrictModel):
-    """A prompt, the seed of its random numbers, and the generated text. The sample of a model of lines has no seed."""
+    """A prompt, the seed of its random numbers, and the generated text. Samples of models of lines have no seed."""
 
     prompt: str
     text: str
@@ -24,7 +24,7 @@ class Samples(StrictModel):
     """The samples of a run and the settings that generated them.
 
     Attributes:
-        step: the step of the checkpoint whose final weights generated the texts.
+        step: the step of the checkpoint whose weights generated the texts.
         max_tokens: the maximum number of tokens of a text; None for lines.
         temperature: the temperature of the sampling; None for lines.
         samples: the samples.

@@ -1,4 +1,4 @@
-"""The record of the weights that a run started from."""
+"""The record of the weights from which a run started."""
 
 from typing import Literal
 
@@ -7,13 +7,13 @@ from specc.runtime.storage.data_digests import Sha256
 
 
 class StartRecord(StrictModel):
-    """The weights that a run took before its first step.
+    """The weights that a run loaded before its first step.
 
     Attributes:
         path: the absolute path of the source.
         kind: the kind of the source.
-        step: the step of the checkpoint of a run; None for files.
-        tensors: the SHA-256 (hex) of the f32 bytes of each parameter that was taken, by name.
+        step: if the source is a run, the step of its checkpoint; None for files.
+        tensors: for each loaded parameter, the SHA-256 (hex) of its f32 bytes.
     """
 
     path: str
